@@ -1,0 +1,69 @@
+# Two commands are enough: `make run` and `make test`. Each makes the environment first, if it is missing or out of date.
+#   make run ARGS="--seeds 3"      make test ARGS="-k masks"      make study NAME=identity ARGS="--json"
+#   make setup PYTHON=python3.12   chooses the interpreter of a new environment (3.11 or newer)
+PYTHON ?= python3
+ARGS ?=
+NAME ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+PIP := $(BIN)/python -m pip
+# Succeeds when the compiler that Python itself was built with is installed.
+FIND_COMPILER := import shutil, sys, sysconfig; sys.exit(not shutil.which(sysconfig.get_config_var("CC").split()[0]))
+# -I keeps the repository and PYTHONPATH off sys.path: the wheel must stand on its own.
+WHEEL_PYTHON := venv/bin/python -I
+
+.PHONY: help setup run study test lint wheel clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
+	@echo "Targets: setup run study test lint wheel clean"
+
+setup: $(STAMP)
+
+# Done again only when a requirement or a pin changes; the sources are installed editable.
+# pycosat, which reasoning-gym needs, is compiled on the spot: with no C compiler around, Zig from PyPI serves as one.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt pip
+	@set -e; \
+	if [ -z "$$CC" ] && ! $(BIN)/python -c '$(FIND_COMPILER)'; then \
+		echo "No C compiler found: taking Zig from PyPI"; \
+		$(PIP) install --quiet --constraint constraints.txt ziglang; \
+		export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
+	fi; \
+	set -x; \
+	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,dev]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("smd_jax needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make setup PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # half an environment would look like a whole one
+
+# JAX takes an accelerator when it sees one.
+run: $(STAMP)
+	$(BIN)/python experiments/quickstart.py $(ARGS)
+
+study: $(STAMP)
+	@test -n "$(NAME)" || { echo "make study needs NAME, a script in experiments/, for example: make study NAME=identity"; exit 2; }
+	$(BIN)/python experiments/$(NAME).py $(ARGS)
+
+test: export JAX_PLATFORMS ?= cpu
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/pre-commit run --all-files
+
+# sdist -> wheel -> a fresh environment outside the repository -> import.
+wheel: $(STAMP)
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	@set -eu; repository="$(CURDIR)"; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	"$(BIN)/python" -m venv "$$folder/venv"; \
+	"$$folder/venv/bin/python" -m pip install --quiet --constraint constraints.txt dist/*.whl; \
+	cp .ci/check_wheel.py "$$folder"; cd "$$folder"; \
+	$(WHEEL_PYTHON) check_wheel.py "$$repository"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis

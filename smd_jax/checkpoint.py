@@ -1,0 +1,367 @@
+"""Checkpoints: everything that a run needs to continue bitwise, written atomically with orbax.
+
+One checkpoint is a directory `<directory>/<step>` with two orbax items and a file beside them:
+
+    state            the pytree of arrays: parameters, optimizer state, step counter, typed PRNG keys
+    meta             JSON: {"leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ...}
+    checksums.json   CRC-32 of every file of the two
+
+The `meta` item is read first, so that a run under another configuration, or a state of another shape, is refused with
+names before any array is read. Saving is synchronous, and a checkpoint appears by renaming a finished temporary
+directory: a run that is killed while it saves leaves the older checkpoints as they were.
+
+Orbax keeps no checksum of array data: a flipped bit would be trained on. So the checksums are written after the rename
+and compared before anything is read. A checkpoint without them, from a run killed in between, is complete and is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+_ITEMS = ("state", "meta")
+_CHECKSUMS = "checksums.json"
+_ABSENT = "(absent)"
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint is there but cannot be read; the message says which step, why, and what remains."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` gives back.
+
+    Attributes:
+      step: the step under which the checkpoint was saved.
+      state: pytree with the structure, shapes, dtypes and shardings of `like`.
+      data_position: the JSON object given to `save`.
+    """
+
+    step: int
+    state: Any
+    data_position: dict[str, Json]
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    state: Any,
+    *,
+    data_position: Mapping[str, Any],
+    config: object,
+    max_to_keep: int = 3,
+) -> None:
+    """Writes checkpoint `step` and then deletes all but the newest `max_to_keep`.
+
+    Args:
+      directory: where the checkpoints of one run lie; made when absent.
+      step: number of finished updates. Later than every step already there.
+      state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
+      data_position: what the data source needs to continue, as JSON values with string keys.
+      config: the resolved configuration, see `to_jsonable`.
+      max_to_keep: how many checkpoints stay, at least 1.
+
+    Raises:
+      ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1.
+      TypeError: a leaf of `state` is no array, or `data_position` or `config` does not fit into JSON.
+    """
+    if max_to_keep < 1:
+        raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
+    meta = {
+        "leaves": _leaf_table(state),
+        "data_position": _checked_position(data_position),
+        "config": to_jsonable(config),
+    }
+    _check_later(directory, step)
+    with _writer(directory, max_to_keep) as manager:
+        manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
+    if jax.process_index() == 0:
+        _write_checksums(_folder(directory, step))
+
+
+def restore(
+    directory: str | Path,
+    like: Any,
+    *,
+    config: object,
+    step: int | None = None,
+    may_differ: Sequence[str] = (),
+) -> Restored:
+    """Reads a checkpoint into the structure and onto the devices of `like`.
+
+    Args:
+      directory: as given to `save`.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`; a jax leaf is placed by the leaf's `sharding` (none: the first
+        device), a numpy leaf stays on the host. Dtypes and shapes must be those that were saved.
+      config: the configuration of the run that continues; it must equal the saved one.
+      step: which checkpoint; None means the newest.
+      may_differ: dotted names of fields (with all below them) that may differ, such as `("num_steps",)`.
+
+    Raises:
+      FileNotFoundError: no checkpoint in `directory`, or none with this `step`.
+      ValueError: the configuration or the structure of the state differs; the message lists every difference.
+      DamagedCheckpointError: the checkpoint cannot be read. Older ones are untouched and are named.
+    """
+    step = _existing_step(directory, step)
+    with _damage_named(directory, step):
+        _check_files(_folder(directory, step))
+        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        _check_keys(meta)
+    _check_config(meta["config"], to_jsonable(config), may_differ)
+    _check_leaves(meta["leaves"], _leaf_table(like))
+    target = jax.tree.map(_placed, like)
+    # The files are known to be good: what fails here is no damage, but a sharding that does not fit, or no memory.
+    state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+    return Restored(step=step, state=state, data_position=meta["data_position"])
+
+
+def all_steps(directory: str | Path) -> list[int]:
+    """Steps of the finished checkpoints in `directory`, ascending; unfinished temporary directories do not count."""
+    if not Path(directory).is_dir():
+        return []
+    with _reader(directory) as manager:
+        return sorted(manager.all_steps())
+
+
+def latest_step(directory: str | Path) -> int | None:
+    """The newest finished checkpoint in `directory`, None when there is none."""
+    return max(all_steps(directory), default=None)
+
+
+def discard_after(directory: str | Path, step: int) -> list[int]:
+    """Deletes the checkpoints later than `step` and returns their steps.
+
+    For a run that goes back, by choice or because the newest checkpoint is damaged: `save` refuses to write behind a
+    later one, since that one would be taken for the newest at the next resume.
+    """
+    later = [found for found in all_steps(directory) if found > step]
+    if later:
+        with _writer(directory, max_to_keep=None) as manager:
+            for found in later:
+                manager.delete(found)
+    return later
+
+
+def to_jsonable(value: object, path: str = "config") -> Json:
+    """Configuration -> JSON values: nested dataclasses become objects that name their class under `_class`.
+
+    Tuples become lists, paths and non-finite floats become strings. `path` is the name used in errors.
+
+    Raises:
+      TypeError: a value (named by its dotted path) has no JSON form.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [to_jsonable(item, f"{path}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {_string_key(key, path): to_jsonable(item, f"{path}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"_class": type(value).__name__} | _fields_to_jsonable(value, path)
+    raise TypeError(
+        f"{path}: expected None, bool, int, float, str, Path, list, tuple, dict or a dataclass; "
+        f"got {type(value).__name__} {value!r}"
+    )
+
+
+def config_differences(saved: Json, given: Json, may_differ: Sequence[str] = ()) -> list[str]:
+    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results."""
+    left, right = _flatten("", saved), _flatten("", given)
+    names = [name for name in left | right if left.get(name, _ABSENT) != right.get(name, _ABSENT)]
+    return [
+        f"{name}: expected {_shown(left, name)}, got {_shown(right, name)}"
+        for name in names
+        if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in may_differ)
+    ]
+
+
+def _fields_to_jsonable(value: Any, path: str) -> dict[str, Json]:
+    return {f.name: to_jsonable(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+
+
+def _string_key(key: object, path: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{path}: expected string keys; got {type(key).__name__} {key!r}")
+    return key
+
+
+def _flatten(path: str, value: Json) -> dict[str, Json]:
+    """Dotted path -> leaf; an empty list or object is a leaf itself."""
+    if isinstance(value, list):
+        value = {str(i): item for i, item in enumerate(value)} or value
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    flat: dict[str, Json] = {}
+    for key, item in value.items():
+        flat |= _flatten(f"{path}.{key}" if path else key, item)
+    return flat
+
+
+def _shown(flat: dict[str, Json], name: str) -> str:
+    return json.dumps(flat[name]) if name in flat else _ABSENT
+
+
+def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
+    """The position, proven to come back from JSON as it went in (a tuple or an integer key would not)."""
+    plain = dict(position)
+    text = json.dumps(plain, allow_nan=False)
+    if json.loads(text) != plain:
+        raise TypeError(f"data_position must come back from JSON unchanged; {plain!r} comes back as {text}")
+    return plain
+
+
+def _leaf_table(tree: Any) -> dict[str, str]:
+    """Path -> `dtype[shape]`. A typed key's dtype names its implementation, such as `key<fry>`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {_leaf_name(path): _described(_leaf_name(path), leaf) for path, leaf in leaves}
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _described(name: str, leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"state leaf {name!r} must be an array; got {type(leaf).__name__} {leaf!r}")
+    if math.prod(leaf.shape) == 0:
+        raise ValueError(f"state leaf {name!r} must have at least one element; got shape {leaf.shape}")
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _placed(leaf: Any) -> Any:
+    """The restore target of one leaf, always with a sharding: orbax would otherwise repeat the saved placement."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
+    lines = config_differences(saved, given, may_differ)
+    if lines:
+        raise ValueError(
+            "the checkpoint was made under another configuration; expected is what it holds, got is what this run "
+            "has:\n  " + "\n  ".join(lines)
+        )
+
+
+def _check_leaves(saved: dict[str, str], given: dict[str, str]) -> None:
+    lines = [
+        f"{name}: expected {saved.get(name, _ABSENT)}, got {given.get(name, _ABSENT)}"
+        for name in saved | given
+        if saved.get(name) != given.get(name)
+    ]
+    if lines:
+        raise ValueError(
+            "the state has another structure than the checkpoint; expected is what the checkpoint holds, got is what "
+            "this run has:\n  " + "\n  ".join(lines)
+        )
+
+
+def _check_later(directory: str | Path, step: int) -> None:
+    # orbax answers False, without a word, when asked to save behind its newest step.
+    newest = latest_step(directory)
+    if newest is not None and step <= newest:
+        raise ValueError(
+            f"expected a step later than {newest}, the newest in {directory}; got {step}. To go back to an earlier "
+            f"step call discard_after(directory, step) first"
+        )
+
+
+def _existing_step(directory: str | Path, step: int | None) -> int:
+    steps = all_steps(directory)
+    if not steps:
+        raise FileNotFoundError(f"expected a checkpoint in {directory}; found none")
+    if step is not None and step not in steps:
+        raise FileNotFoundError(f"expected one of the steps {steps} in {directory}; got {step}")
+    return steps[-1] if step is None else step
+
+
+def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> Any:
+    with _reader(directory) as manager:
+        return manager.restore(step, args=args)
+
+
+@contextmanager
+def _damage_named(directory: str | Path, step: int) -> Iterator[None]:
+    """Whatever reading a damaged file raises becomes one error that says where a run can go on from."""
+    try:
+        yield
+    except (ValueError, KeyError, OSError) as error:
+        others = [found for found in all_steps(directory) if found != step]
+        advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DamagedCheckpointError(f"checkpoint {step} in {directory} cannot be read: {reason}. {advice}") from error
+
+
+def _check_keys(meta: dict[str, Any]) -> None:
+    expected = {"leaves", "data_position", "config"}
+    if set(meta) != expected:
+        raise ValueError(f"meta: expected the keys {sorted(expected)}; got {sorted(meta)}")
+
+
+def _folder(directory: str | Path, step: int) -> Path:
+    return Path(directory) / str(step)
+
+
+def _write_checksums(folder: Path) -> None:
+    temporary = folder / f"{_CHECKSUMS}.tmp"
+    temporary.write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+    temporary.replace(folder / _CHECKSUMS)
+
+
+def _check_files(folder: Path) -> None:
+    file = folder / _CHECKSUMS
+    if not file.is_file():
+        return
+    expected, found = json.loads(file.read_text(encoding="utf-8")), _checksums(folder)
+    damaged = [name for name in expected if expected[name] != found.get(name)]
+    if damaged:
+        lines = [f"{name} (CRC-32 expected {expected[name]}, got {found.get(name, 'no file')})" for name in damaged]
+        raise ValueError(f"{len(lines)} of {len(expected)} files are damaged: {', '.join(lines)}")
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Relative path -> CRC-32 of every file in the items."""
+    files = [file for item in _ITEMS for file in sorted((folder / item).rglob("*")) if file.is_file()]
+    return {file.relative_to(folder).as_posix(): _crc32(file) for file in files}
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _writer(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
+        enable_async_checkpointing=False,
+        cleanup_tmp_directories=True,
+    )
+    return ocp.CheckpointManager(Path(directory).resolve(), options=options)
+
+
+def _reader(directory: str | Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(Path(directory).resolve(), options=options)

@@ -1,0 +1,91 @@
+"""Frozen configurations: every choice of a run, with its unit, in hashable dataclasses.
+
+All of them are static arguments of jitted functions: two equal configurations compile once. They are checked when they
+are made, so a wrong value fails before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor` (transformers `rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1 frequency scaling (transformers `rope_type: llama3`, `_compute_llama3_parameters`).
+
+    Frequencies whose wavelength is longer than `original_max_positions / low_freq_factor` are divided by `factor`,
+    those shorter than `original_max_positions / high_freq_factor` are kept, those between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (arXiv:2309.00071) as in transformers `_compute_yarn_parameters`, used by long-context Qwen2.5 and Qwen3.
+
+    `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder of the Llama 2/3, Qwen2/2.5 or Qwen3 family.
+
+    Attributes:
+      vocab_size: rows of the embedding table.
+      hidden_size: width of the residual stream.
+      intermediate_size: width of the SwiGLU.
+      num_layers, num_heads, num_kv_heads, head_dim: attention shape; `num_heads` is a multiple of `num_kv_heads`.
+      max_positions: the longest sequence, in tokens, that the model may see.
+      rope_theta: RoPE base. rope_scaling: how RoPE is stretched, None for plain.
+      norm_eps: epsilon of every RMSNorm.
+      qkv_bias: biases on the q, k and v projections (Qwen2). qk_norm: RMSNorm per head on q and k (Qwen3).
+      tie_embeddings: the output projection is the transposed embedding.
+      dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
+        computed in float32 or wider whatever this is.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE; got {self.head_dim}")

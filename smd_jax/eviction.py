@@ -1,0 +1,368 @@
+"""Eviction policies: which keys stay in the cache. A policy scores keys, higher = keep; the rollout does the rest.
+
+To add one: a frozen dataclass with `score`, its name in `smd_jax/__init__.py`, a row in `tests/under_test.py`.
+
+All see a `CacheView`: the keys in column order, empty slots first, so the newest key is the last slot. Formulas and
+constants come from the papers and codes named at each class; `score` is computed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_kernels.reference import masked_softmax
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class CacheView(struct.PyTreeNode):
+    """What a policy may look at when a layer is compressed, after the attention of the newest query.
+
+    Attributes:
+      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE.
+      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones.
+      positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
+      received: `[batch, kv_heads, slots]` attention received so far, for policies with `observes_attention`.
+      queries: `[batch, heads, query_window, head_dim]` the newest queries, in no particular order.
+      query_positions: `[batch, query_window]` their positions; negative: the sequence is shorter than the window.
+      keys_rng: `[batch]` one PRNG key per row, new at every compression; the key is consumed.
+      budget: keys that will be kept. Static.
+    """
+
+    keys: Float[Array, "batch kv_heads slots head_dim"]
+    values: Float[Array, "batch kv_heads slots head_dim"]
+    valid: Bool[Array, "batch kv_heads slots"]
+    positions: Int[Array, "batch kv_heads slots"]
+    received: Float[Array, "batch kv_heads slots"] | None
+    queries: Float[Array, "batch heads query_window head_dim"] | None
+    query_positions: Int[Array, "batch query_window"]
+    keys_rng: Key[Array, " batch"]
+    budget: int = struct.field(pytree_node=False)
+
+
+Scores = Float[Array, "batch kv_heads slots"]
+
+
+@dataclass(frozen=True)
+class EvictionPolicy:
+    """Base of all policies.
+
+    Attributes:
+      evicts: False only for `Dense`.
+      observes_attention: the rollout sums up the attention that each key receives (`CacheView.received`).
+      query_window: how many of the newest queries the rollout keeps (`CacheView.queries`).
+    """
+
+    evicts: ClassVar[bool] = True
+
+    @property
+    def observes_attention(self) -> bool:
+        return False
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    def protected(self, budget: int) -> int:
+        """Keys that are kept whatever their score; the budget must hold them."""
+        del budget
+        return 0
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        """Keys kept in each layer."""
+        return (budget,) * num_layers
+
+    def score(self, view: CacheView) -> Scores:
+        """`[batch, kv_heads, slots]`, higher = keep. Values at empty slots are ignored."""
+        raise TypeError(f"{type(self).__name__} has no score: it never evicts, or its class must define one")
+
+
+def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
+    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects."""
+    for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
+        needed = max(policy.protected(size), 1)
+        if size < needed:
+            raise ValueError(
+                f"expected a budget of at least {needed} keys (sinks + window that {policy} protects); "
+                f"got {size} in layer {layer} (budget {budget})"
+            )
+
+
+def newest(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
+    """The `count` newest slots."""
+    slots = view.keys.shape[2]
+    return (jnp.arange(slots) >= slots - count)[None, None]
+
+
+def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
+    """Puts the protected slots above all others."""
+    return jnp.where(protected, jnp.inf, scores)
+
+
+def wide(x: Float[Array, ...]) -> Float[Array, ...]:
+    """In float32 or wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def grouped_queries(view: CacheView) -> Float[Array, "batch kv_heads group query_window head_dim"]:
+    """The newest queries, by the KV head that they share."""
+    if view.queries is None:
+        raise ValueError("expected a view with queries, because the policy reads them; got query_window 0")
+    batch, heads, window, head_dim = view.queries.shape
+    kv_heads = view.keys.shape[1]
+    return wide(view.queries).reshape(batch, kv_heads, heads // kv_heads, window, head_dim)
+
+
+def window_scores(view: CacheView) -> Float[Array, "batch kv_heads group query_window slots"]:
+    """q k^T / sqrt(head_dim) of the newest queries."""
+    head_dim = view.keys.shape[-1]
+    return jnp.einsum("bhgwd,bhsd->bhgws", grouped_queries(view), wide(view.keys)) * head_dim**-0.5
+
+
+def window_mask(view: CacheView) -> Bool[Array, "batch kv_heads query_window slots"]:
+    """Which keys each of the newest queries sees: causal, and nothing for queries before the sequence's start."""
+    query = view.query_positions[:, None, :, None]
+    return view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)
+
+
+def pool(x: Scores, kernel: int, reducer: str) -> Scores:
+    """Average (zeros outside, as torch's avg_pool1d) or maximum over `kernel` neighbouring slots, same length."""
+    window, strides = (1, 1, kernel), (1, 1, 1)
+    sides = [(0, 0), (0, 0), (kernel // 2, (kernel - 1) // 2)]
+    if reducer == "max":
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, sides)
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, sides) / kernel
+
+
+@dataclass(frozen=True)
+class Dense(EvictionPolicy):
+    """Never evicts: the cache has a slot for every token."""
+
+    evicts: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Recent(EvictionPolicy):
+    """Sliding window: keeps the newest keys."""
+
+    def score(self, view: CacheView) -> Scores:
+        return view.positions.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class StreamingLLM(EvictionPolicy):
+    """Attention sinks and a sliding window (arXiv:2309.17453), at original positions.
+
+    The paper renumbers positions inside the cache; keys here keep theirs, without which no replay would be exact.
+    """
+
+    sinks: int = 4
+
+    def protected(self, budget: int) -> int:
+        return self.sinks + 1
+
+    def score(self, view: CacheView) -> Scores:
+        return protect(view.positions.astype(jnp.float32), view.positions < self.sinks)
+
+
+@dataclass(frozen=True)
+class H2O(EvictionPolicy):
+    """Heavy hitters (arXiv:2306.14048): the keys that received most attention, and the newest ones.
+
+    s_j = sum_i A_ij over all past queries and the group. `recent` is the share of the budget that goes to the newest
+    keys; the paper's code (FMInference/H2O, `modify_llama.py`) splits evenly. Exact at `buffer = 1`, where it evicts
+    once a step as the paper does.
+    """
+
+    recent: float = 0.5
+
+    @property
+    def observes_attention(self) -> bool:
+        return True
+
+    def protected(self, budget: int) -> int:
+        return int(budget * self.recent)
+
+    def score(self, view: CacheView) -> Scores:
+        if view.received is None:
+            raise ValueError("expected a view with the attention received; got observes_attention False")
+        return protect(view.received, newest(view, self.protected(view.budget)))
+
+
+@dataclass(frozen=True)
+class TOVA(EvictionPolicy):
+    """Token omission via attention (arXiv:2401.06104): s_j = mean over heads of A_last,j, one choice for all heads."""
+
+    @property
+    def query_window(self) -> int:
+        return 1
+
+    def score(self, view: CacheView) -> Scores:
+        weights = masked_softmax(window_scores(view), window_mask(view)[:, :, None])
+        mean = weights[:, :, :, 0].mean((1, 2))
+        return jnp.broadcast_to(mean[:, None], view.valid.shape)
+
+
+@dataclass(frozen=True)
+class SnapKV(EvictionPolicy):
+    """SnapKV (arXiv:2404.14469): pooled attention of an observation window, after prefill and again while decoding.
+
+    s_j = avgpool_kernel(sum over the last `window` queries of A_ij), mean over the group (kvpress); the window is kept.
+    Constants of FasterDecoding/SnapKV `init_snapkv`: window 32, kernel 5.
+    """
+
+    window: int = 32
+    kernel: int = 5
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def protected(self, budget: int) -> int:
+        return self.window
+
+    def score(self, view: CacheView) -> Scores:
+        weights = masked_softmax(window_scores(view), window_mask(view)[:, :, None])
+        recent = newest(view, self.window)
+        votes = jnp.where(recent, 0.0, weights.sum(3).mean(2))
+        return protect(pool(votes, self.kernel, "mean"), recent)
+
+
+@dataclass(frozen=True)
+class RKV(EvictionPolicy):
+    """R-KV (arXiv:2505.24133, Zefan-Cai/R-KV `r1_kv.py`): importance less redundancy, the newest `window` keys kept.
+
+    Z = weight * I - (1 - weight) * R over the keys outside the window.
+    I: max-pooled (kernel 7) mean over the window's queries of a softmax over those keys, scores reduced by their
+    maximum over the group. R: softmax of each key's mean cosine similarity to all keys, where every key first forgets
+    the newest key that is more similar to it than `threshold`.
+    """
+
+    window: int = 8
+    kernel: int = 7
+    weight: float = 0.1
+    threshold: float = 0.5
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def protected(self, budget: int) -> int:
+        return self.window
+
+    def score(self, view: CacheView) -> Scores:
+        recent = newest(view, self.window)
+        candidates = view.valid & ~recent
+        combined = self.weight * self._importance(view, candidates) - (1 - self.weight) * self._redundancy(view)
+        return protect(combined, recent)
+
+    def _importance(self, view: CacheView, candidates: Bool[Array, "batch kv_heads slots"]) -> Scores:
+        scores = window_scores(view).max(2)
+        seen = (view.query_positions >= 0)[:, None, :, None] & candidates[:, :, None]
+        weights = masked_softmax(scores, seen)
+        count = jnp.maximum((view.query_positions >= 0).sum(-1), 1)[:, None, None]
+        mean = weights.sum(2) / count
+        return pool(jnp.where(candidates, mean, -jnp.inf), self.kernel, "max")
+
+    def _redundancy(self, view: CacheView) -> Scores:
+        unit = wide(view.keys)
+        unit = unit / (jnp.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
+        both = view.valid[:, :, :, None] & view.valid[:, :, None, :] & ~jnp.eye(unit.shape[2], dtype=bool)[None, None]
+        similar = jnp.where(both, jnp.einsum("bhjd,bhsd->bhjs", unit, unit), 0.0)
+        slot = jnp.arange(unit.shape[2])[None, None, None]
+        last = jnp.where(similar > self.threshold, slot, -1).max(-1, keepdims=True)
+        similar = jnp.where(slot == last, 0.0, similar)
+        count = jnp.maximum(view.valid.sum(-1, keepdims=True), 1)
+        return masked_softmax(similar.sum(2) / count, view.valid)
+
+
+@dataclass(frozen=True)
+class KeyDiff(EvictionPolicy):
+    """KeyDiff (arXiv:2504.15364): s_j = -cos(k_j, mean of the normalised keys); keeps keys unlike the average."""
+
+    def score(self, view: CacheView) -> Scores:
+        keys = wide(view.keys)
+        unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
+        count = jnp.maximum(view.valid.sum(-1), 1)[:, :, None, None]
+        anchor = jnp.where(view.valid[..., None], unit, 0.0).sum(2, keepdims=True) / count
+        anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -(unit * anchor).sum(-1)
+
+
+@dataclass(frozen=True)
+class Knorm(EvictionPolicy):
+    """Key norm (arXiv:2406.11430): s_j = -||k_j||."""
+
+    def score(self, view: CacheView) -> Scores:
+        return -jnp.linalg.norm(wide(view.keys), axis=-1)
+
+
+@dataclass(frozen=True)
+class Random(EvictionPolicy):
+    """Uniform scores, drawn anew at every compression: the baseline that every method must beat."""
+
+    def score(self, view: CacheView) -> Scores:
+        return jax.vmap(lambda key: jax.random.uniform(key, view.valid.shape[1:]))(view.keys_rng)
+
+
+@dataclass(frozen=True)
+class _Wrapper(EvictionPolicy):
+    """A policy around another one."""
+
+    inner: EvictionPolicy
+
+    @property
+    def observes_attention(self) -> bool:
+        return self.inner.observes_attention
+
+    @property
+    def query_window(self) -> int:
+        return self.inner.query_window
+
+    def protected(self, budget: int) -> int:
+        return self.inner.protected(budget)
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        return self.inner.layer_budgets(budget, num_layers)
+
+    def score(self, view: CacheView) -> Scores:
+        return self.inner.score(view)
+
+
+@dataclass(frozen=True)
+class Protect(_Wrapper):
+    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them."""
+
+    sinks: int = 0
+    recent: int = 0
+
+    def protected(self, budget: int) -> int:
+        return max(self.sinks + self.recent, self.inner.protected(budget) + self.sinks)
+
+    def score(self, view: CacheView) -> Scores:
+        return protect(self.inner.score(view), (view.positions < self.sinks) | newest(view, self.recent))
+
+
+@dataclass(frozen=True)
+class Pyramid(_Wrapper):
+    """PyramidKV's budgets (arXiv:2406.02069) around any score: they fall linearly from the first layer to the last.
+
+    With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
+    w + most - l (most - least) / (L - 1). The mean over layers is `budget`.
+    """
+
+    beta: float = 20.0
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        if num_layers == 1:
+            return (budget,)
+        window = self.inner.protected(budget)
+        least = (budget - window) / self.beta
+        most = 2 * (budget - window) - least
+        step = (most - least) / (num_layers - 1)
+        return tuple(window + round(most - layer * step) for layer in range(num_layers))

@@ -1,0 +1,161 @@
+"""Attention masks: the one place that builds, stores and converts them.
+
+Columns number the tokens of a left-padded batch: prompt 0 … P-1, response P … T-1. An evicted key never comes back, so
+what query t may see is an interval per key, and one integer per key says it all:
+
+    visible[b, l, h, t, s]  =  (s <= t)  and  (t < evicted_at[b, l, h, s])
+
+Six tokens; key 0 is padding (evicted_at 0), key 2 was evicted after query 3 (evicted_at 4):
+
+              key  0 1 2 3 4 5
+    query 0        . . . . . .        a query that sees nothing attends to nothing: its output is zero
+    query 1        . 1 . . . .
+    query 2        . 1 1 . . .
+    query 3        . 1 1 1 . .
+    query 4        . 1 . 1 1 .
+    query 5        . 1 . 1 1 1
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class KeyInterval(struct.PyTreeNode):
+    """Visibility of one layer: query t sees key s iff `s <= t < evicted_at[s]`.
+
+    Attributes:
+      evicted_at: `[batch, kv_heads, keys]` first column whose query cannot see the key; the first two axes may be 1.
+    """
+
+    evicted_at: Int[Array, "batch kv_heads keys"]
+
+    def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
+        key = jnp.arange(self.evicted_at.shape[-1])[None, None, None, :]
+        query = key.swapaxes(-1, -2)
+        return (key <= query) & (query < self.evicted_at[..., None, :])
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class ShadowMask(struct.PyTreeNode):
+    """Which keys every query of a rollout could see, per layer and KV head, in one integer per key.
+
+    Attributes:
+      evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
+        for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
+    """
+
+    evicted_at: Int[Array, "batch layers kv_heads keys"]
+
+    def layer(self, index: int) -> KeyInterval:
+        """The mask of one layer."""
+        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)])
+
+    def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
+        """The explicit mask, `[batch, layers, kv_heads, queries, keys]`: T² bytes per layer and head."""
+        batch, layers, kv_heads, keys = self.evicted_at.shape
+        flat = KeyInterval(self.evicted_at.reshape(batch * layers, kv_heads, keys)).to_boolean()
+        return flat.reshape(batch, layers, kv_heads, keys, keys)
+
+    @classmethod
+    def from_boolean(cls, mask: Bool[Array, "batch layers kv_heads queries keys"]) -> ShadowMask:
+        """Compresses an explicit mask of the eviction kind; reads the values, so it cannot run under jit.
+
+        Raises:
+          ValueError: if a query sees a later key, or an evicted key comes back: such a mask has no interval form, and
+            only the explicit boolean form can carry it.
+        """
+        visible = np.asarray(mask)
+        queries, keys = visible.shape[-2:]
+        if queries != keys:
+            raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
+        evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
+        evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
+        compact = cls(jnp.asarray(evicted_at))
+        _refuse_unequal(visible, np.asarray(compact.to_boolean()))
+        return compact
+
+
+Mask = ShadowMask | Bool[Array, "#batch #layers #kv_heads queries keys"]
+LayerMask = KeyInterval | Bool[Array, "#batch #kv_heads queries keys"]
+
+
+def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
+    """Raises where `given` is not what its interval form would replay."""
+    wrong = np.argwhere(given != rebuilt)
+    if not len(wrong):
+        return
+    batch, layer, head, query, key = wrong[0]
+    where = f"batch {batch}, layer {layer}, kv head {head}, key {key}"
+    if key > query:
+        raise ValueError(f"expected a causal mask; got query {query} seeing the later key ({where})")
+    seen = np.flatnonzero(given[batch, layer, head, :, key])
+    raise ValueError(
+        "expected every key to be visible from its own query on without a gap, because an evicted key never comes "
+        f"back; got queries {_runs(seen)} seeing it ({where}). Keep such a mask in its boolean form."
+    )
+
+
+def _runs(indices: np.ndarray) -> str:
+    """`[3, 4, 5, 9]` -> `3-5, 9`."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
+    """The mask without eviction: causal, padding invisible; shared by all layers and heads."""
+    return ShadowMask(jnp.where(valid, NEVER, 0).astype(jnp.int32)[:, None, None, :])
+
+
+def layer_mask(mask: Mask, index: int) -> LayerMask:
+    """The mask of one layer, still broadcastable over batch and KV heads."""
+    if isinstance(mask, ShadowMask):
+        return mask.layer(index)
+    return mask[:, min(index, mask.shape[1] - 1)]
+
+
+def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
+    """One layer's mask as booleans."""
+    return mask.to_boolean() if isinstance(mask, KeyInterval) else mask
+
+
+def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
+    """Raises ValueError unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`."""
+    if isinstance(mask, ShadowMask):
+        shape, expected = mask.evicted_at.shape, (batch, layers, kv_heads, columns)
+    else:
+        shape, expected = mask.shape, (batch, layers, kv_heads, columns, columns)
+    fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape, expected, strict=True))
+    if not fits or shape[3:] != expected[3:]:
+        raise ValueError(
+            f"expected a mask that broadcasts to {expected} (batch, layers, kv heads, columns); got {tuple(shape)}"
+        )
+
+
+def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:
+    """Position of each token in its own sequence: the first valid column of a row is 0, padding before it too."""
+    start = jnp.argmax(valid, axis=-1, keepdims=True)
+    column = jnp.arange(valid.shape[-1], dtype=jnp.int32)[None]
+    return jnp.maximum(column - start.astype(jnp.int32), 0)
+
+
+__all__ = [
+    "NEVER",
+    "KeyInterval",
+    "LayerMask",
+    "Mask",
+    "ShadowMask",
+    "check_mask",
+    "dense_mask",
+    "layer_mask",
+    "positions",
+    "to_visible",
+]

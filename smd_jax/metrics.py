@@ -1,0 +1,246 @@
+"""Metrics: their names, the functions that compute them, and the file that keeps them.
+
+Names follow TRL, so that runs can be laid side by side. All logarithms are natural, lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+Scalar = Array | np.ndarray | np.generic | float | int
+
+METRICS: dict[str, str] = {
+    "reward": "mean reward of the completions, sampled under the cache budget",
+    "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
+    "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
+    "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
+    "kl": "k3 estimate of KL(policy || reference) per token, nats",
+    "entropy": "mean entropy of the next-token distribution, nats",
+    "clip_ratio/low_mean": "share of tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
+    "clip_ratio/high_mean": "share of tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
+    "clip_ratio/region_mean": "share of tokens clipped at either side",
+    "completions/mean_length": "mean length of a completion, tokens",
+    "completions/min_length": "shortest completion, tokens",
+    "completions/max_length": "longest completion, tokens",
+    "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
+    "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
+    "sampling/sampling_logp_difference/max": "maximum of the same, nats",
+    "sampling/importance_sampling_ratio/min": "minimum over response tokens of p_learner / p_sampler",
+    "sampling/importance_sampling_ratio/mean": "mean of the same",
+    "sampling/importance_sampling_ratio/max": "maximum of the same",
+    "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
+    "grad_norm": "global norm of the gradient before clipping",
+    "step_time": "wall time of one step with its rollout, seconds",
+    "num_tokens": "prompt and response tokens processed since the run began",
+    "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
+    "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
+}
+
+
+def mismatch_metrics(
+    sampler_logprobs: Float[Array, "batch response"],
+    learner_logprobs: Float[Array, "batch response"],
+    mask: Bool[Array, "batch response"],
+) -> dict[str, Float[Array, ""]]:
+    """How far the learner is from the policy that sampled, before any update.
+
+    Args:
+      sampler_logprobs, learner_logprobs: log-probability of each sampled token, nats.
+      mask: the tokens that count. With none, the differences and `mismatch_kl` are 0 and the ratios are 1.
+
+    Returns:
+      The `sampling/*` metrics and `mismatch_kl`, the mean of `ratio - 1 - log ratio`; ratio = p_learner / p_sampler.
+    """
+    # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
+    delta = jnp.where(mask, learner_logprobs, 0.0) - jnp.where(mask, sampler_logprobs, 0.0)
+    ratio = jnp.exp(delta)
+    empty = ~mask.any()
+    return {
+        "sampling/sampling_logp_difference/mean": _masked_mean(jnp.abs(delta), mask),
+        "sampling/sampling_logp_difference/max": jnp.abs(delta).max(initial=0.0),
+        "sampling/importance_sampling_ratio/min": jnp.where(empty, 1.0, ratio.min(initial=jnp.inf, where=mask)),
+        "sampling/importance_sampling_ratio/mean": jnp.where(empty, 1.0, _masked_mean(ratio, mask)),
+        "sampling/importance_sampling_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
+        "mismatch_kl": _masked_mean(jnp.expm1(delta) - delta, mask),
+    }
+
+
+def completion_metrics(mask: Bool[Array, "batch response"], terminated: Bool[Array, " batch"]) -> dict[str, Array]:
+    """Lengths of the completions.
+
+    Args:
+      mask: response tokens, EOS included.
+      terminated: the completion ended with EOS rather than at the length limit.
+    """
+    lengths = mask.sum(axis=1).astype(jnp.float32)
+    return {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1.0 - terminated.astype(jnp.float32).mean(),
+    }
+
+
+def reward_metrics(rewards: Float[Array, " batch"], group_size: int) -> dict[str, Array]:
+    """Level and spread of the rewards.
+
+    Args:
+      rewards: one per completion; the `group_size` completions of a prompt lie side by side.
+      group_size: completions per prompt; with 1 every spread within a group is 0.
+
+    Raises:
+      ValueError: the batch is not a multiple of `group_size`.
+    """
+    if group_size < 1 or rewards.shape[0] % group_size:
+        raise ValueError(f"expected a multiple of group_size {group_size} rewards; got {rewards.shape[0]}")
+    groups = rewards.reshape(-1, group_size)
+    # Equality rather than a standard deviation near 0: the mean of equal floats need not be that float.
+    return {
+        "reward": rewards.mean(),
+        "reward_std": _std(rewards[None])[0],
+        "reward_std_within_group": _std(groups).mean(),
+        "frac_reward_zero_std": (groups.max(axis=1) == groups.min(axis=1)).astype(jnp.float32).mean(),
+    }
+
+
+def _masked_mean(values: Float[Array, "batch response"], mask: Bool[Array, "batch response"]) -> Float[Array, ""]:
+    """Mean over the masked tokens, 0 when there are none."""
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def _std(rows: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
+    """Standard deviation of each row with Bessel's correction, 0 for rows of one."""
+    if rows.shape[1] == 1:
+        return jnp.zeros(rows.shape[0], rows.dtype)
+    return rows.std(axis=1, ddof=1)
+
+
+class MetricsWriter:
+    """Appends one JSON object a step to a file, such as `{"step": 3, "reward": 0.5}`.
+
+    Every line is flushed when it is written. Numbers are written so that they read back as the same double; NaN and
+    infinities, which JSON does not have, become `null` (`read_metrics` gives NaN). On many hosts only process 0 writes.
+
+    Args:
+      path: the file; its directory is made when absent.
+      next_step: None for a new run. For a run that resumes, the first step that it will write: rows of that step and
+        later ones are dropped, so that every step stands in the file once, and so is a last line that a crash cut off.
+
+    Raises:
+      FileExistsError: `next_step` is None but the file holds rows.
+      ValueError: a line that is not the last one cannot be read; nothing is changed then.
+    """
+
+    def __init__(self, path: str | Path, next_step: int | None = None) -> None:
+        self.path = Path(path)
+        rows = _read_lines(self.path)
+        if next_step is None and rows:
+            raise FileExistsError(
+                f"expected no metrics in {self.path} for a new run; got {len(rows)} rows. Resume with next_step=..., "
+                f"or take another directory"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for step, line in rows if next_step is None or step < next_step]
+        _replace(self.path, b"".join(line + b"\n" for line in kept))
+        self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
+
+    def write(self, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
+        """Writes one row and returns it as host numbers, fetched from the devices in one transfer.
+
+        Raises:
+          ValueError: `step` is not later than the last row, or a metric is no scalar or is called `step`.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"expected a step later than {self._last_step}, the last in {self.path}; got {step}")
+        if "step" in metrics:
+            raise ValueError(f"expected metrics without the reserved name 'step'; got {sorted(metrics)}")
+        values = jax.device_get(dict(metrics))
+        row = {"step": step} | {name: _number(name, value) for name, value in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        self._last_step = step
+        return row
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file in their order; `null` becomes NaN, a cut-off last line is left out.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: another line cannot be read; the message names its number.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"expected a metrics file; found none at {path}")
+    rows = [json.loads(line) for _, line in _read_lines(Path(path))]
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    array = np.asarray(value)
+    if array.shape != ():
+        raise ValueError(f"metric {name!r} must be a scalar; got shape {array.shape}")
+    number = array.item()
+    if not isinstance(number, bool | int | float):
+        raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
+    return number if math.isfinite(number) else None
+
+
+def _read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """(step, line without its newline) of every row; nothing when the file is absent."""
+    if not path.is_file():
+        return []
+    *lines, tail = path.read_bytes().split(b"\n")
+    rows = [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
+    # A row lacks its newline only when a crash cut it. If all of the object is there, it is still a row.
+    return [*rows, (_step_of(path, len(lines) + 1, tail), tail)] if _is_json(tail) else rows
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: expected a JSON object; got {line[:80]!r}") from error
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError(f"{path}, line {number}: expected a JSON object with an integer 'step'; got {line[:80]!r}")
+    return row["step"]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes the file anew in one move: a crash leaves either the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

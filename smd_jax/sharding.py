@@ -1,0 +1,111 @@
+"""Sharding: a mesh with axes data, fsdp and tensor, and the one table that says what lies on which.
+
+    data     rows of the batch
+    fsdp     rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
+    tensor   attention heads, the width of the MLP, the vocabulary
+
+Nothing else in the library names a mesh axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+
+# Parameter name -> spec of its kernel; the last two names of the path decide.
+RULES: dict[tuple[str, str], P] = {
+    ("embed", "embedding"): P("tensor", "fsdp"),
+    ("lm_head", "kernel"): P("fsdp", "tensor"),
+    ("q_proj", "kernel"): P("fsdp", "tensor"),
+    ("k_proj", "kernel"): P("fsdp", "tensor"),
+    ("v_proj", "kernel"): P("fsdp", "tensor"),
+    ("o_proj", "kernel"): P("tensor", "fsdp"),
+    ("gate_proj", "kernel"): P("fsdp", "tensor"),
+    ("up_proj", "kernel"): P("fsdp", "tensor"),
+    ("down_proj", "kernel"): P("tensor", "fsdp"),
+}
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the first `data * fsdp * tensor` devices.
+
+    Raises:
+      ValueError: if there are fewer devices.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    needed = data * fsdp * tensor
+    if len(available) < needed:
+        raise ValueError(
+            f"expected {needed} devices for data={data}, fsdp={fsdp}, tensor={tensor}; got {len(available)}"
+        )
+    grid = np.asarray(available[:needed]).reshape(data, fsdp, tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
+    """The spec of one parameter (or of optimizer state of its shape). Axes that do not divide a side are left out."""
+    rule = RULES.get((path[-2], path[-1]), P()) if len(shape) == 2 and len(path) > 1 else P()
+    return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
+
+
+def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+    """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state."""
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return NamedSharding(mesh, param_spec(names, np.shape(leaf), mesh))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def shard_tree(tree: Any, mesh: Mesh) -> Any:
+    """Puts a pytree with parameters in it onto the mesh."""
+    return jax.device_put(tree, tree_shardings(tree, mesh))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp."""
+    return NamedSharding(mesh, P(BATCH))
+
+
+def shard_batch(tree: Any, mesh: Mesh) -> Any:
+    """Puts arrays `[batch, ...]` onto the mesh.
+
+    Raises:
+      ValueError: if the rows do not divide over the data and fsdp axes.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    for leaf in jax.tree.leaves(tree):
+        if leaf.shape[0] % ways:
+            raise ValueError(f"expected a batch that divides over data * fsdp = {ways}; got {leaf.shape[0]} rows")
+    return jax.device_put(tree, batch_sharding(mesh))
+
+
+def constrain(x: Array) -> Array:
+    """Pins `[batch, ...]` activations to the batch axes of the mesh in `jax.set_mesh`; without a mesh does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or "data" not in mesh.axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(BATCH))
+
+
+def constrain_tree(tree: Any) -> Any:
+    """Pins a pytree with parameters in it to its table; without a mesh does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or "data" not in mesh.axis_names:
+        return tree
+
+    def one(path: Any, leaf: Array) -> Array:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return jax.lax.with_sharding_constraint(leaf, param_spec(names, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(one, tree)

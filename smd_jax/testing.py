@@ -1,0 +1,194 @@
+"""Helpers for tests without downloaded weights: a tiny model, a byte tokenizer, a random checkpoint, a compile counter.
+
+    python -m smd_jax.testing DIR
+
+writes a small random Qwen2-style checkpoint with a byte-level tokenizer and a chat template into DIR, which
+transformers and `smd_jax.weights.load_checkpoint` open like a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from smd_jax.config import ModelConfig, RopeScaling
+from smd_jax.hf_config import FloatName
+from smd_jax.model import Decoder
+from smd_jax.weights import save_checkpoint
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+BYTE_VOCAB_SIZE = 256 + 3
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def tiny_model_config(
+    *,
+    vocab_size: int = 264,
+    hidden_size: int = 32,
+    intermediate_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    max_positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    norm_eps: float = 1e-6,
+    qkv_bias: bool = True,
+    qk_norm: bool = False,
+    tie_embeddings: bool = True,
+    dtype: FloatName = "float32",
+) -> ModelConfig:
+    """A Qwen2-style decoder of 27,000 parameters; its vocabulary is that of `byte_tokenizer`, rounded up to 8s."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=norm_eps,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        tie_embeddings=tie_embeddings,
+        dtype=dtype,
+    )
+
+
+def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """Freshly initialised float32 parameters for `Decoder(config).apply({"params": params}, ...)`."""
+    one = jnp.zeros((1, 1), jnp.int32)
+    mask = jnp.ones((1, 1, 1, 1, 1), bool)
+    return jax.jit(Decoder(config).init)(jax.random.key(seed), one, one, mask)["params"]
+
+
+def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer whose ids 0 to 255 are the bytes of UTF-8: it takes any text and gives it back.
+
+    Qwen's special tokens follow: `<|endoftext|>` pads (256); `<|im_start|>` (257) and `<|im_end|>` (258, also EOS)
+    frame the messages of the ChatML template. Nothing is added to a text unless a template does. Pads on the left.
+    `chat=False` leaves the template out, so that prompts are taken as they are.
+
+    Saved beside a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
+    every Qwen tokenizer first composes accents (Unicode NFC).
+    """
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[START],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML if chat else None,
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte -> the byte.
+
+    Bytes that are printable in Latin-1 stand for themselves; the others are, in order, the characters from 256 on.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    hidden = iter(sorted(set(range(256)) - {ord(character) for character in alphabet}))
+    return {character: ord(character) if ord(character) < 256 else next(hidden) for character in alphabet}
+
+
+def write_random_checkpoint(
+    directory: str | Path, *, seed: int = 0, config: ModelConfig | None = None, dtype: FloatName = "float32"
+) -> ModelConfig:
+    """Writes config.json, model.safetensors and the files of `byte_tokenizer`.
+
+    Args:
+      directory: where; a checkpoint that is already there is replaced.
+      seed: of the parameters.
+      config: the shape; None means `tiny_model_config()`. At least `BYTE_VOCAB_SIZE` rows of vocabulary.
+      dtype: how the parameters are stored.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: the vocabulary is too small for the tokenizer.
+      FileExistsError: `directory` holds files that are no part of a checkpoint.
+    """
+    config = tiny_model_config() if config is None else config
+    if config.vocab_size < BYTE_VOCAB_SIZE:
+        raise ValueError(f"the byte tokenizer needs vocab_size of at least {BYTE_VOCAB_SIZE}; got {config.vocab_size}")
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer = byte_tokenizer()
+        tokenizer.save_pretrained(temporary)
+        token_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        for name in ("config.json", "generation_config.json"):
+            (Path(temporary) / name).write_text(json.dumps(token_ids))
+        save_checkpoint(directory, random_params(config, seed), config, dtype=dtype, tokenizer_from=temporary)
+    return config
+
+
+@contextmanager
+def count_compilations() -> Iterator[Counter[str]]:
+    """Counts how often each jitted function is compiled inside the block, by the function's name.
+
+        with count_compilations() as counts:
+            for batch in batches:
+                state = update(state, batch)
+        assert counts["update"] == 1
+
+    Functions that were compiled before the block are not counted, nor are those inlined into another jitted function.
+    """
+    counts: Counter[str] = Counter()
+
+    def listen(event: str, duration_secs: float, **tags: str | int) -> None:
+        if event == _COMPILED:
+            counts[_function_name(str(tags["fun_name"]))] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _function_name(module_name: str) -> str:
+    """`jit(update)` -> `update`."""
+    wrapped = re.fullmatch(r"\w+\((.*)\)", module_name)
+    return wrapped[1] if wrapped else module_name
+
+
+def main() -> None:
+    """Command line, see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m smd_jax.testing", description="Write a small random checkpoint.")
+    parser.add_argument("directory", help="where to write it")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters")
+    arguments = parser.parse_args()
+    config = write_random_checkpoint(arguments.directory, seed=arguments.seed)
+    print(f"wrote a random decoder ({config.num_layers} layers, width {config.hidden_size}) to {arguments.directory}")
+
+
+if __name__ == "__main__":
+    main()

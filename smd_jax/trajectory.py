@@ -1,0 +1,60 @@
+"""What a rollout hands to the learner. It never says which policy made it: the shadow mask is the whole message."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from smd_jax.masks import ShadowMask, dense_mask, positions
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Trajectory(struct.PyTreeNode):
+    """A batch of prompts and responses. Columns: prompt 0 … P-1 (left-padded), response P … T-1.
+
+    Attributes:
+      tokens: `[batch, T]` ids; what follows the end of a response is padding.
+      valid: `[batch, T]` true for prompt tokens and for response tokens up to and with the end-of-sequence token.
+      logprobs: `[batch, R]` the sampler's log-probabilities of the response tokens, 0 where not valid.
+      terminated: `[batch]` whether the response ended by itself, with an end-of-sequence token.
+      mask: what the sampler saw: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
+      temperature: of the sampler; the learner divides its logits by it. Static.
+      replayable: false if the sampler filtered its tokens (top-k, top-p) or was greedy, which a learner cannot replay.
+        Static.
+    """
+
+    tokens: Int[Array, "batch T"]
+    valid: Bool[Array, "batch T"]
+    logprobs: Float[Array, "batch R"]
+    terminated: Bool[Array, " batch"]
+    mask: ShadowMask | Bool[Array, "batch layers kv_heads T T"]
+    temperature: float = struct.field(pytree_node=False, default=1.0)
+    replayable: bool = struct.field(pytree_node=False, default=True)
+
+    @property
+    def prompt_width(self) -> int:
+        """P, columns of the prompt with its padding."""
+        return self.tokens.shape[1] - self.logprobs.shape[1]
+
+    @property
+    def response(self) -> Int[Array, "batch R"]:
+        return self.tokens[:, self.prompt_width :]
+
+    @property
+    def response_mask(self) -> Bool[Array, "batch R"]:
+        return self.valid[:, self.prompt_width :]
+
+    @property
+    def positions(self) -> Int[Array, "batch T"]:
+        return positions(self.valid)
+
+    def dense_mask(self) -> ShadowMask:
+        """What a sampler that never evicts would have seen."""
+        return dense_mask(self.valid)
+
+    def lengths(self) -> Int[Array, " batch"]:
+        """Response tokens of each row."""
+        return jnp.sum(self.response_mask, axis=1)

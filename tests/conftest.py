@@ -1,0 +1,21 @@
+"""Eight fake CPU devices, a compilation cache that outlives the run, and no silent rank promotion.
+
+The environment is set before the first import of JAX: XLA reads it once.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+
+# Most of the time goes to compilation. Keys hold the versions of JAX and of the compiler: stale entries are not found.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+# [queries, keys] + [keys] is more often a forgotten axis than a wish; who means it writes `[None, :]`.
+jax.config.update("jax_numpy_rank_promotion", "raise")

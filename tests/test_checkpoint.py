@@ -1,0 +1,382 @@
+"""Checkpoints: bitwise round trips, shardings, typed keys, refusals, damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from smd_jax import checkpoint
+from smd_jax.config import LinearRope, ModelConfig
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+MODEL = ModelConfig(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    max_positions=32,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Stands for the resolved configuration of a run."""
+
+    model: ModelConfig = MODEL
+    learning_rate: float = 1e-2
+    budgets: tuple[int, ...] = (4, 8)
+    num_steps: int = 6
+
+
+CONFIG = Config()
+
+
+def initial_state():
+    """Parameters of two dtypes, optimizer state, step and typed keys of two implementations."""
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "b": jnp.full((4,), 1 / 3, jnp.bfloat16)}
+    return {
+        "params": params,
+        "opt_state": OPTIMIZER.init(params),
+        "step": jnp.int32(0),
+        "key": jax.random.key(7),
+        "row_keys": jax.random.split(jax.random.key(3, impl="rbg"), 8),
+    }
+
+
+@jax.jit
+def train_step(state):
+    """One noisy step whose result depends on every part of the state."""
+    key, now = jax.random.split(state["key"])
+    inputs = jax.random.normal(now, (5, 8))
+
+    def loss(params):
+        return jnp.sum((inputs @ params["w"] + params["b"].astype(jnp.float32)[None]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    updates, opt_state = OPTIMIZER.update(grads, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1, "key": key}, value
+
+
+def mesh_of_eight():
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def raw(leaf) -> np.ndarray:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_bitwise_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        assert raw(a).tobytes() == raw(b).tobytes()
+
+
+def save(directory, step, state=None, config=CONFIG, position=None, max_to_keep=3):
+    state = initial_state() if state is None else state
+    position = {"row": step} if position is None else position
+    checkpoint.save(directory, step, state, data_position=position, config=config, max_to_keep=max_to_keep)
+
+
+def flip_one_bit(file: Path):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_round_trip_is_bitwise_with_typed_keys(tmp_path):
+    state, _ = train_step(initial_state())
+    save(tmp_path, 1, state, position={"epoch": 2, "rows": [3, 1], "name": "train"})
+    restored = checkpoint.restore(tmp_path, jax.eval_shape(initial_state), config=CONFIG)
+    assert restored.step == 1
+    assert restored.data_position == {"epoch": 2, "rows": [3, 1], "name": "train"}
+    assert_bitwise_equal(restored.state, state)
+    assert str(jax.random.key_impl(restored.state["key"])) == "threefry2x32"
+    assert str(jax.random.key_impl(restored.state["row_keys"])) == "rbg"
+    draw = jax.random.normal(restored.state["row_keys"][2], (3,))
+    assert np.array_equal(draw, jax.random.normal(state["row_keys"][2], (3,)))
+
+
+def test_six_steps_equal_three_and_three(tmp_path):
+    state, losses = initial_state(), []
+    for step in range(1, 7):
+        state, loss = train_step(state)
+        losses.append(float(loss))
+        if step == 3:
+            save(tmp_path, 3, state)
+    resumed = checkpoint.restore(tmp_path, initial_state(), config=CONFIG).state
+    again = []
+    for _ in range(3):
+        resumed, loss = train_step(resumed)
+        again.append(float(loss))
+    assert again == losses[3:]
+    assert len(set(losses)) == 6
+    assert_bitwise_equal(resumed, state)
+
+
+def test_restore_puts_arrays_on_the_mesh_of_like(tmp_path):
+    state = initial_state()
+    save(tmp_path, 1, state)
+    mesh = mesh_of_eight()
+    specs = {"w": PartitionSpec("data", "tensor"), "row_keys": PartitionSpec(("data", "tensor"))}
+
+    def abstract(path, leaf):
+        spec = specs.get(path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else "", PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    like = jax.tree_util.tree_map_with_path(abstract, state)
+    restored = checkpoint.restore(tmp_path, like, config=CONFIG).state
+    assert_bitwise_equal(restored, state)
+    jax.tree.map(lambda got, wanted: got.sharding == wanted.sharding or pytest.fail(str(got.sharding)), restored, like)
+    assert restored["params"]["w"].addressable_shards[0].data.shape == (2, 2)
+    assert len(restored["row_keys"].sharding.device_set) == 8
+
+
+def test_sharded_state_returns_to_one_device(tmp_path):
+    sharding = NamedSharding(mesh_of_eight(), PartitionSpec("data", "tensor"))
+    weights = jax.device_put(jnp.arange(32.0).reshape(8, 4), sharding)
+    save(tmp_path, 1, {"w": weights})
+    like = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    restored = checkpoint.restore(tmp_path, like, config=CONFIG).state["w"]
+    assert restored.devices() == {jax.devices()[0]}
+    assert np.array_equal(restored, np.arange(32.0).reshape(8, 4))
+
+
+def test_numpy_leaves_stay_on_the_host(tmp_path):
+    save(tmp_path, 1, {"counts": np.array([1, 2**40])})
+    restored = checkpoint.restore(tmp_path, {"counts": np.zeros(2, np.int64)}, config=CONFIG).state["counts"]
+    assert isinstance(restored, np.ndarray)
+    assert restored.dtype == np.int64
+    assert restored.tolist() == [1, 2**40]
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (2, 4, 6, 8):
+        save(tmp_path, step, {"x": jnp.float32(step)}, max_to_keep=2)
+    assert checkpoint.all_steps(tmp_path) == [6, 8]
+    assert checkpoint.latest_step(tmp_path) == 8
+    like = {"x": jnp.float32(0)}
+    assert checkpoint.restore(tmp_path, like, config=CONFIG).state["x"] == 8
+    assert checkpoint.restore(tmp_path, like, config=CONFIG, step=6).state["x"] == 6
+    with pytest.raises(FileNotFoundError, match=r"expected one of the steps \[6, 8\].*got 4"):
+        checkpoint.restore(tmp_path, like, config=CONFIG, step=4)
+
+
+def test_no_checkpoint_is_said(tmp_path):
+    assert checkpoint.latest_step(tmp_path) is None
+    assert checkpoint.latest_step(tmp_path / "nowhere") is None
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint in .*nowhere; found none"):
+        checkpoint.restore(tmp_path / "nowhere", initial_state(), config=CONFIG)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_another_configuration_is_refused_field_by_field(tmp_path):
+    save(tmp_path, 1)
+    other = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, rope_theta=500.0, rope_scaling=LinearRope(2.0)),
+        budgets=(4, 9),
+    )
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(tmp_path, initial_state(), config=other)
+    lines = str(caught.value).splitlines()[1:]
+    assert "  model.rope_theta: expected 10000.0, got 500.0" in lines
+    assert "  budgets.1: expected 8, got 9" in lines
+    assert "  model.rope_scaling.factor: expected (absent), got 2.0" in lines
+    assert not any("learning_rate" in line or "budgets.0" in line for line in lines)
+
+
+def test_fields_that_may_differ(tmp_path):
+    save(tmp_path, 1)
+    longer = dataclasses.replace(CONFIG, num_steps=60)
+    with pytest.raises(ValueError, match="num_steps: expected 6, got 60"):
+        checkpoint.restore(tmp_path, initial_state(), config=longer)
+    assert checkpoint.restore(tmp_path, initial_state(), config=longer, may_differ=("num_steps",)).step == 1
+    wider = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, hidden_size=9))
+    assert checkpoint.restore(tmp_path, initial_state(), config=wider, may_differ=("model",)).step == 1
+    with pytest.raises(ValueError, match="model.hidden_size: expected 8, got 9"):
+        checkpoint.restore(tmp_path, initial_state(), config=wider, may_differ=("mode", "model.hidden"))
+
+
+def test_another_structure_is_refused_leaf_by_leaf(tmp_path):
+    save(tmp_path, 1)
+    like = initial_state()
+    like["params"] = {"w": jnp.zeros((8, 5)), "extra": jnp.zeros(1)}
+    like["key"] = jax.random.key(0, impl="rbg")
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(tmp_path, like, config=CONFIG)
+    assert set(str(caught.value).splitlines()[1:]) == {
+        "  params/w: expected float32[8, 4], got float32[8, 5]",
+        "  params/b: expected bfloat16[4], got (absent)",
+        "  params/extra: expected (absent), got float32[1]",
+        "  key: expected key<fry>[], got key<rbg>[]",
+    }
+
+
+def test_unfinished_temporary_directory_is_ignored(tmp_path):
+    save(tmp_path, 3)
+    for name in ("6.orbax-checkpoint-tmp", "6.orbax-checkpoint-tmp-1700000000"):
+        shutil.copytree(tmp_path / "3", tmp_path / name)
+    assert checkpoint.all_steps(tmp_path) == [3]
+    assert checkpoint.restore(tmp_path, initial_state(), config=CONFIG).step == 3
+    save(tmp_path, 6)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "6"], "a save clears what was left unfinished"
+    assert checkpoint.restore(tmp_path, initial_state(), config=CONFIG).step == 6
+
+
+def test_a_save_that_fails_leaves_the_older_one(tmp_path, monkeypatch):
+    save(tmp_path, 3, {"x": jnp.float32(3)}, max_to_keep=1)
+
+    def full_disk(self, target):
+        raise OSError("No space left on device")
+
+    # Orbax finishes a checkpoint by renaming its temporary directory; let exactly that fail.
+    monkeypatch.setattr("pathlib.Path.rename", full_disk)
+    monkeypatch.setattr("os.rename", lambda *_: full_disk(None, None))
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 6, {"x": jnp.float32(6)}, max_to_keep=1)
+    monkeypatch.undo()
+    assert checkpoint.all_steps(tmp_path) == [3]
+    assert checkpoint.restore(tmp_path, {"x": jnp.float32(0)}, config=CONFIG).state["x"] == 3
+
+
+def damageable_files(folder: Path) -> list[Path]:
+    return sorted(file for item in ("state", "meta") for file in (folder / item).rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip"])
+def test_damage_to_any_file_is_named_and_the_older_one_is_there(tmp_path, damage):
+    origin = tmp_path / "origin"
+    save(origin, 3)
+    save(origin, 6)
+    files = damageable_files(origin / "6")
+    assert any("/d/" in file.as_posix() for file in files), "expected array data among the files"
+    for number, file in enumerate(files):
+        directory = tmp_path / str(number)
+        shutil.copytree(origin, directory)
+        target = directory / file.relative_to(origin)
+        if damage == "delete":
+            target.unlink()
+        elif damage == "truncate":
+            target.write_bytes(target.read_bytes()[:-1])
+        else:
+            flip_one_bit(target)
+        with pytest.raises(checkpoint.DamagedCheckpointError, match=r"checkpoint 6 in .*Steps \[3\] remain") as caught:
+            checkpoint.restore(directory, initial_state(), config=CONFIG)
+        assert file.relative_to(origin / "6").as_posix() in str(caught.value)
+    assert checkpoint.restore(directory, initial_state(), config=CONFIG, step=3).step == 3
+
+
+def test_going_back_needs_the_later_ones_discarded(tmp_path):
+    for step in (3, 6, 9):
+        save(tmp_path, step, {"x": jnp.float32(step)})
+    for step in (4, 9):
+        with pytest.raises(ValueError, match=f"expected a step later than 9.*got {step}"):
+            save(tmp_path, step, {"x": jnp.float32(0)})
+    assert checkpoint.discard_after(tmp_path, 3) == [6, 9]
+    assert checkpoint.discard_after(tmp_path, 3) == []
+    save(tmp_path, 4, {"x": jnp.float32(4)})
+    assert checkpoint.all_steps(tmp_path) == [3, 4]
+
+
+def test_checkpoint_without_checksums_is_read(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / "3" / "checksums.json").unlink()
+    assert checkpoint.restore(tmp_path, initial_state(), config=CONFIG).step == 3
+
+
+def test_a_sharding_that_does_not_fit_is_no_damage(tmp_path):
+    save(tmp_path, 1, {"w": jnp.zeros((3, 4))})
+    sharding = NamedSharding(mesh_of_eight(), PartitionSpec("data"))
+    like = {"w": jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=sharding)}
+    with pytest.raises(ValueError, match="evenly divide"):
+        checkpoint.restore(tmp_path, like, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"step": 3}, TypeError, "'step' must be an array; got int 3"),
+        ({"a": [jnp.zeros(2), None, "text"]}, TypeError, "'a/2' must be an array; got str"),
+        ({"a": jnp.zeros((0, 3))}, ValueError, r"'a' must have at least one element; got shape \(0, 3\)"),
+    ],
+)
+def test_state_that_cannot_be_saved(tmp_path, state, error, message):
+    with pytest.raises(error, match=message):
+        save(tmp_path, 1, state)
+    assert checkpoint.all_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("position", [{"rows": (1, 2)}, {"row": {1: 2}}])
+def test_data_position_must_survive_json(tmp_path, position):
+    with pytest.raises(TypeError, match="data_position must come back from JSON unchanged"):
+        checkpoint.save(tmp_path, 1, {"x": jnp.zeros(1)}, data_position=position, config=CONFIG)
+
+
+def test_max_to_keep_below_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_to_keep must be at least 1; got 0"):
+        save(tmp_path, 1, max_to_keep=0)
+
+
+def test_to_jsonable_by_hand():
+    @dataclass(frozen=True)
+    class Inner:
+        scale: float
+        path: Path
+
+    @dataclass(frozen=True)
+    class Outer:
+        inner: Inner | None
+        sizes: tuple[int, ...]
+        flag: bool
+
+    value = Outer(Inner(float("inf"), Path("a/b")), (1, 2), True)
+    expected = {
+        "_class": "Outer",
+        "inner": {"_class": "Inner", "scale": "inf", "path": "a/b"},
+        "sizes": [1, 2],
+        "flag": True,
+    }
+    assert checkpoint.to_jsonable(value) == expected
+    assert json.loads(json.dumps(expected, allow_nan=False)) == expected
+
+
+def test_to_jsonable_names_the_field_that_does_not_fit():
+    @dataclass(frozen=True)
+    class Bad:
+        rewards: dict[str, object]
+
+    with pytest.raises(TypeError, match=r"config.rewards.exact: expected None, bool.*; got builtin_function_or_method"):
+        checkpoint.to_jsonable(Bad({"exact": len}))
+    with pytest.raises(TypeError, match="config.rewards: expected string keys; got int 1"):
+        checkpoint.to_jsonable({"rewards": {1: 2.0}})
+
+
+def test_two_classes_with_equal_fields_differ():
+    @dataclass(frozen=True)
+    class Recent:
+        window: int = 4
+
+    @dataclass(frozen=True)
+    class Random:
+        window: int = 4
+
+    lines = checkpoint.config_differences(checkpoint.to_jsonable(Recent()), checkpoint.to_jsonable(Random()))
+    assert lines == ['_class: expected "Recent", got "Random"']
+    assert checkpoint.config_differences([], {}) == [": expected [], got {}"]
+    assert checkpoint.config_differences({"a": []}, {"a": []}) == []

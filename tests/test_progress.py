@@ -1,0 +1,119 @@
+"""Progress: what is printed on a terminal, in a file, and in the table."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from smd_jax.progress import format_cell, status, summary_table, training_progress
+
+METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
+
+
+def file_console(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+    raw = io.BytesIO()
+    return Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=60), raw
+
+
+def test_plain_lines_away_from_a_terminal():
+    console, raw = file_console()
+    with training_progress(25, every=10, console=console) as report:
+        for step in range(1, 26):
+            report(step, METRICS)
+    lines = raw.getvalue().decode().splitlines()
+    expected = [rf"train {step}/25 reward 0\.550 \|Δlogp\| 2\.1e-06 0:00:0\d" for step in (10, 20, 25)]
+    assert len(lines) == 3
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_plain_lines_are_not_wrapped_and_keep_brackets():
+    console, raw = file_console()
+    with training_progress(1, name="[bold]" + "x" * 80, console=console) as report:
+        report(1, METRICS)
+    (line,) = raw.getvalue().decode().splitlines()
+    assert line.startswith("[bold]" + "x" * 80 + " 1/1 reward")
+
+
+def test_plain_lines_in_ascii():
+    console, raw = file_console("ascii")
+    with training_progress(1, console=console) as report:
+        report(1, METRICS)
+    assert b"|dlogp| 2.1e-06" in raw.getvalue()
+
+
+def test_bar_on_a_terminal():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None, legacy_windows=False)
+    with training_progress(200, start=30, console=console) as report:
+        report(34, METRICS)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"train +34/200 .*reward 0\.550 \|Δlogp\| 2\.1e-06 0:00:0\d", shown), shown
+
+
+def test_status_shows_what_there_is():
+    assert status({"reward": 1.0}) == "reward 1.000"
+    assert status({"sampling/sampling_logp_difference/mean": 0.0}) == "|Δlogp| 0.0e+00"
+    assert status({"loss": 2.0}) == ""
+
+
+def test_line_without_status_has_no_gap():
+    console, raw = file_console()
+    with training_progress(1, name="warm start", console=console) as report:
+        report(1, {})
+    assert re.fullmatch(r"warm start 1/1 0:00:0\d", raw.getvalue().decode().strip())
+
+
+@pytest.mark.parametrize(
+    ("start", "every", "message"),
+    [(0, 0, "every must be at least 1 step; got 0"), (6, 1, "start must lie in 0 … total = 5; got 6")],
+)
+def test_values_that_do_not_fit(start, every, message):
+    with pytest.raises(ValueError, match=message), training_progress(5, start=start, every=every):
+        pass
+
+
+def test_summary_table():
+    console, raw = file_console()
+    summary_table(
+        "Result [seed 0]",
+        ["decoding", "before", "after"],
+        [["sparse [budget]", 0.2, 0.45678], ["dense", None, 1], ["cache bytes", 1234567, True]],
+        console=console,
+    )
+    text = raw.getvalue().decode()
+    rows = [re.split(r"\s*[│┃]\s*", line.strip()) for line in text.splitlines()]
+    assert "Result [seed 0]" in text
+    assert ["", "decoding", "before", "after", ""] in rows
+    assert ["", "sparse [budget]", "0.2", "0.4568", ""] in rows
+    assert ["", "dense", "-", "1", ""] in rows
+    assert ["", "cache bytes", "1,234,567", "True", ""] in rows
+
+
+def test_summary_table_refuses_ragged_rows():
+    with pytest.raises(ValueError, match=r"row 1: expected 2 cells; got 1: \['dense'\]"):
+        summary_table("t", ["a", "b"], [["x", 1], ["dense"]], console=file_console()[0])
+
+
+def test_small_numbers_keep_their_digits():
+    assert format_cell(2.123456e-6) == "2.123e-06"
+
+
+@pytest.mark.parametrize(("module", "needs"), [("progress", "rich"), ("plots", "matplotlib")])
+def test_missing_extra_is_named(module, needs):
+    code = f"import sys; sys.modules[{needs!r}] = None; import smd_jax.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"smd_jax.{module} needs {needs}; install it with: pip install smd_jax[experiments]" in done.stderr
+
+
+def test_the_library_itself_needs_neither():
+    code = (
+        "import smd_jax, sys; assert not {'rich', 'matplotlib', 'smd_jax.plots', 'smd_jax.progress'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,180 @@
+"""Left padding, groups, decoding by mask, and the errors of prompts and vocabularies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.prompts import (
+    MAX_SPARE_ROWS,
+    Tokenizer,
+    check_vocabulary,
+    decode_completions,
+    encode_prompts,
+    eos_token_id,
+    pad_token_id,
+    repeat_each,
+    repeat_prompts,
+)
+from smd_jax.testing import byte_tokenizer, count_compilations
+
+TOKENIZER = byte_tokenizer()
+A, B, C, D = b"abcd"  # their ids: a token is a byte
+PAD, EOS = 256, 258
+
+
+def test_a_transformers_tokenizer_is_a_tokenizer():
+    assert isinstance(TOKENIZER, Tokenizer)
+
+
+def test_prompts_end_in_the_last_column():
+    batch = encode_prompts(TOKENIZER, ["abc", "d"], width=4)
+    np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, C], [PAD, PAD, PAD, D]])
+    np.testing.assert_array_equal(batch.valid, [[0, 1, 1, 1], [0, 0, 0, 1]])
+    assert (batch.tokens.dtype, batch.valid.dtype) == (jnp.int32, jnp.bool_)
+
+
+def test_without_a_width_the_longest_prompt_sets_it():
+    assert encode_prompts(TOKENIZER, ["abc", "d"]).tokens.shape == (2, 3)
+
+
+def test_padding_and_eos_may_be_one_token():
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    batch = encode_prompts(tokenizer, [f"a{tokenizer.eos_token}", "b"], width=3)
+    np.testing.assert_array_equal(batch.tokens, [[EOS, A, EOS], [EOS, EOS, B]])
+    np.testing.assert_array_equal(batch.valid, [[0, 1, 1], [0, 0, 1]])
+
+
+@settings(deadline=None)
+@given(texts=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6))
+def test_valid_tokens_are_the_prompts(texts):
+    batch = encode_prompts(TOKENIZER, texts, width=32)
+    assert decode_completions(TOKENIZER, batch.tokens, batch.valid) == texts
+    assert np.all(np.diff(np.asarray(batch.valid, int), axis=1) >= 0)  # padding, then tokens
+
+
+def test_special_tokens_are_added_on_request():
+    class AddsEos:
+        """A tokenizer that ends every text with EOS unless asked not to."""
+
+        special_tokens_map = TOKENIZER.special_tokens_map
+        __len__ = TOKENIZER.__len__
+        get_vocab = TOKENIZER.get_vocab
+        decode = TOKENIZER.decode
+        convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * add_special_tokens
+
+    assert encode_prompts(AddsEos(), ["a"]).tokens.tolist() == [[A]]
+    assert encode_prompts(AddsEos(), ["a"], add_special_tokens=True).tokens.tolist() == [[A, EOS]]
+
+
+def test_one_width_compiles_once():
+    @jax.jit
+    def count_tokens(prompts):
+        return prompts.valid.sum()
+
+    with count_compilations() as counts:
+        totals = [count_tokens(encode_prompts(TOKENIZER, texts, width=5)) for texts in (["a", "bc"], ["defg", "h"])]
+    assert (totals, counts["count_tokens"]) == ([3, 5], 1)
+
+
+def test_a_prompt_batch_is_a_pytree_of_anything():
+    batch = encode_prompts(TOKENIZER, ["ab", "c"])
+    assert jax.tree.map(jnp.shape, batch).tokens == (2, 2)
+    assert jax.vmap(lambda row: row.valid.sum())(batch).tolist() == [2, 1]
+
+
+def test_groups_lie_together():
+    groups = repeat_prompts(encode_prompts(TOKENIZER, ["ab", "c"]), 2)
+    np.testing.assert_array_equal(groups.tokens, [[A, B], [A, B], [PAD, C], [PAD, C]])
+    np.testing.assert_array_equal(groups.valid, [[1, 1], [1, 1], [0, 1], [0, 1]])
+    assert repeat_each(["ab", "c"], 2) == decode_completions(TOKENIZER, groups.tokens, groups.valid)
+
+
+def test_decoding_is_cut_by_the_mask_and_skips_special_tokens():
+    tokens = np.array([[A, B, EOS, D], [A, B, C, D]])
+    mask = np.array([[1, 1, 1, 0], [0, 1, 1, 1]], bool)
+    assert decode_completions(TOKENIZER, tokens, mask) == ["ab", "bcd"]
+    assert decode_completions(TOKENIZER, jnp.asarray(tokens), jnp.zeros_like(mask)) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([], {}, "at least one prompt; got none"),
+        (["a", ""], {}, "prompt 1 is empty"),
+        (["a", "bcde"], {"width": 3}, r"at most 3 tokens \(the width of the batch\); prompt 1 has 4"),
+        (["abcde"], {"max_positions": 4}, r"at most 4 tokens \(the model's context\); prompt 0 has 5"),
+        (["a"], {"width": 9, "max_positions": 8}, "width from 1 to the model's context of 8 tokens; got 9"),
+        (["a"], {"width": 0}, "got 0"),
+    ],
+)
+def test_bad_prompts(texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        encode_prompts(TOKENIZER, texts, **options)
+
+
+def test_special_token_ids():
+    assert (pad_token_id(TOKENIZER), eos_token_id(TOKENIZER)) == (PAD, EOS)
+
+
+def test_a_missing_pad_token_is_named():
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match=r"with a pad_token; got .*<\|im_end\|>.*; set tokenizer.pad_token"):
+        encode_prompts(tokenizer, ["a"])
+
+
+@pytest.mark.parametrize("vocab_size", [259, 264, 259 + 129])
+def test_an_embedding_may_be_padded(vocab_size):
+    check_vocabulary(TOKENIZER, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [
+        (258, "at least 259 rows, because the tokenizer has 259 tokens with ids up to 258; got vocab_size 258"),
+        (259 + 130, "259 to 388 rows for a tokenizer of 259 tokens; got vocab_size 389"),
+    ],
+)
+def test_a_tokenizer_and_an_embedding_of_different_sizes(vocab_size, message):
+    with pytest.raises(ValueError, match=message):
+        check_vocabulary(TOKENIZER, vocab_size)
+
+
+class Vocabulary:
+    """A byte tokenizer that claims to have `count` tokens, the last of them with the id `top`."""
+
+    special_tokens_map = TOKENIZER.special_tokens_map
+    encode = TOKENIZER.encode
+    decode = TOKENIZER.decode
+    convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
+
+    def __init__(self, count: int, top: int):
+        self.ids = {**{f"token {i}": i for i in range(count - 1)}, "last": top}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+
+@pytest.mark.parametrize("rows", [151_665, 151_936, 152_064])
+def test_the_padding_of_qwen_passes(rows):
+    check_vocabulary(Vocabulary(151_665, 151_664), rows)
+
+
+def test_large_embeddings_have_an_absolute_limit():
+    with pytest.raises(ValueError, match=f"151665 to {151_665 + MAX_SPARE_ROWS} rows"):
+        check_vocabulary(Vocabulary(151_665, 151_664), 151_665 + MAX_SPARE_ROWS + 1)
+
+
+def test_an_id_beyond_the_number_of_tokens_counts():
+    with pytest.raises(ValueError, match="at least 101 rows, because the tokenizer has 10 tokens with ids up to 100"):
+        check_vocabulary(Vocabulary(10, 100), 64)
