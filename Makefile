@@ -14,6 +14,9 @@ FIND_COMPILER := import shutil, sys, sysconfig; sys.exit(not shutil.which(syscon
 # -I keeps the repository and PYTHONPATH off sys.path: the wheel must stand on its own.
 WHEEL_PYTHON := venv/bin/python -I
 
+# The library needs transformers' tokenizers only, not the torch that transformers would advise to install.
+export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
+
 .PHONY: help setup run study test lint wheel clean
 
 help:

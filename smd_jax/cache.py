@@ -140,8 +140,3 @@ def record(
     batch, kv_heads, _ = target.shape
     rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
     return evicted_at.at[rows, heads, target].set(now, mode="drop")
-
-
-def cache_bytes(cache: KVCache) -> int:
-    """Bytes of keys and values."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)

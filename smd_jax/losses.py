@@ -115,15 +115,17 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     """
     advantages = inputs.advantages[:, None]
     low, high = config.bounds
-    # Outside the response the log-probabilities mean nothing and may be anything: keep exp from overflowing there.
+    # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
+    # arithmetic: a `where` after an exp that overflows would still give NaN gradients.
     inside = inputs.weights > 0
-    ratio = jnp.exp(jnp.where(inside, inputs.logprobs - inputs.old_logprobs, 0.0))
+    logprobs = jnp.where(inside, inputs.logprobs, 0.0)
+    ratio = jnp.exp(logprobs - jnp.where(inside, inputs.old_logprobs, 0.0))
     surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
     kl = jnp.zeros_like(ratio)
     if config.beta:
         if inputs.reference_logprobs is None:
             raise ValueError(f"expected reference log-probabilities, because beta is {config.beta}; got None")
-        kl = jnp.where(inside, k3(inputs.logprobs, inputs.reference_logprobs), 0.0)
+        kl = k3(logprobs, jnp.where(inside, inputs.reference_logprobs, 0.0))
     loss = jnp.sum(inputs.weights * (config.beta * kl - surrogate))
     clipped_low = inside & (ratio < low) & (advantages < 0)
     clipped_high = inside & (ratio > high) & (advantages > 0)

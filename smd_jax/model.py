@@ -32,7 +32,8 @@ from smd_jax.sharding import constrain
 
 Params = Any  # nested dict of arrays; the tree is listed in the README
 Heads = Float[Array, "batch heads tokens head_dim"]
-AttendFn = Callable[[Heads, Heads, Heads], tuple[Heads, Any]]
+KVHeads = Float[Array, "batch kv_heads tokens head_dim"]
+AttendFn = Callable[[Heads, KVHeads, KVHeads], tuple[Heads, Any]]
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -251,7 +252,7 @@ class Decoder(nn.Module):
         self._check_length(tokens.shape[1])
         newest = kv_cache.newest_columns(tokens.shape[1] - 1, query_window) if query_window else None
 
-        def attend_fn(q: Heads, k: Heads, v: Heads, visible: Bool[Array, "#batch #kv_heads queries keys"]):
+        def attend_fn(q: Heads, k: KVHeads, v: KVHeads, visible: Bool[Array, "#batch #kv_heads queries keys"]):
             out, received = attend_and_observe(q, k, v, visible)
             # Windows longer than the prompt hold queries that do not exist; their positions say so.
             queries = None if newest is None else q[:, :, jnp.maximum(newest, 0)]
@@ -280,7 +281,7 @@ class Decoder(nn.Module):
           column: the token's column. live: rows that are not yet finished; others leave their slot empty.
         """
 
-        def attend_fn(q: Heads, k: Heads, v: Heads, layer_cache: LayerCache, slot: Int[Array, ""]):
+        def attend_fn(q: Heads, k: KVHeads, v: KVHeads, layer_cache: LayerCache, slot: Int[Array, ""]):
             layer_cache = kv_cache.write(layer_cache, slot, k, v, column, live)
             visible = layer_cache.valid[:, :, None]
             out, received = attend_and_observe(q, layer_cache.keys, layer_cache.values, visible)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax import cache as kv_cache
 from smd_jax.cache import EMPTY, KVCache, LayerCache
+from smd_jax.config import ModelConfig
 from smd_jax.eviction import CacheView, EvictionPolicy, check_budget
 from smd_jax.masks import NEVER, ShadowMask, dense_mask, positions
 from smd_jax.model import Decoder, Params, PrefillLayer, apply_model
@@ -282,3 +283,10 @@ def plan(
         return (prompt_width,) * num_layers, config.max_new_tokens
     check_budget(policy, config.budget, num_layers)
     return policy.layer_budgets(config.budget, num_layers), config.buffer
+
+
+def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+    """Bytes of keys and values that a rollout of `rows` prompts holds."""
+    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
+    slots = sum(budget + buffer for budget in budgets)
+    return 2 * slots * model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize * rows

@@ -44,6 +44,10 @@ class UpdateConfig:
     distill: DistillConfig | None = None
     microbatch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.distill is not None and self.visibility == "dense":
+            raise ValueError("expected visibility 'shadow' with distillation, whose student is masked; got 'dense'")
+
     @property
     def needs_reference(self) -> bool:
         """Whether the train state must carry reference parameters."""
@@ -95,7 +99,8 @@ class TokenTerms(struct.PyTreeNode):
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
-    """A state at step 0."""
+    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both."""
+    reference = jax.tree.map(jnp.copy, reference)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
 
 
@@ -116,7 +121,7 @@ def make_update(
         loss, grads, terms, distill = _accumulate(model, config, state, batch, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = constrain_tree(optax.apply_updates(state.params, updates))
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), **_metrics(batch.trajectory, terms)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(batch.trajectory, terms)}
         if config.distill is not None:
             metrics["distill"] = distill
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics

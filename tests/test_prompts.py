@@ -65,6 +65,8 @@ def test_special_tokens_are_added_on_request():
         get_vocab = TOKENIZER.get_vocab
         decode = TOKENIZER.decode
         convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
+        chat_template = TOKENIZER.chat_template
+        apply_chat_template = TOKENIZER.apply_chat_template
 
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
             return TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * add_special_tokens
@@ -154,6 +156,8 @@ class Vocabulary:
     encode = TOKENIZER.encode
     decode = TOKENIZER.decode
     convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
+    chat_template = TOKENIZER.chat_template
+    apply_chat_template = TOKENIZER.apply_chat_template
 
     def __init__(self, count: int, top: int):
         self.ids = {**{f"token {i}": i for i in range(count - 1)}, "last": top}

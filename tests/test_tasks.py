@@ -17,7 +17,6 @@ from reasoning_gym.dataset import ReseedingDataset
 from smd_jax.sorting import DistractorSortConfig, DistractorSortDataset
 from smd_jax.tasks import (
     GRADED_CHARACTERS,
-    ChatTokenizer,
     Gsm8kTask,
     ReasoningGymTask,
     Task,
@@ -296,7 +295,6 @@ USER, ASSISTANT = "<|im_start|>user\n1+1?<|im_end|>\n", "<|im_start|>assistant\n
 
 def test_prompts_go_through_the_chat_template():
     tokenizer = byte_tokenizer()
-    assert isinstance(tokenizer, ChatTokenizer)
     assert prompt_text({"prompt": "1+1?"}, tokenizer) == USER + ASSISTANT
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
     system = "<|im_start|>system\nAdd.<|im_end|>\n"

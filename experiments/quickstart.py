@@ -1,0 +1,255 @@
+"""The main job: a language model trained by RL with a KV cache of fixed size, sampler and learner exactly one policy.
+
+Task       Sort the 8 digits that hide among 16 letters: "k3xq7ab0cd1efg3hi2jk9m8p=" -> "01233789". Reward 1 for the
+           exact answer, else 0. A head keeps 20 keys of up to 33 (H2O, + 2 of buffer): the sampler forgets a third.
+Steps      1. Warm start: supervised, dense, until the model sorts with its full cache.
+           2. GRPO: rollouts under the budget, the learner under the recorded shadow mask, and a forward distillation
+              from the same weights with their full context.
+Command    make run            or    python experiments/quickstart.py [--correction none] [--seeds 3] [--help]
+Cost       about 4 minutes a seed on two CPU cores
+Result     experiments/results/quickstart.json and the table in the README; a run's own files lie under runs/quickstart.
+
+`--correction none` is the naive baseline: the same sparse sampler, a dense learner that pretends nothing was evicted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+import smd_jax as smd
+from smd_jax import checkpoint
+from smd_jax.distillation import Direction
+from smd_jax.metrics import read_metrics
+from smd_jax.plots import plot_training
+from smd_jax.progress import summary_table, training_progress
+from smd_jax.prompts import eos_token_id, pad_token_id
+from smd_jax.rollout import cache_bytes
+from smd_jax.supervised import encode_examples, make_supervised_update
+from smd_jax.tasks import ReasoningGymTask, batch_indices
+from smd_jax.testing import byte_tokenizer, random_params
+from smd_jax.training import RunConfig, train
+
+DIGITS, DISTRACTORS = 8, 16
+PROMPT, RESPONSE = DIGITS + DISTRACTORS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
+TOKENIZER = byte_tokenizer(chat=False)
+EVALUATION_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Args:
+    """Trains one policy a seed, and prints and keeps what came of it."""
+
+    correction: Literal["shadow", "none"] = "shadow"  # the learner sees what the sampler saw, or everything
+    distill: Direction | Literal["none", "auto"] = "auto"  # second track; auto: forward with shadow masks, else none
+    distill_coef: float = 0.1  # its weight in the loss
+    distill_fraction: float = 1.0  # share of the rows that get the dense teacher's forward pass
+    policy: Literal["h2o", "dense"] = "h2o"  # of the sampler; dense never evicts: the upper bound
+    seeds: int = 1  # seeds 0, 1, … are run one after another
+    steps: int = 500  # rollouts
+    warm_start_steps: int = 300  # supervised steps before them
+    learning_rate: float = 2e-4  # of GRPO; rises for 20 steps, then falls to a tenth along a cosine
+    budget: int = 20  # keys kept per layer and KV head
+    buffer: int = 2  # queries between two compressions
+    prompts: int = 16  # per rollout
+    group: int = 8  # completions per prompt
+    runs: Path = Path("runs/quickstart")  # where metrics, plots and checkpoints go
+    resume: bool = False  # continue a run that was stopped
+    results: Path | None = None  # JSON file to merge the result rows into
+
+
+@dataclass(frozen=True)
+class Result:
+    """One seed's rewards on held-out rows; sparse decodes under the budget, dense with the full cache."""
+
+    correction: str
+    distill: str
+    seed: int
+    sparse_before: float
+    sparse_after: float
+    dense_before: float
+    dense_after: float
+    steps: int
+    max_abs_dlogp: float
+    mean_abs_dlogp: float
+    command: str
+
+
+def main(args: Args) -> None:
+    rows = [run_seed(args, seed) for seed in range(args.seeds)]
+    columns = ("sparse_before", "sparse_after", "dense_before", "dense_after", "max_abs_dlogp", "mean_abs_dlogp")
+    cells = [(str(row.seed), *(asdict(row)[column] for column in columns)) for row in rows]
+    summary_table(f"{name_of(args)}: mean reward on {EVALUATION_ROWS} held-out rows", ("seed", *columns), cells)
+    if args.results is not None:
+        merge_results(args.results, rows)
+
+
+def run_seed(args: Args, seed: int) -> Result:
+    """One policy: warm start, GRPO, evaluation before and after."""
+    directory = args.runs / name_of(args) / f"seed-{seed}"
+    model = smd.Decoder(model_config())
+    loop = make_loop(args, model, seed)
+    params = warm_start(args, model, seed)
+    optimizer_state = smd.init_state(params, loop.optimizer, jax.random.key(seed))
+    before = evaluate(loop, params)
+    run = RunConfig(args.steps, checkpoint_every=100)
+    state = train(
+        loop,
+        optimizer_state,
+        run,
+        directory,
+        config=(model.config, loop.config, args.learning_rate, args.steps, args.warm_start_steps),
+        resume=args.resume,
+        label=f"{name_of(args)}, seed {seed}",
+    )
+    after = evaluate(loop, state.params)
+    history = read_metrics(directory / "metrics.jsonl")
+    plot_training({name_of(args): history}, directory / "training.png")
+    return report(args, loop, seed, before, after, history, directory)
+
+
+def name_of(args: Args) -> str:
+    """Of the arm, and of its folder."""
+    if args.policy == "dense":
+        return "dense-cache"
+    return args.correction if direction_of(args) is None else f"{args.correction}-{direction_of(args)}"
+
+
+def direction_of(args: Args) -> Direction | None:
+    """Of the distillation, None where there is none."""
+    if args.distill == "auto":
+        return "forward" if args.correction == "shadow" and args.policy != "dense" else None
+    return None if args.distill == "none" else args.distill
+
+
+def model_config() -> smd.ModelConfig:
+    """A Qwen3-style decoder with about a million parameters."""
+    return smd.ModelConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=160,
+        intermediate_size=448,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=40,
+        max_positions=64,
+        qk_norm=True,
+        tie_embeddings=True,
+    )
+
+
+def task(seed: int, size: int) -> ReasoningGymTask:
+    return ReasoningGymTask("distractor_sort", seed, size, (("num_digits", DIGITS), ("num_distractors", DISTRACTORS)))
+
+
+def make_loop(args: Args, model: smd.Decoder, seed: int) -> smd.GRPOLoop:
+    direction = direction_of(args)
+    distill = None if direction is None else smd.DistillConfig(direction, args.distill_coef, args.distill_fraction)
+    config = smd.GRPOConfig(
+        prompts_per_step=args.prompts,
+        group_size=args.group,
+        prompt_width=PROMPT,
+        policy=smd.H2O() if args.policy == "h2o" else smd.Dense(),
+        rollout=smd.RolloutConfig(RESPONSE, args.budget, args.buffer, eos_token_id(TOKENIZER), pad_token_id(TOKENIZER)),
+        update=smd.UpdateConfig("shadow" if args.correction == "shadow" else "dense", distill=distill),
+        seed=seed,
+    )
+    peak = args.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, 20, args.steps, 0.1 * peak)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    return smd.GRPOLoop(model, task(1000 + seed, 100_000), TOKENIZER, optimizer, config)
+
+
+def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
+    """Parameters after the supervised steps; kept under runs, so that the arms of a seed start from the same policy."""
+    directory = args.runs / "warm-start" / f"seed-{seed}"
+    rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 50, args.warm_start_steps, 1e-4)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    state = smd.init_state(random_params(model.config, seed), optimizer, jax.random.key(seed))
+    config = (model.config, DIGITS, DISTRACTORS, args.warm_start_steps, seed)
+    if checkpoint.latest_step(directory) is not None:
+        return checkpoint.restore(directory, state, config=config).state.params
+    rows, update = task(1000 + seed, 100_000), make_supervised_update(model, optimizer)
+    with training_progress(args.warm_start_steps, every=50, name=f"warm start, seed {seed}") as show:
+        for step in range(args.warm_start_steps):
+            batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, seed)]
+            pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
+            state, _ = update(state, encode_examples(TOKENIZER, *pairs, width=PROMPT + RESPONSE))
+            show(step + 1, {})
+    checkpoint.save(directory, args.warm_start_steps, state, data_position={}, config=config)
+    return state.params
+
+
+def evaluate(loop: smd.GRPOLoop, params: Any) -> tuple[float, float]:
+    """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature."""
+    held_out, sampler = task(99, EVALUATION_ROWS), smd.H2O()
+    decode = [
+        loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
+        for policy in (sampler, smd.Dense())
+    ]
+    return decode[0], decode[1]
+
+
+def report(
+    args: Args,
+    loop: smd.GRPOLoop,
+    seed: int,
+    before: tuple[float, float],
+    after: tuple[float, float],
+    history: list[dict[str, Any]],
+    directory: Path,
+) -> Result:
+    """Prints what one seed came to."""
+    largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
+    mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
+    config = loop.model.config
+    sizes = (loop.config.rollout, PROMPT, loop.config.rows)
+    kept, full = (cache_bytes(config, policy, *sizes) for policy in (loop.config.policy, smd.Dense()))
+    summary_table(
+        f"{name_of(args)}, seed {seed}, {len(history)} rollouts",
+        ("", "before", "after"),
+        [("reward, sparse decoding", before[0], after[0]), ("reward, dense decoding", before[1], after[1])],
+    )
+    summary_table(
+        "sampler against learner",
+        ("", "value"),
+        [
+            ("max |Δ log p|, nats", largest),
+            ("mean |Δ log p|, nats", mean),
+            ("KV cache of a rollout, bytes", kept),
+            ("dense cache of the same rollout, bytes", full),
+        ],
+    )
+    print(f"metrics, plot and checkpoints: {directory}")
+    command = "python " + shlex.join(sys.argv)
+    rewards = (before[0], after[0], before[1], after[1])
+    distill = direction_of(args) or "none"
+    correction = args.correction if args.policy == "h2o" else "dense cache"
+    return Result(correction, distill, seed, *rewards, args.steps, largest, mean, command)
+
+
+def merge_results(path: Path, rows: list[Result]) -> None:
+    """Adds rows to a JSON list, in place of older rows of the same arm and seed."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    new = [asdict(row) for row in rows]
+
+    def arm(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["correction"], row["distill"], row["seed"]
+
+    replaced = {arm(row) for row in new}
+    merged = sorted([row for row in old if arm(row) not in replaced] + new, key=arm)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

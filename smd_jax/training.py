@@ -1,0 +1,96 @@
+"""A run on disk: the loop with progress, metrics.jsonl, checkpoints and resume.
+
+directory/metrics.jsonl      one row a step
+directory/checkpoints/       parameters, optimizer, PRNG key, step, data position, resolved configuration
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from smd_jax import checkpoint
+from smd_jax.grpo import GRPOLoop
+from smd_jax.metrics import MetricsWriter
+from smd_jax.progress import training_progress
+from smd_jax.sharding import shard_tree
+from smd_jax.update import TrainState
+
+Evaluate = Callable[[TrainState], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How a run is kept.
+
+    Attributes:
+      steps: rollouts in all, those before a resume included.
+      checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0 saves the last one only.
+      evaluate_every: rollouts between two evaluations. 0 never evaluates.
+    """
+
+    steps: int
+    checkpoint_every: int = 0
+    evaluate_every: int = 0
+
+
+def train(
+    loop: GRPOLoop,
+    state: TrainState,
+    run: RunConfig,
+    directory: str | Path,
+    *,
+    config: object,
+    resume: bool = False,
+    evaluate: Evaluate | None = None,
+    label: str = "train",
+) -> TrainState:
+    """Runs `loop` to `run.steps`, and returns the last state.
+
+    Args:
+      state: where to start; with `resume` only its structure and sharding count.
+      directory: of this run; a new run must not find metrics there.
+      config: resolved configuration, kept with every checkpoint; a resume under another one is refused.
+      resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped.
+      evaluate: gives metrics to log beside the step's own, such as "eval/sparse".
+
+    Raises:
+      FileExistsError: a new run in a directory that has metrics. FileNotFoundError: nothing to resume from.
+      ValueError: a resume whose configuration differs.
+    """
+    directory = Path(directory)
+    checkpoints = directory / "checkpoints"
+    state = shard_tree(state, loop.mesh)
+    if resume:
+        restored = checkpoint.restore(checkpoints, state, config=config)
+        state = restored.state
+    start = done = int(state.step) // loop.config.minibatches
+
+    def save() -> None:
+        position = {"rollouts": done, "prompts": done * loop.config.prompts_per_step, "seed": loop.config.seed}
+        checkpoint.save(checkpoints, done, state, data_position=position, config=config)
+
+    with (
+        MetricsWriter(directory / "metrics.jsonl", next_step=start if resume else None) as writer,
+        training_progress(run.steps, start=start, name=label) as report,
+    ):
+        while done < run.steps:
+            state, metrics = loop.step(state)
+            done += 1
+            if evaluate is not None and _due(done, run.evaluate_every):
+                metrics |= {name: np.float32(value) for name, value in evaluate(state).items()}
+            writer.write(done - 1, metrics)
+            report(done, {name: float(value) for name, value in metrics.items()})
+            if _due(done, run.checkpoint_every) and done < run.steps:
+                save()
+    if done > start:
+        save()
+    return jax.block_until_ready(state)
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -1,0 +1,164 @@
+"""Every policy's score once more, by loops in float64 over the keys that exist, written from the papers' formulas.
+
+A new policy needs a function here only if its formula is to be held against a second writing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from smd_jax.eviction import (
+    H2O,
+    RKV,
+    TOVA,
+    EvictionPolicy,
+    KeyDiff,
+    Knorm,
+    Protect,
+    Pyramid,
+    Recent,
+    SnapKV,
+    StreamingLLM,
+)
+from tests.numpy_decoder import softmax
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer of one row at a compression: its n keys in order, without empty slots, and the queries that exist.
+
+    `keys [kv_heads, n, head_dim]`, `positions [kv_heads, n]`, `received [kv_heads, n]`,
+    `queries [heads, w, head_dim]` with `query_positions [w]`.
+    """
+
+    keys: np.ndarray
+    positions: np.ndarray
+    received: np.ndarray
+    queries: np.ndarray
+    query_positions: np.ndarray
+    budget: int
+
+    @property
+    def group(self) -> int:
+        return len(self.queries) // len(self.keys)
+
+    def raw(self, head: int, query: int) -> np.ndarray:
+        """q k^T / sqrt(head_dim) of one query head."""
+        return self.keys[head // self.group] @ self.queries[head, query] / np.sqrt(self.keys.shape[-1])
+
+    def attention(self, head: int, query: int) -> np.ndarray:
+        """Weights `[n]` of one query, zero for keys that are newer than it."""
+        seen = self.positions[head // self.group] <= self.query_positions[query]
+        weights = np.zeros(len(seen))
+        weights[seen] = softmax(self.raw(head, query)[seen])
+        return weights
+
+
+def recent(policy: Recent, row: Row) -> np.ndarray:
+    return row.positions.astype(float)
+
+
+def streaming_llm(policy: StreamingLLM, row: Row) -> np.ndarray:
+    return np.where(row.positions < policy.sinks, np.inf, row.positions)
+
+
+def h2o(policy: H2O, row: Row) -> np.ndarray:
+    score = row.received.copy()
+    score[:, max(score.shape[1] - int(policy.recent * row.budget), 0) :] = np.inf
+    return score
+
+
+def tova(policy: TOVA, row: Row) -> np.ndarray:
+    newest = int(np.argmax(row.query_positions))
+    mean = sum(row.attention(head, newest) for head in range(len(row.queries))) / len(row.queries)
+    return np.stack([mean] * len(row.keys))
+
+
+def snapkv(policy: SnapKV, row: Row) -> np.ndarray:
+    kv_heads, n, _ = row.keys.shape
+    candidates = max(n - policy.window, 0)
+    score = np.full((kv_heads, n), np.inf)
+    for h in range(kv_heads):
+        votes = np.zeros(candidates)
+        for head in range(h * row.group, (h + 1) * row.group):
+            for query in range(len(row.query_positions)):
+                votes += row.attention(head, query)[:candidates] / row.group
+        for j in range(candidates):
+            near = range(j - policy.kernel // 2, j + policy.kernel // 2 + 1)
+            score[h, j] = sum(votes[i] for i in near if 0 <= i < candidates) / policy.kernel
+    return score
+
+
+def rkv(policy: RKV, row: Row) -> np.ndarray:
+    kv_heads, n, _ = row.keys.shape
+    candidates = max(n - policy.window, 0)
+    score = np.full((kv_heads, n), np.inf)
+    for h in range(kv_heads):
+        importance = np.zeros(candidates)
+        for query in range(len(row.query_positions)):
+            heads = range(h * row.group, (h + 1) * row.group)
+            strongest = np.max([row.raw(head, query) for head in heads], axis=0)
+            importance += softmax(strongest[:candidates]) / len(row.query_positions)
+        redundancy = rkv_redundancy(row.keys[h], policy.threshold)
+        for j in range(candidates):
+            near = [i for i in range(j - policy.kernel // 2, j + policy.kernel // 2 + 1) if 0 <= i < candidates]
+            score[h, j] = policy.weight * max(importance[near]) - (1 - policy.weight) * redundancy[j]
+    return score
+
+
+def rkv_redundancy(keys: np.ndarray, threshold: float) -> np.ndarray:
+    n = len(keys)
+    unit = [key / (np.linalg.norm(key) + 1e-8) for key in keys]
+    similar = np.zeros((n, n))
+    for j, s in np.ndindex(n, n):
+        if j != s:
+            similar[j, s] = unit[j] @ unit[s]
+    for j in range(n):
+        above = np.flatnonzero(similar[j] > threshold)
+        if len(above):
+            similar[j, above[-1]] = 0.0
+    return softmax(similar.mean(0))
+
+
+def keydiff(policy: KeyDiff, row: Row) -> np.ndarray:
+    unit = row.keys / np.linalg.norm(row.keys, axis=-1, keepdims=True)
+    anchor = unit.mean(1)
+    anchor = anchor / np.linalg.norm(anchor, axis=-1, keepdims=True)
+    return np.array([[-(key @ anchor[h]) for key in unit[h]] for h in range(len(unit))])
+
+
+def knorm(policy: Knorm, row: Row) -> np.ndarray:
+    return np.array([[-np.sqrt(sum(x * x for x in key)) for key in head] for head in row.keys])
+
+
+def protect(policy: Protect, row: Row) -> np.ndarray:
+    score = scores(policy.inner, row).copy()
+    score[row.positions < policy.sinks] = np.inf
+    score[:, max(score.shape[1] - policy.recent, 0) :] = np.inf
+    return score
+
+
+def pyramid(policy: Pyramid, row: Row) -> np.ndarray:
+    return scores(policy.inner, row)
+
+
+FORMULAS: dict[type[EvictionPolicy], Callable[..., np.ndarray]] = {
+    Recent: recent,
+    StreamingLLM: streaming_llm,
+    H2O: h2o,
+    TOVA: tova,
+    SnapKV: snapkv,
+    RKV: rkv,
+    KeyDiff: keydiff,
+    Knorm: knorm,
+    Protect: protect,
+    Pyramid: pyramid,
+}
+
+
+def scores(policy: EvictionPolicy, row: Row) -> np.ndarray:
+    """`[kv_heads, n]`, higher = keep."""
+    return FORMULAS[type(policy)](policy, row)

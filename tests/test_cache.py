@@ -1,0 +1,216 @@
+"""The cache by hand-worked numbers, and against a list of columns per head over random lives of random rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.cache import (
+    EMPTY,
+    LayerCache,
+    gather,
+    newest_columns,
+    observe,
+    pad,
+    record,
+    select,
+    write,
+)
+from smd_jax.masks import NEVER
+
+
+def layer(
+    columns: list[list[int]], *, received: bool = False, queries: int = 0, dtype: Any = jnp.float32
+) -> LayerCache:
+    """One row; key and value of column c are filled with c + 0.5 and -c, its received attention is 10 c."""
+    at = jnp.array(columns, jnp.int32)[None]
+    fill = jnp.where(at == EMPTY, 0, at)[..., None].astype(dtype)
+    return LayerCache(
+        keys=jnp.where(at[..., None] == EMPTY, 0, fill + 0.5) * jnp.ones(2, dtype)[None, None, None],
+        values=-fill * jnp.ones(2, dtype)[None, None, None],
+        columns=at,
+        received=10.0 * fill[..., 0] if received else None,
+        queries=jnp.zeros((1, 2, queries, 2)) if queries else None,
+    )
+
+
+def scores(*heads: list[float]) -> jax.Array:
+    return jnp.array([heads], jnp.float32)
+
+
+def test_select_keeps_the_best_in_order():
+    valid = jnp.array([[[True] * 5, [False, True, True, True, True]]])
+    slots, dropped = select(scores([1, 5, 2, 4, 3], [99, 1, 2, 3, 4]), valid, 3)
+    assert slots.tolist() == [[[1, 3, 4], [2, 3, 4]]]
+    assert dropped.tolist() == [[[True, False, True, False, False], [False, True, False, False, False]]]
+
+
+def test_ties_keep_the_older_key():
+    slots, dropped = select(scores([1, 0, 1, 0, 1, 1]), jnp.ones((1, 1, 6), bool), 3)
+    assert slots.tolist() == [[[0, 2, 4]]]
+    assert dropped.tolist() == [[[False, True, False, True, False, True]]]
+
+
+@pytest.mark.parametrize("at_empty", [np.inf, np.nan, 0.0, -np.inf])
+def test_empty_slots_never_displace_keys(at_empty: float):
+    """Whatever the score says there; with room for all keys, nothing is dropped."""
+    valid = jnp.array([[[False, False, True, True, True, True]]])
+    given_scores = scores([at_empty, at_empty, -1e30, 0, 1, -2])
+    slots, dropped = select(given_scores, valid, 3)
+    assert slots.tolist() == [[[3, 4, 5]]] and dropped.tolist() == [[[False, False, True, False, False, False]]]
+    slots, dropped = select(given_scores, valid, 5)
+    assert set(slots[0, 0].tolist()) >= {2, 3, 4, 5} and not dropped.any()
+
+
+def test_gather_moves_everything_that_belongs_to_a_slot():
+    cache = layer([[EMPTY, 3, 7, 8]], received=True, queries=2)
+    moved = gather(cache, jnp.array([[[1, 3]]]), buffer=2)
+    expected = layer([[3, 8, EMPTY, EMPTY]], received=True, queries=2)
+    jax.tree.map(np.testing.assert_array_equal, moved, expected)
+    assert moved.valid.tolist() == [[[True, True, False, False]]]
+
+
+def test_pad():
+    padded = pad(layer([[3, 8]], received=True), 1, 2)
+    jax.tree.map(np.testing.assert_array_equal, padded, layer([[EMPTY, 3, 8, EMPTY, EMPTY]], received=True))
+
+
+def test_write():
+    """Into the given slot, in the cache's dtype, with a fresh start for the attention received."""
+    cache = layer([[1, 2, 5, EMPTY], [0, 2, 4, EMPTY]], received=True, dtype=jnp.bfloat16)
+    k = jnp.array([[[[9.0, 8.0]], [[7.0, 6.0]]]])
+    after = write(cache, jnp.array(2), k, -k, jnp.array(6), jnp.array([True]))
+    assert after.keys.dtype == after.values.dtype == jnp.bfloat16
+    assert after.columns.tolist() == [[[1, 2, 6, EMPTY], [0, 2, 6, EMPTY]]]
+    assert after.received is not None and after.received.tolist() == [[[10, 20, 0, 0], [0, 20, 0, 0]]]
+    assert after.keys[0, :, 2].tolist() == [[9, 8], [7, 6]] and after.values[0, :, 2].tolist() == [[-9, -8], [-7, -6]]
+    np.testing.assert_array_equal(after.keys[:, :, [0, 1, 3]], cache.keys[:, :, [0, 1, 3]])
+
+
+def test_rows_that_are_not_live_write_nothing():
+    one = layer([[1, EMPTY]])
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
+    after = write(
+        two, jnp.array(1), jnp.ones((2, 1, 1, 2)), jnp.ones((2, 1, 1, 2)), jnp.array(6), jnp.array([True, False])
+    )
+    assert after.columns.tolist() == [[[1, 6]], [[1, EMPTY]]]
+    assert after.valid.tolist() == [[[True, True]], [[True, False]]]
+
+
+def test_observe_adds_attention_and_turns_the_queries_round():
+    cache = layer([[1, 2]], received=True, queries=3)
+    for column in (4, 5, 6, 7):
+        q = jnp.full((1, 2, 1, 2), float(column))
+        cache = observe(cache, jnp.array([[[0.25, 0.75]]]), q, column)
+    assert cache.received is not None and cache.queries is not None
+    assert cache.received.tolist() == [[[11.0, 23.0]]]
+    assert cache.queries[0, 1, :, 0].tolist() == [6.0, 7.0, 5.0]
+    assert newest_columns(7, 3).tolist() == [6, 7, 5]
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+@settings(deadline=None, max_examples=30)
+def test_newest_columns(last: int, window: int):
+    """Column c lives at index c % window; columns before the first are negative."""
+    columns = newest_columns(last, window).tolist()
+    assert sorted(columns) == list(range(last - window + 1, last + 1))
+    assert all(column % window == index for index, column in enumerate(columns))
+
+
+def test_record():
+    """Only what was dropped now; what went earlier keeps its time, empty slots name no column."""
+    before = jnp.array([[[NEVER, 3, NEVER, NEVER], [NEVER] * 4]], jnp.int32)
+    columns = jnp.array([[[EMPTY, 0, 2], [EMPTY, 2, 3]]], jnp.int32)
+    dropped = jnp.array([[[False, True, False], [False, True, True]]])
+    after = record(before, columns, dropped, 4)
+    assert after.tolist() == [[[4, 3, NEVER, NEVER], [NEVER, NEVER, 4, 4]]]
+
+
+# One life: a prompt, then steps that write a key and compress when the buffer is full.
+BATCH, HEADS, BUDGET, BUFFER, PROMPT, T = 2, 2, 4, 3, 6, 24
+SLOTS = BUDGET + BUFFER
+
+
+@jax.jit
+def write_jitted(cache: LayerCache, slot: Any, column: Any, live: Any) -> LayerCache:
+    kv = jnp.broadcast_to(column.astype(jnp.float32), (BATCH, HEADS, 1, 2))
+    return write(cache, slot, kv, -kv, column, live)
+
+
+@jax.jit
+def compress_jitted(cache: LayerCache, given_scores: Any, evicted_at: Any, now: Any) -> tuple[LayerCache, Any]:
+    slots, dropped = select(given_scores, cache.valid, BUDGET)
+    return gather(cache, slots, BUFFER), record(evicted_at, cache.columns, dropped, now)
+
+
+class Lists:
+    """What the cache should hold: per row and head the columns in order, and when each column went."""
+
+    def __init__(self, starts: list[int]) -> None:
+        self.columns = {(b, h): list(range(starts[b], PROMPT)) for b in range(BATCH) for h in range(HEADS)}
+        self.evicted_at = np.full((BATCH, HEADS, T), NEVER)
+
+    def compress(self, score_of: np.ndarray, now: int) -> None:
+        """Keeps the best by score, of equals the older."""
+        for (b, h), columns in self.columns.items():
+            best = sorted(columns, key=lambda c, b=b, h=h: (-score_of[b, h, c], c))[:BUDGET]
+            for column in set(columns) - set(best):
+                self.evicted_at[b, h, column] = now
+            self.columns[b, h] = sorted(best)
+
+
+def check(cache: LayerCache, evicted_at: Any, lists: Lists, live: np.ndarray) -> None:
+    """Same columns in the same order, empty ones first, keys and values with their columns."""
+    assert cache.columns.shape[-1] == SLOTS
+    np.testing.assert_array_equal(evicted_at, lists.evicted_at)
+    for (b, h), columns in lists.columns.items():
+        held = np.asarray(cache.columns[b, h])
+        assert held[held != EMPTY].tolist() == columns and len(columns) <= BUDGET + BUFFER
+        if live[b]:
+            kept = held[:BUDGET]
+            assert not (np.diff((kept != EMPTY).astype(int)) < 0).any(), f"empty slots come first; got {held}"
+        valid = held != EMPTY
+        np.testing.assert_array_equal(np.asarray(cache.keys)[b, h, valid, 0], held[valid])
+        np.testing.assert_array_equal(np.asarray(cache.values)[b, h, valid, 1], -held[valid])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.data())
+def test_any_life(seed: int, starts: list[int], data: st.DataObject):
+    """Scores are small integers, so that there are many ties; the highest stand at empty slots."""
+    rng = np.random.default_rng(seed)
+    ends = [data.draw(st.integers(PROMPT, T)) for _ in range(BATCH)]
+    lists, columns = Lists(starts), np.full((BATCH, HEADS, SLOTS), EMPTY)
+    columns[:, :, SLOTS - PROMPT :] = np.where(
+        np.arange(PROMPT) >= np.array(starts)[:, None], np.arange(PROMPT), EMPTY
+    )[:, None]
+    kv = jnp.repeat(jnp.array(columns, jnp.float32)[..., None], 2, axis=-1)
+    cache = LayerCache(kv, -kv, jnp.array(columns, jnp.int32), None, None)
+    evicted_at = jnp.full((BATCH, HEADS, T), NEVER, jnp.int32)
+
+    def compress(now: int) -> tuple[LayerCache, jax.Array]:
+        score_of = rng.integers(-3, 3, (BATCH, HEADS, T)).astype(np.float32)
+        lists.compress(score_of, now)
+        held = np.asarray(cache.columns)
+        by_slot = np.take_along_axis(score_of, np.maximum(held, 0), axis=-1)
+        by_slot = np.where(held == EMPTY, np.inf, by_slot)
+        return compress_jitted(cache, jnp.array(by_slot), evicted_at, jnp.array(now, jnp.int32))
+
+    cache, evicted_at = compress(PROMPT)
+    for column in range(PROMPT, T):
+        live = column < np.array(ends)
+        filled = (column - PROMPT) % BUFFER
+        cache = write_jitted(cache, jnp.array(BUDGET + filled), jnp.array(column, jnp.int32), jnp.array(live))
+        for (b, _), held in lists.columns.items():
+            if live[b]:
+                held.append(column)
+        check(cache, evicted_at, lists, live)
+        if filled == BUFFER - 1:
+            cache, evicted_at = compress(column + 1)
+            check(cache, evicted_at, lists, live)

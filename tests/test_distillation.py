@@ -1,0 +1,88 @@
+"""Divergences between dense and masked policy: values, who gets the gradient, and the number of teacher rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from smd_jax.distillation import DistillConfig, divergence, kl_divergence, teacher_rows
+
+DIRECTIONS = ["forward", "reverse", "published", "anchor"]
+RNG = np.random.default_rng(0)
+DENSE, SHADOW = (jnp.asarray(RNG.normal(0, 2, (2, 3, 5)), jnp.float32) for _ in range(2))
+
+
+def softmax(logits) -> np.ndarray:
+    weights = np.exp(np.asarray(logits, np.float64))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def numpy_kl(p_logits, q_logits) -> np.ndarray:
+    p, q = softmax(p_logits), softmax(q_logits)
+    return (p * np.log(p / q)).sum(-1)
+
+
+def test_by_hand():
+    # p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2): KL(p ‖ q) = 1/2 log 2 - 1/4 log 2
+    p, q = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.log(jnp.array([0.25, 0.25, 0.5]))
+    np.testing.assert_allclose(kl_divergence(p, q), np.log(2) / 4, rtol=1e-6)
+    np.testing.assert_allclose(kl_divergence(p + 7, q - 3), np.log(2) / 4, rtol=1e-5)  # logits need no normalisation
+    p, q = jnp.log(jnp.array([0.75, 0.25])), jnp.log(jnp.array([0.5, 0.5]))
+    np.testing.assert_allclose(kl_divergence(p, q), 0.75 * np.log(1.5) + 0.25 * np.log(0.5), rtol=1e-6)
+    np.testing.assert_allclose(kl_divergence(q, p), -0.5 * np.log(0.75), rtol=1e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_direction_against_numpy(direction):
+    first, second = (SHADOW, DENSE) if direction == "reverse" else (DENSE, SHADOW)
+    expected = numpy_kl(first, second)
+    np.testing.assert_allclose(divergence(DENSE, SHADOW, direction), expected, rtol=1e-5)
+    assert np.abs(expected - numpy_kl(second, first)).max() > 0.1, "the arguments must not be exchangeable"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_who_gets_the_gradient(direction):
+    dense, shadow = jax.grad(lambda d, s: divergence(d, s, direction).sum(), argnums=(0, 1))(DENSE, SHADOW)
+    learner, teacher = (dense, shadow) if direction == "published" else (shadow, dense)
+    np.testing.assert_array_equal(teacher, np.zeros(DENSE.shape))
+    if direction in ("forward", "anchor"):  # d KL(p ‖ q) / d logits of q
+        expected = softmax(SHADOW) - softmax(DENSE)
+    else:  # d KL(p ‖ q) / d logits of p = p (log p - log q - KL)
+        first, second = (SHADOW, DENSE) if direction == "reverse" else (DENSE, SHADOW)
+        p, q = softmax(first), softmax(second)
+        expected = p * (np.log(p / q) - numpy_kl(first, second)[..., None])
+    np.testing.assert_allclose(learner, expected, rtol=1e-4, atol=1e-6)
+
+
+logits = hnp.arrays(np.float32, (1, 1, 4), elements=st.floats(-20, 20, width=32))
+
+
+@settings(deadline=None)
+@given(dense=logits, shadow=logits, direction=st.sampled_from(DIRECTIONS))
+def test_never_negative_and_zero_at_equality(dense, shadow, direction):
+    dense, shadow = jnp.asarray(dense), jnp.asarray(shadow)
+    assert divergence(dense, shadow, direction).min() >= -1e-5
+    np.testing.assert_array_equal(divergence(dense, dense, direction), np.zeros((1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "expected"), [(8, 1.0, 8), (8, 0.5, 4), (8, 0.01, 1), (8, 0.3, 2), (1, 0.5, 1)]
+)
+def test_number_of_teacher_rows(rows, fraction, expected):
+    assert teacher_rows(rows, fraction) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coef": -0.1}, "expected a distillation coefficient >= 0; got -0.1"),
+        ({"fraction": 0.0}, "expected 0 < distill_fraction <= 1; got 0.0"),
+        ({"fraction": 1.5}, "expected 0 < distill_fraction <= 1; got 1.5"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        DistillConfig(**options)

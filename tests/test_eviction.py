@@ -1,0 +1,392 @@
+"""Policies: scores against a second writing of their formulas, and whole rollouts against a simulation of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.cache import select
+from smd_jax.config import ModelConfig
+from smd_jax.eviction import (
+    H2O,
+    RKV,
+    TOVA,
+    CacheView,
+    Dense,
+    EvictionPolicy,
+    KeyDiff,
+    Knorm,
+    Protect,
+    Pyramid,
+    Random,
+    Recent,
+    SnapKV,
+    StreamingLLM,
+    check_budget,
+)
+from smd_jax.masks import NEVER
+from smd_jax.model import Decoder
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.testing import tiny_model_config
+from smd_jax.trajectory import Trajectory
+from tests import numpy_decoder, numpy_policies
+from tests.numpy_policies import FORMULAS, Row
+from tests.under_test import POLICIES, SHAPES, left_padded, make_params
+
+BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
+BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
+EMPTY_SLOTS = [0, 3, 5, 12]  # of each row; the last row has two keys and is shorter than every window
+
+
+def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) -> CacheView:
+    """A cache in the middle of a rollout: sinks, some keys of the past, the newest four; queries in any order."""
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, kv_heads, SLOTS)
+    last = np.array([40, 30, 8, 1])
+    positions = np.full(shape, -1)
+    for b, h in np.ndindex(BATCH, kv_heads):
+        newest = np.arange(max(last[b] - 3, 0), last[b] + 1)
+        older = rng.choice(newest[0], SLOTS - EMPTY_SLOTS[b] - len(newest), replace=False) if newest[0] else []
+        positions[b, h, EMPTY_SLOTS[b] :] = [*np.sort(older), *newest]
+    window = policy.query_window
+    order = rng.permutation(window)
+    return CacheView(
+        keys=jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32),
+        values=jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32),
+        valid=jnp.asarray(positions >= 0),
+        positions=jnp.asarray(positions, jnp.int32),
+        received=jnp.asarray(rng.random(shape), jnp.float32) if policy.observes_attention else None,
+        queries=jnp.asarray(rng.normal(size=(BATCH, heads, window, D)), jnp.float32) if window else None,
+        query_positions=jnp.asarray(last[:, None] - order, jnp.int32),
+        keys_rng=jax.random.split(jax.random.key(seed), BATCH),
+        budget=BUDGET,
+    )
+
+
+def existing(view: CacheView, b: int) -> Row:
+    """One row without its empty slots and without queries from before its start."""
+    n = EMPTY_SLOTS[b]
+    asked = np.asarray(view.query_positions[b]) >= 0
+    wide = [np.asarray(x, np.float64)[b] if x is not None else np.zeros(0) for x in (view.keys, view.received)]
+    queries = np.zeros(0) if view.queries is None else np.asarray(view.queries, np.float64)[b][:, asked]
+    received = wide[1][:, n:] if wide[1].size else wide[1]
+    positions = np.asarray(view.positions)[b, :, n:]
+    return Row(wide[0][:, n:], positions, received, queries, np.asarray(view.query_positions)[b, asked], view.budget)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)], ids=["GQA", "MHA"])
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_score(name: str, heads: int, kv_heads: int):
+    policy = BY_FORMULA[name]
+    view = make_view(policy, heads, kv_heads)
+    got = np.asarray(jax.jit(policy.score)(view))
+    assert got.shape == (BATCH, kv_heads, SLOTS) and got.dtype == np.float32
+    for b in range(BATCH):
+        expected = numpy_policies.scores(policy, existing(view, b))
+        np.testing.assert_allclose(got[b, :, EMPTY_SLOTS[b] :], expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_score_in_float64(name: str):
+    """Scores are not narrowed on the way."""
+    policy = BY_FORMULA[name]
+    view = make_view(policy, 4, 2)
+    exact = jax.tree.map(np.asarray, view.replace(keys_rng=None))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), exact)
+        got = np.asarray(jax.jit(policy.score)(wide.replace(keys_rng=jax.random.split(jax.random.key(0), BATCH))))
+    if name in ("Recent", "StreamingLLM"):
+        return  # positions: integers in float32
+    for b in range(BATCH):
+        expected = numpy_policies.scores(policy, existing(view, b))
+        np.testing.assert_allclose(got[b, :, EMPTY_SLOTS[b] :], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_views_are_hard_enough():
+    """Some keys are similar beyond R-KV's threshold, and a row has fewer keys than its window."""
+    row = existing(make_view(POLICIES["RKV"], 4, 2), 0)
+    keys = row.keys[0] / np.linalg.norm(row.keys[0], axis=-1, keepdims=True)
+    assert ((keys @ keys.T - np.eye(len(keys))) > 0.5).sum() > 4
+    assert existing(make_view(POLICIES["SnapKV"], 4, 2), 3).keys.shape[1] == 2
+
+
+def test_rkv_by_hand():
+    """Three equal keys and a window of one: the newest of the equals is the one to keep."""
+    keys = jnp.array([[[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]]])
+    view = make_view(RKV(window=1), 1, 1).replace(keys=keys, values=keys, queries=jnp.zeros((1, 1, 1, 2)))
+    view = view.replace(
+        valid=jnp.ones((1, 1, 5), bool), positions=jnp.arange(5)[None, None], query_positions=jnp.array([[4]])
+    )
+    # Similarity, rows j: the last s with S[j, s] > 0.5 is forgotten; that is key 4 (0.6 and 0.8) for all but itself,
+    # which forgets key 3. Column sums: 1 + 1 + 0.6 for each equal key, 0 for key 3, 0 for key 4.
+    redundancy = np.exp(np.array([2.6, 2.6, 2.6, 0.0, 0.0]) / 5)
+    redundancy /= redundancy.sum()
+    expected = 0.1 * 0.25 - 0.9 * redundancy  # the query is zero: every candidate gets a quarter
+    np.testing.assert_allclose(RKV(window=1).score(view)[0, 0, :4], expected[:4], rtol=1e-5)
+    slots, _ = select(RKV(window=1).score(view), view.valid, 2)
+    assert slots.tolist() == [[[3, 4]]]
+
+
+# Whole rollouts of one layer, whose queries and keys numpy can compute from the tokens alone.
+
+
+@dataclass(frozen=True)
+class Run:
+    config: ModelConfig
+    params: Any
+    trajectory: Trajectory
+
+    @property
+    def evicted_at(self) -> np.ndarray:
+        """`[batch, kv_heads, T]`."""
+        mask: Any = self.trajectory.mask
+        return np.asarray(mask.evicted_at)[:, 0]
+
+    def projections(self, b: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """First column, queries and keys of one row, indexed by position."""
+        start = int(np.argmax(self.trajectory.valid[b]))
+        tokens = np.asarray(self.trajectory.tokens[b, start:])
+        x = np.asarray(self.params["embed"]["embedding"], np.float64)[tokens]
+        q, k, _ = numpy_decoder.projections(x, np.arange(len(x)), self.params["layers_0"], self.config)
+        return start, q, k
+
+
+WIDTH, RESPONSE = 11, 31
+# So many tokens that none comes twice in a row: the same token again has a key of the same norm.
+ONE_LAYER = tiny_model_config(vocab_size=20_000, num_layers=1, tie_embeddings=False)
+
+
+@cache
+def run_one_layer(policy: EvictionPolicy, budget: int, buffer: int) -> Run:
+    params = make_params(ONE_LAYER)
+    prompts = left_padded([11, 2, 7], WIDTH, ONE_LAYER.vocab_size)
+    config = RolloutConfig(RESPONSE, budget, buffer)
+    trajectory = rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(1), policy=policy, config=config)
+    for tokens, valid in zip(np.asarray(trajectory.tokens), np.asarray(trajectory.valid), strict=True):
+        assert len(set(tokens[valid])) == valid.sum(), "choose another key: two keys may have equal scores"
+    return Run(ONE_LAYER, params, trajectory)
+
+
+def simulate(run: Run, b: int, policy: EvictionPolicy, budget: int, buffer: int) -> np.ndarray:
+    """`evicted_at [kv_heads, T]` of one row, key by key and query by query."""
+    start, q, k = run.projections(b)
+    kv_heads, total, _ = k.shape
+    group = len(q) // kv_heads
+    received = np.zeros((kv_heads, total))
+    kept = [list[int]() for _ in range(kv_heads)]
+    evicted_at = np.full((kv_heads, total), NEVER)
+    for t in range(total - 1):  # the last token is never read
+        for h in range(kv_heads):
+            kept[h].append(t)
+            for head in range(h * group, (h + 1) * group):
+                received[h, kept[h]] += numpy_decoder.softmax(k[h, kept[h]] @ q[head, t] / np.sqrt(k.shape[-1]))
+        decoded = t + 1 - (WIDTH - start)
+        if decoded < 0 or decoded % buffer or len(kept[0]) <= budget:
+            continue
+        asked = np.arange(max(t + 1 - policy.query_window, 0), t + 1)
+        keys = np.stack([k[h, kept[h]] for h in range(kv_heads)])
+        heard = np.stack([received[h, kept[h]] for h in range(kv_heads)])
+        scores = numpy_policies.scores(policy, Row(keys, np.array(kept), heard, q[:, asked], asked, budget))
+        for h in range(kv_heads):
+            best = sorted(range(len(kept[h])), key=lambda i, h=h: (-scores[h, i], i))[:budget]
+            for i in set(range(len(kept[h]))) - set(best):
+                evicted_at[h, kept[h][i]] = start + t + 1
+            kept[h] = [kept[h][i] for i in sorted(best)]
+    return np.concatenate([np.zeros((kv_heads, start), int), evicted_at], axis=1)
+
+
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_whole_rollout(name: str):
+    """The rollout hands the policy the right keys, queries and statistics at the right times."""
+    policy, budget, buffer = BY_FORMULA[name], 9, 3
+    run = run_one_layer(policy, budget, buffer)
+    for b in range(3):
+        np.testing.assert_array_equal(run.evicted_at[b], simulate(run, b, policy, budget, buffer))
+
+
+def test_h2o_one_eviction_a_step():
+    """The paper's loop: after every token the key with the least attention leaves, if it is not among the newest."""
+    budget, recent = 8, 4
+    run = run_one_layer(H2O(), budget, 1)
+    for b in range(3):
+        start, q, k = run.projections(b)
+        for h in range(2):
+            attention: dict[int, float] = {}
+            for t in range(k.shape[1] - 1):
+                attention[t] = 0.0
+                for head in (2 * h, 2 * h + 1):
+                    weights = {j: np.exp(q[head, t] @ k[h, j] / np.sqrt(8)) for j in attention}
+                    for j, weight in weights.items():
+                        attention[j] += weight / sum(weights.values())
+                while t + 1 >= WIDTH - start and len(attention) > budget:
+                    loser = min(sorted(attention)[:-recent], key=attention.__getitem__)
+                    del attention[loser]
+                    assert run.evicted_at[b, h, start + loser] == start + t + 1
+            assert (run.evicted_at[b, h, [start + j for j in attention]] == NEVER).all()
+
+
+@pytest.mark.parametrize(("budget", "buffer"), [(9, 3), (6, 1), (7, 5)])
+def test_streaming_llm_in_closed_form(budget: int, buffer: int):
+    """A key leaves at the first compression after which it is no longer among the newest `budget - sinks`."""
+    run = run_one_layer(StreamingLLM(sinks=2), budget, buffer)
+    columns = WIDTH + RESPONSE
+    compressions = range(WIDTH, columns, buffer)
+    for b, length in enumerate([11, 2, 7]):
+        start = WIDTH - length
+        for j in range(start, columns):
+            times = [n for n in compressions if n - j > budget - 2] if j - start >= 2 else []
+            assert (run.evicted_at[b, :, j] == (times[0] if times else NEVER)).all()
+        assert (run.evicted_at[b, :, :start] == 0).all()
+
+
+# Budgets and protections.
+
+
+PROTECTED = {
+    "StreamingLLM": (2, 1),
+    "H2O": (0, BUDGET // 2),
+    "SnapKV": (0, 4),
+    "RKV": (0, 4),
+    "Pyramid": (0, 4),
+    "Protect": (2, 4),
+}
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000))
+@pytest.mark.parametrize("name", PROTECTED)
+def test_protected_keys_are_kept(name: str, seed: int):
+    """By a budget that holds them and nothing else, whatever the keys."""
+    sinks, recent = PROTECTED[name]
+    policy = POLICIES[name]
+    view = make_view(policy, 4, 2, seed)
+    view = view.replace(keys=jnp.where(view.positions[..., None] % 2 == 0, 1e3, 1.0) * view.keys)
+    slots, _ = select(_score_jitted(policy)(view), view.valid, sinks + recent)
+    kept = np.take_along_axis(np.asarray(view.positions), np.asarray(slots), axis=-1)
+    for b in range(3):
+        for h in range(2):
+            positions = np.asarray(view.positions)[b, h]
+            expected = {*positions[(positions >= 0) & (positions < sinks)], *positions[SLOTS - recent :]}
+            assert expected <= set(kept[b, h])
+
+
+@cache
+def _score_jitted(policy: EvictionPolicy) -> Any:
+    return jax.jit(policy.score)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "needed"),
+    [
+        (StreamingLLM(sinks=4), 4, 5),
+        (SnapKV(), 31, 32),
+        (RKV(), 7, 8),
+        (Protect(Knorm(), sinks=4, recent=8), 11, 12),
+        (Protect(SnapKV(window=8), sinks=4), 11, 12),
+        (Protect(SnapKV(window=8), recent=20), 19, 20),
+        (Recent(), 0, 1),
+    ],
+)
+def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budget: int, needed: int):
+    check_budget(policy, needed, num_layers=2)
+    message = rf"at least {needed} keys \(sinks \+ window that .*\); got {budget} in layer 0 \(budget {budget}\)"
+    with pytest.raises(ValueError, match=message):
+        check_budget(policy, budget, num_layers=2)
+
+
+def test_pyramid_budgets_by_hand():
+    """Budget 20, window 4, beta 4: 16 beyond the window on average, from 28 down to 4."""
+    assert Pyramid(SnapKV(window=4), beta=4.0).layer_budgets(20, 4) == (32, 24, 16, 8)
+    assert Pyramid(Knorm(), beta=2.0).layer_budgets(8, 3) == (12, 8, 4)
+    assert Pyramid(Knorm()).layer_budgets(8, 1) == (8,)
+
+
+@given(st.integers(40, 4096), st.integers(2, 80), st.floats(1.0, 100.0))
+def test_pyramid_budgets(budget: int, layers: int, beta: float):
+    """They fall linearly, never below the window, and their mean is the budget, all within rounding."""
+    sizes = np.array(Pyramid(SnapKV(window=32), beta=beta).layer_budgets(budget, layers))
+    assert len(sizes) == layers and abs(sizes.mean() - budget) <= 0.5
+    assert np.ptp(np.diff(sizes)) <= 2 and (np.diff(sizes) <= 0).all() and sizes.min() >= 32
+    assert sizes[-1] == pytest.approx(32 + (budget - 32) / beta, abs=0.51)
+
+
+def test_pyramid_with_a_layer_too_small_for_its_window():
+    @dataclass(frozen=True)
+    class Greedy(EvictionPolicy):
+        """Protects more than Pyramid takes into account."""
+
+        def protected(self, budget: int) -> int:
+            return 6 if budget < 10 else 2
+
+    with pytest.raises(ValueError, match=r"at least 6 keys .* got 5 in layer 2 \(budget 11\)"):
+        check_budget(Pyramid(Greedy(), beta=3.0), 11, 3)
+
+
+@pytest.mark.parametrize("wrap", [Pyramid, Protect])
+def test_wrappers_pass_on(wrap: Any):
+    """What the rollout must observe, and the budgets, are the inner policy's."""
+    assert wrap(H2O()).observes_attention and not wrap(SnapKV()).observes_attention
+    assert [wrap(p).query_window for p in (SnapKV(window=5), TOVA(), Knorm())] == [5, 1, 0]
+    assert wrap(H2O(recent=0.25)).protected(40) == 10
+    assert Protect(Pyramid(Knorm(), beta=2.0)).layer_budgets(8, 3) == (12, 8, 4)
+    view = make_view(RKV(window=4), 4, 2)
+    inner, outer = (np.asarray(p.score(view))[view.valid] for p in (RKV(window=4), wrap(RKV(window=4))))
+    np.testing.assert_array_equal(inner, outer)
+
+
+def test_constants_of_the_papers():
+    assert (StreamingLLM().sinks, SnapKV().window, SnapKV().kernel, H2O().recent) == (4, 32, 5, 0.5)
+    assert (RKV().window, RKV().kernel, RKV().weight, RKV().threshold) == (8, 7, 0.1, 0.5)
+    assert Pyramid(SnapKV()).beta == 20.0
+
+
+def test_equal_policies_are_equal_and_hashable():
+    """They are static arguments: equal ones share a compiled program."""
+    for policy in POLICIES.values():
+        assert replace(policy) == policy and hash(replace(policy)) == hash(policy)
+    assert len(set(POLICIES.values())) == len(POLICIES)
+    assert SnapKV(window=4) != SnapKV(window=5) and Protect(Knorm(), sinks=1) != Protect(KeyDiff(), sinks=1)
+
+
+def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
+    view = make_view(Random(), 4, 2)
+    first = np.asarray(Random().score(view))
+    np.testing.assert_array_equal(first, Random().score(view))
+    assert len(np.unique(first)) == first.size and (0 <= first).all() and (first < 1).all()
+    swapped = Random().score(view.replace(keys_rng=view.keys_rng[::-1]))
+    np.testing.assert_array_equal(swapped, first[::-1])
+
+
+def test_random_draws_anew_at_every_compression_and_layer():
+    """In a rollout of two layers: no two choices among the same slots are the same."""
+    config = replace(SHAPES["GQA"], num_layers=2)
+    prompts = left_padded([WIDTH] * 2, WIDTH, config.vocab_size)
+    sizes = RolloutConfig(RESPONSE, 8, 8)
+    runs = [
+        rollout(Decoder(config), make_params(config), prompts, jax.random.key(seed), policy=Random(), config=sizes)
+        for seed in (0, 0, 1)
+    ]
+    times: list[Any] = [np.asarray(run.mask.evicted_at) for run in runs]  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_array_equal(times[0], times[1])
+    assert (times[0] != times[2]).any()
+    choices = [times[0][b, layer, h, :WIDTH] for b in range(2) for layer in range(2) for h in range(2)]
+    assert len({choice.tobytes() for choice in choices}) == len(choices)
+
+
+def test_missing_observations_are_named():
+    bare = make_view(Knorm(), 4, 2)
+    with pytest.raises(ValueError, match="a view with the attention received"):
+        H2O().score(bare)
+    for policy in (TOVA(), SnapKV(), RKV()):
+        with pytest.raises(ValueError, match="a view with queries"):
+            policy.score(bare)
+    with pytest.raises(TypeError, match="Dense has no score"):
+        Dense().score(bare)

@@ -1,0 +1,120 @@
+"""The first test of the library: under the recorded mask the learner gives the sampler's own probabilities again.
+
+Every policy runs with GQA and MHA, a budget far below and one above the length, in batches whose prompts differ in
+length and whose rows end at different times; three layers, 256 response tokens. The same tests show that they can fail:
+a dense learner, a mask that heads or layers share and a mask that is one column off all miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.config import ModelConfig
+from smd_jax.eviction import EvictionPolicy
+from smd_jax.learner import score
+from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.model import Decoder
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.trajectory import Trajectory
+from tests.under_test import POLICIES, SHAPES, left_padded, make_params
+
+WIDTH, RESPONSE = 12, 256
+LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
+KEY = 11
+# One of 384 tokens: some rows end early, others never.
+SMALL = RolloutConfig(RESPONSE, budget=16, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
+ODD = dataclasses.replace(SMALL, budget=11, buffer=5)
+LONG = dataclasses.replace(SMALL, budget=WIDTH + RESPONSE, buffer=7)
+
+SELECTIVE = set(POLICIES) - {"Dense", "Recent", "StreamingLLM"}  # their masks differ between layers
+PER_HEAD = SELECTIVE - {"TOVA"}  # and between heads
+
+# Compilation is most of the time. Where rounding is not the question, the compiler may spare itself the last polish.
+QUICK = {"xla_backend_optimization_level": 0}
+score_jitted = jax.jit(score, static_argnums=0)
+
+
+def roll(
+    shape: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, options: dict[str, Any] | None = None
+) -> tuple[Decoder, dict[str, Any], Trajectory]:
+    """A batch with unequal prompts, of which some rows end early and others do not: asserted, not hoped."""
+    model, params, key = Decoder(shape), make_params(shape), jax.random.key(KEY)
+    prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
+    compiled = rollout.lower(model, params, prompts, key, policy=policy, config=config).compile(options)
+    trajectory = compiled(params, prompts, key)
+    lengths = np.asarray(trajectory.lengths())
+    assert lengths.min() < RESPONSE == lengths.max(), f"choose another KEY: all or no rows end early, after {lengths}"
+    return model, params, trajectory
+
+
+def gap(run: tuple[Decoder, dict[str, Any], Trajectory], mask: ShadowMask | None = None) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the response tokens. Masks are spread out, so that all compile once."""
+    model, params, trajectory = run
+    recorded = trajectory.mask
+    assert isinstance(recorded, ShadowMask)
+    mask = recorded if mask is None else ShadowMask(jnp.broadcast_to(mask.evicted_at, recorded.evicted_at.shape))
+    scores = score_jitted(model, params, trajectory, mask)
+    return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
+
+
+def spoiled(mask: Any, name: str) -> dict[str, ShadowMask]:
+    """Masks that are nearly right."""
+    t = mask.evicted_at
+    evicted = (t > 0) & (t < NEVER)
+    masks = {
+        "one query late": ShadowMask(jnp.where(evicted, t + 1, t)),
+        "one query early": ShadowMask(jnp.where(evicted, t - 1, t)),
+        "one key off": ShadowMask(jnp.concatenate([t[..., 1:], t[..., -1:]], axis=-1)),
+    }
+    if name in SELECTIVE:
+        masks["the first layer's"] = ShadowMask(t[:, :1])
+    if name in PER_HEAD:
+        masks["the first head's"] = ShadowMask(t[:, :, :1])
+    return masks
+
+
+@pytest.mark.parametrize(("shape", "config"), [("GQA", SMALL), ("MHA", ODD)], ids=["GQA", "MHA"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfig):
+    run = roll(SHAPES[shape], POLICIES[name], config)
+    difference = gap(run)
+    assert len(difference) > RESPONSE and difference.max() <= 2e-5
+    if not POLICIES[name].evicts:
+        return
+    assert gap(run, run[-1].dense_mask()).max() > 1e-2
+    for kind, mask in spoiled(run[-1].mask, name).items():
+        assert gap(run, mask).max() > 1e-2, f"the learner does not notice that the mask is {kind}"
+
+
+@pytest.mark.parametrize(("name", "shape"), [(name, list(SHAPES)[i % 2]) for i, name in enumerate(POLICIES)])
+def test_budget_above_the_length(name: str, shape: str):
+    """Whether with GQA or MHA makes no difference here; the policies take turns."""
+    run = roll(SHAPES[shape], POLICIES[name], LONG, QUICK)
+    assert gap(run).max() <= 2e-5
+    if name != "Pyramid":  # whose last layer has less than the budget
+        recorded: Any = run[-1].mask
+        dense = run[-1].dense_mask().evicted_at
+        np.testing.assert_array_equal(recorded.evicted_at, jnp.broadcast_to(dense, recorded.evicted_at.shape))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_float64(name: str):
+    with jax.enable_x64(True):
+        difference = gap(roll(dataclasses.replace(SHAPES["GQA"], dtype="float64"), POLICIES[name], SMALL, QUICK))
+    assert difference.dtype == np.float64 and difference.max() <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["H2O", "RKV", "KeyDiff"])
+def test_bfloat16(name: str):
+    run = roll(dataclasses.replace(SHAPES["GQA"], dtype="bfloat16"), POLICIES[name], SMALL, QUICK)
+    difference = gap(run)
+    print(f"{name} in bfloat16: mean |dlogp| {difference.mean():.1e}, max {difference.max():.1e}")
+    assert difference.mean() <= 2e-2
+    assert gap(run, run[-1].dense_mask()).mean() > 3 * difference.mean()

@@ -1,0 +1,173 @@
+"""Masks: pictures drawn by hand, and the interval form against the explicit one on masks of all kinds."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from smd_jax.masks import (
+    NEVER,
+    KeyInterval,
+    ShadowMask,
+    check_mask,
+    dense_mask,
+    layer_mask,
+    positions,
+    to_visible,
+)
+
+BATCH, LAYERS, HEADS, T = 2, 2, 2, 6  # one shape, so that every example reuses the same compiled operations
+INTERVALS = arrays(np.int32, (BATCH, LAYERS, HEADS, T), elements=st.sampled_from([*range(T + 3), NEVER]))
+
+# Key 0 is padding, key 2 was evicted after query 3; the picture in the module's docstring.
+EVICTED_AT = [0, NEVER, 4, NEVER, NEVER, NEVER]
+PICTURE = """
+    . . . . . .
+    . 1 . . . .
+    . 1 1 . . .
+    . 1 1 1 . .
+    . 1 . 1 1 .
+    . 1 . 1 1 1
+"""
+
+
+def drawn(picture: str) -> np.ndarray:
+    """`[queries, keys]` booleans."""
+    return np.array([[cell == "1" for cell in line.split()] for line in picture.split("\n") if line.strip()])
+
+
+def explicit(evicted_at: np.ndarray) -> np.ndarray:
+    """The definition, one entry at a time."""
+    visible = np.zeros((*evicted_at.shape, evicted_at.shape[-1]), bool)
+    for *where, query, key in np.ndindex(visible.shape):
+        visible[*where, query, key] = key <= query < evicted_at[*where, key]
+    return visible
+
+
+def one(mask: np.ndarray) -> np.ndarray:
+    """`[queries, keys]` as `[batch, layers, kv_heads, queries, keys]` of size 1."""
+    return mask[None, None, None]
+
+
+def test_picture():
+    interval = KeyInterval(jnp.array(EVICTED_AT, jnp.int32)[None, None])
+    np.testing.assert_array_equal(interval.to_boolean()[0, 0], drawn(PICTURE))
+
+
+def test_picture_back_to_intervals():
+    compact = ShadowMask.from_boolean(one(drawn(PICTURE)))
+    assert compact.evicted_at.dtype == jnp.int32
+    assert compact.evicted_at[0, 0, 0].tolist() == EVICTED_AT
+
+
+def test_left_padded_rows():
+    valid = np.array([[False, False, True, True], [True, True, True, True]])
+    mask = dense_mask(jnp.array(valid))
+    assert mask.evicted_at.shape == (2, 1, 1, 4)
+    padded = """
+        . . . .
+        . . . .
+        . . 1 .
+        . . 1 1
+    """
+    full = """
+        1 . . .
+        1 1 . .
+        1 1 1 .
+        1 1 1 1
+    """
+    np.testing.assert_array_equal(mask.to_boolean()[:, 0, 0], [drawn(padded), drawn(full)])
+    assert positions(jnp.array(valid)).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+def test_positions_go_on_behind_the_end_of_a_row():
+    assert positions(jnp.array([[False, True, True, False]])).tolist() == [[0, 0, 1, 2]]
+
+
+@settings(deadline=None)
+@given(INTERVALS)
+def test_intervals_are_what_they_say(evicted_at: np.ndarray):
+    mask = ShadowMask(jnp.array(evicted_at))
+    np.testing.assert_array_equal(mask.to_boolean(), explicit(evicted_at))
+    for index in range(LAYERS):
+        np.testing.assert_array_equal(to_visible(layer_mask(mask, index)), explicit(evicted_at)[:, index])
+        np.testing.assert_array_equal(to_visible(layer_mask(mask.to_boolean(), index)), explicit(evicted_at)[:, index])
+
+
+@settings(deadline=None)
+@given(INTERVALS)
+def test_from_boolean_inverts_to_boolean(evicted_at: np.ndarray):
+    """Up to what means the same: no end and an end behind the last query; no start and never seen."""
+    again = np.asarray(ShadowMask.from_boolean(explicit(evicted_at)).evicted_at)
+    np.testing.assert_array_equal(explicit(again), explicit(evicted_at))
+    seen = evicted_at > np.arange(T)
+    np.testing.assert_array_equal(again, np.where(seen, np.where(evicted_at >= T, NEVER, evicted_at), 0))
+
+
+@settings(deadline=None)
+@given(INTERVALS, *(st.integers(0, size - 1) for size in (BATCH, LAYERS, HEADS, T, T)))
+def test_one_wrong_entry_is_refused(evicted_at: np.ndarray, b: int, layer: int, h: int, query: int, key: int):
+    """Any single flip that leaves no interval; the message says where."""
+    mask = explicit(evicted_at)
+    mask[b, layer, h, query, key] ^= True
+    seen = np.flatnonzero(mask[b, layer, h, :, key])
+    assume(len(seen) and seen.tolist() != list(range(key, key + len(seen))))
+    with pytest.raises(ValueError, match=f"batch {b}, layer {layer}, kv head {h}, key {key}"):
+        ShadowMask.from_boolean(mask)
+
+
+def column(key: int, queries: list[int]) -> np.ndarray:
+    """A causal mask of six tokens in which `queries` see `key`."""
+    mask = np.tril(np.ones((6, 6), bool))
+    mask[:, key] = np.isin(np.arange(6), queries)
+    return one(mask)
+
+
+@pytest.mark.parametrize(
+    ("key", "queries", "message"),
+    [
+        (1, [1, 2, 4, 5], "got queries 1-2, 4-5 seeing it .*key 1.*boolean form"),
+        (1, [2, 3, 4, 5], "got queries 2-5 seeing it .*key 1"),
+        (1, [5], "got queries 5 seeing it .*key 1"),
+        (3, [1, 3, 4, 5], r"causal mask; got query 1 seeing the later key .*key 3"),
+    ],
+    ids=["comes back", "starts late", "only the last query", "sees the future"],
+)
+def test_what_is_no_interval_is_refused(key: int, queries: list[int], message: str):
+    with pytest.raises(ValueError, match=message):
+        ShadowMask.from_boolean(column(key, queries))
+
+
+def test_queries_and_keys_must_be_as_many():
+    with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 3 keys"):
+        ShadowMask.from_boolean(np.ones((1, 1, 1, 2, 3), bool))
+
+
+def test_shared_layers_and_heads():
+    """Size 1 stands for all layers."""
+    shared = ShadowMask(jnp.array(EVICTED_AT, jnp.int32)[None, None, None])
+    for index in (0, 5):
+        assert shared.layer(index).evicted_at.shape == (1, 1, 6)
+        assert to_visible(layer_mask(shared.to_boolean(), index)).shape == (1, 1, 6, 6)
+
+
+SIZES = {"batch": 2, "layers": 3, "kv_heads": 4, "columns": 5}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 5), (2, 1, 4, 5), (1, 3, 1, 5)])
+def test_masks_that_broadcast(shape: tuple[int, ...]):
+    check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
+    check_mask(jnp.zeros((*shape, 5), bool), **SIZES)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 6), (2, 3, 2, 5), (3, 3, 4, 5), (2, 2, 4, 5), (2, 3, 4, 1)])
+def test_masks_that_do_not(shape: tuple[int, ...]):
+    got = rf"\(2, 3, 4, 5.*got \({', '.join(map(str, shape))}"
+    with pytest.raises(ValueError, match=got):
+        check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
+    with pytest.raises(ValueError, match=got):
+        check_mask(jnp.zeros((*shape, shape[-1]), bool), **SIZES)

@@ -1,0 +1,217 @@
+"""Eight fake devices give what one gives, and hold an eighth of what it holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from smd_jax.distillation import DistillConfig
+from smd_jax.eviction import H2O
+from smd_jax.model import Decoder
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import constrain, constrain_tree, make_mesh, param_spec, shard_batch, shard_tree, tree_shardings
+from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.trajectory import Trajectory
+from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
+from tests.under_test import left_padded
+
+ROWS, WIDTH, LENGTH = 8, 8, 10
+MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, tie_embeddings=False))
+ONE = (1, 1, 1)
+MESHES = [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 2)]
+
+PLAIN = UpdateConfig()
+FULL = UpdateConfig(distill=DistillConfig("forward", fraction=0.5), microbatch_size=4)
+
+# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
+RECORD = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+)
+
+
+def params():
+    return random_params(MODEL.config)
+
+
+def mesh_of(sizes):
+    return make_mesh(*sizes)
+
+
+@functools.cache
+def sampled(sizes) -> Trajectory:
+    """A rollout on a mesh of these sizes."""
+    mesh = mesh_of(sizes)
+    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(0.9))
+    with jax.set_mesh(mesh):
+        prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
+        return rollout(MODEL, shard_tree(params(), mesh), prompts, jax.random.key(2), policy=H2O(), config=config)
+
+
+def train_batch(trajectory: Trajectory) -> TrainBatch:
+    advantages = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32)
+    return TrainBatch(trajectory, advantages, trajectory.logprobs)
+
+
+@functools.cache
+def updated(sizes, config):
+    """Loss and gradients on a mesh, from the trajectory that one device sampled."""
+    mesh = mesh_of(sizes)
+    with jax.set_mesh(mesh):
+        state = shard_tree(init_state(params(), RECORD, jax.random.key(3)), mesh)
+        data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
+        state, metrics = make_update(MODEL, RECORD, config)(state, data)
+    return jax.device_get((metrics, state.opt_state))
+
+
+def distance(left, right) -> float:
+    return float(np.linalg.norm(np.float64(left) - np.float64(right)) / np.linalg.norm(np.float64(right)))
+
+
+# --- the same numbers
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_rollout_gives_the_same_tokens(sizes):
+    one, many = sampled(ONE), sampled(sizes)
+    assert len(many.tokens.sharding.device_set) == np.prod(sizes)
+    assert 0 < int(one.terminated.sum()) < ROWS
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    np.testing.assert_array_equal(many.valid, one.valid)
+    jax.tree.map(np.testing.assert_array_equal, many.mask, one.mask)
+    np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "config"), [*((sizes, PLAIN) for sizes in MESHES), ((2, 2, 2), FULL)])
+def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
+    (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)
+    assert abs(one["loss"]) > 0.01
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+    assert many["sampling/sampling_logp_difference/max"] < 2e-5
+    for path, gradient in jax.tree_util.tree_leaves_with_path(one_grads):
+        if "k_proj" in str(path) and "bias" in str(path):
+            continue  # zero but for rounding: softmax does not see what all keys share
+        name = jax.tree_util.keystr(path)
+        (other,) = (g for p, g in jax.tree_util.tree_leaves_with_path(many_grads) if p == path)
+        assert distance(other, gradient) < 1e-5, name
+
+
+# --- who holds what
+
+SHARD_SHAPES = {  # of fsdp = 4, tensor = 2, by hand
+    "embed/embedding": (16, 8),
+    "lm_head/kernel": (8, 16),
+    "norm/scale": (32,),
+    "layers_1/attention_norm/scale": (32,),
+    "layers_1/attention/q_proj/kernel": (8, 16),
+    "layers_1/attention/q_proj/bias": (32,),
+    "layers_1/attention/k_proj/kernel": (8, 8),
+    "layers_1/attention/v_proj/kernel": (8, 8),
+    "layers_1/attention/o_proj/kernel": (16, 8),
+    "layers_1/mlp/gate_proj/kernel": (8, 32),
+    "layers_1/mlp/up_proj/kernel": (8, 32),
+    "layers_1/mlp/down_proj/kernel": (32, 8),
+}
+
+
+def by_name(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def shard_shape(leaf) -> tuple[int, ...]:
+    """What every device really holds."""
+    (shape,) = {shard.data.shape for shard in leaf.addressable_shards}
+    assert len(leaf.addressable_shards) == 8
+    return shape
+
+
+def test_parameters_lie_as_the_table_says():
+    placed = by_name(shard_tree(params(), make_mesh(1, 4, 2)))
+    assert {name: shard_shape(placed[name]) for name in SHARD_SHAPES} == SHARD_SHAPES
+    for name, leaf in placed.items():
+        assert leaf.ndim == 1 or shard_shape(leaf) != leaf.shape, f"{name} lies whole on every device"
+
+
+def test_optimizer_state_lies_like_its_parameters():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = shard_tree(init_state(params(), optimizer, jax.random.key(0), params()), make_mesh(1, 4, 2))
+    placed = by_name(state.opt_state)
+    for name, shape in SHARD_SHAPES.items():
+        moments = [leaf for path, leaf in placed.items() if path.endswith((f"/mu/{name}", f"/nu/{name}"))]
+        assert [shard_shape(leaf) for leaf in moments] == [shape, shape], name
+        assert shard_shape(by_name(state.reference)[name]) == shape
+
+
+def test_axes_that_do_not_divide_are_left_out():
+    mesh = make_mesh(1, 4, 2)
+    assert param_spec(["q_proj", "kernel"], (8, 6), mesh) == P("fsdp", "tensor")
+    assert param_spec(["q_proj", "kernel"], (6, 6), mesh) == P(None, "tensor")
+    assert param_spec(["q_proj", "kernel"], (8, 5), mesh) == P("fsdp", None)
+    assert param_spec(["somewhere", "kernel"], (8, 8), mesh) == P()
+    assert param_spec(["kernel"], (8, 8), mesh) == P()
+    placed = shard_tree({"q_proj": {"kernel": jnp.zeros((6, 6))}}, mesh)
+    assert shard_shape(placed["q_proj"]["kernel"]) == (6, 3)
+
+
+def test_rows_lie_on_data_and_fsdp():
+    placed = shard_batch({"x": jnp.zeros((8, 3)), "y": jnp.zeros(8)}, make_mesh(2, 2, 2))
+    assert (shard_shape(placed["x"]), shard_shape(placed["y"])) == ((2, 3), (2,))
+
+
+def test_constraints_need_a_mesh():
+    x = jnp.zeros((8, 4))
+    tree = {"q_proj": {"kernel": x}}
+    assert constrain(x) is x
+    assert constrain_tree(tree) is tree
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        assert shard_shape(jax.jit(constrain)(x)) == (2, 4)
+        assert shard_shape(jax.jit(constrain_tree)(tree)["q_proj"]["kernel"]) == (4, 2)
+
+
+# --- the program
+
+
+def test_the_update_compiles_once_and_leaves_the_state_where_it_was():
+    mesh, optimizer = make_mesh(2, 2, 2), optax.adam(1e-3)
+    update = make_update(MODEL, optimizer, PLAIN)
+    with jax.set_mesh(mesh):
+        state = shard_tree(init_state(params(), optimizer, jax.random.key(3)), mesh)
+        data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
+        before = jax.tree.map(lambda leaf: leaf.sharding, state)
+        with count_compilations() as counts:
+            for _ in range(3):
+                state, _ = update(state, data)
+    assert counts["update"] == 1
+    placed = zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True)
+    assert all(leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf, sharding in placed)
+    assert shard_shape(by_name(state.params)["embed/embedding"]) == (16, 16)
+    assert jax.tree.leaves(before) == jax.tree.leaves(tree_shardings(state, mesh))
+
+
+# --- bad input
+
+
+def test_a_mesh_of_more_devices_than_there_are():
+    with pytest.raises(ValueError, match="expected 16 devices for data=4, fsdp=2, tensor=2; got 8"):
+        make_mesh(4, 2, 2)
+    with pytest.raises(ValueError, match="expected 2 devices for data=2, fsdp=1, tensor=1; got 1"):
+        make_mesh(2, devices=jax.devices()[:1])
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(ValueError, match=r"divides over data \* fsdp = 4; got 6 rows"):
+        shard_batch({"x": jnp.zeros((8, 2)), "y": jnp.zeros(6)}, make_mesh(2, 2, 2))
+
+
+def test_a_mesh_takes_the_first_devices():
+    mesh = make_mesh(1, 2, 2)
+    assert list(mesh.devices.flat) == jax.devices()[:4]
+    assert NamedSharding(mesh, P("fsdp")).shard_shape((8,)) == (4,)

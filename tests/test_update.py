@@ -1,0 +1,339 @@
+"""The train step of a tiny model: on-policy at first, the same in any split, and every term against its definition."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.distillation import DistillConfig
+from smd_jax.eviction import H2O
+from smd_jax.losses import LossConfig, k3, token_weights
+from smd_jax.model import Decoder, apply_model
+from smd_jax.prompts import PromptBatch
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
+
+ROWS, WIDTH, LENGTH = 8, 8, 10
+TEMPERATURE = 0.9
+MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32))
+
+# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
+RECORD = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+)
+
+
+def spread_params(seed: int):
+    """Parameters whose logits are not all alike, so that it matters what a query sees."""
+    params = random_params(MODEL.config)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+
+PARAMS, REFERENCE = spread_params(0), spread_params(1)
+
+
+@functools.cache
+def trajectory():
+    """Eight rows of unequal prompts and responses, under a budget of half their length."""
+    rng = np.random.default_rng(0)
+    valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 0, 6, 2, 1, 7])[:, None])
+    prompts = PromptBatch(jnp.where(valid, jnp.asarray(rng.integers(0, 32, (ROWS, WIDTH)), jnp.int32), 0), valid)
+    sampling = SamplingConfig(TEMPERATURE)
+    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=sampling)
+    return rollout(MODEL, PARAMS, prompts, jax.random.key(2), policy=H2O(), config=config)
+
+
+ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32)
+
+
+def batch() -> TrainBatch:
+    """The ratio is taken to the sampler, as in the loop."""
+    return TrainBatch(trajectory(), ADVANTAGES, trajectory().logprobs)
+
+
+def without_advantages() -> TrainBatch:
+    """Nothing but the distillation has a gradient."""
+    return batch().replace(advantages=jnp.zeros(ROWS))
+
+
+@functools.cache
+def recording_update(config: UpdateConfig, remat: bool):
+    return make_update(Decoder(MODEL.config, remat=remat), RECORD, config)
+
+
+def metrics_and_gradients(config=UpdateConfig(), data=None, remat=False, step=0, reference=None):  # noqa: B008
+    """One update of copies of the parameters (it donates them)."""
+    params, reference = jax.tree.map(jnp.copy, (PARAMS, reference))
+    state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
+    state, metrics = recording_update(config, remat)(state, batch() if data is None else data)
+    return jax.device_get(metrics), state.opt_state
+
+
+def distance(left, right) -> float:
+    """|left - right| / |right| over all leaves, in float64."""
+    pairs = [(np.float64(a), np.float64(b)) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
+    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
+    return float(np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs)))
+
+
+def test_the_trajectory_is_a_hard_one():
+    lengths = trajectory().lengths().tolist()
+    assert min(lengths) < 5 < max(lengths) == LENGTH
+    assert 0 < int(trajectory().terminated.sum()) < ROWS
+    assert bool((trajectory().mask.evicted_at[:, :, :, :WIDTH] == WIDTH).any()), "the prompt must be compressed"
+
+
+# --- on-policy at first
+
+
+def test_with_shadow_masks_the_learner_is_the_sampler():
+    metrics, _ = metrics_and_gradients()
+    assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
+    assert metrics["mismatch_kl"] <= 1e-6
+    for name in ("min", "mean", "max"):
+        np.testing.assert_allclose(metrics[f"sampling/importance_sampling_ratio/{name}"], 1.0, atol=2e-5)
+    assert metrics["clip_ratio/region_mean"] == metrics["kl"] == 0
+
+
+def test_a_dense_learner_is_another_policy():
+    metrics, _ = metrics_and_gradients(UpdateConfig(visibility="dense"))
+    assert metrics["sampling/sampling_logp_difference/max"] > 0.1
+    assert metrics["mismatch_kl"] > 0.01
+    assert metrics["sampling/importance_sampling_ratio/min"] < 0.9 < 1.1
+    assert metrics["sampling/importance_sampling_ratio/max"] > 1.1
+
+
+def test_an_extra_pass_gives_the_same_log_probabilities():
+    logprobs = make_score(MODEL, "shadow")(PARAMS, trajectory())
+    np.testing.assert_allclose(logprobs * trajectory().response_mask, trajectory().logprobs, atol=2e-5)
+
+
+def explicit_logprobs(params, mask):
+    """Log-probabilities `[ROWS, LENGTH, 32]` of the response's distributions, from the model's plain call."""
+    t = trajectory()
+    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)
+    return jax.nn.log_softmax(logits[:, WIDTH - 1 : -1] / TEMPERATURE)
+
+
+def explicit_token_logprobs(params, mask):
+    return jnp.take_along_axis(explicit_logprobs(params, mask), trajectory().response[..., None], -1)[..., 0]
+
+
+@jax.jit
+@jax.grad
+def explicit_policy_gradient(params, weights):
+    """At ratio 1 the gradient of the surrogate is that of advantage * log p."""
+    logprobs = explicit_token_logprobs(params, trajectory().mask)
+    return -jnp.sum(weights * ADVANTAGES[:, None] * jnp.where(trajectory().response_mask, logprobs, 0.0))
+
+
+def test_gradient_and_metrics_against_the_definition():
+    metrics, grads = metrics_and_gradients()
+    mask = np.asarray(trajectory().response_mask)
+    expected = explicit_policy_gradient(PARAMS, mask / mask.sum())
+    assert distance(grads, expected) < 1e-5
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], -(ADVANTAGES[:, None] * mask).sum() / mask.sum(), rtol=1e-5)
+    logprobs = np.asarray(explicit_logprobs(PARAMS, trajectory().mask), np.float64)
+    entropy = -(np.exp(logprobs) * logprobs).sum(-1)
+    np.testing.assert_allclose(metrics["entropy"], entropy[mask].mean(), rtol=1e-5)
+
+
+def test_without_old_log_probabilities_the_ratio_is_one():
+    # And the weights of a microbatch are those of the whole batch: a mean over eight rows, empty or not.
+    config = UpdateConfig(loss=LossConfig("grpo"), microbatch_size=2)
+    metrics, grads = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    weights = token_weights(trajectory().response_mask, "grpo")
+    np.testing.assert_allclose(metrics["loss"], -jnp.sum(weights * ADVANTAGES[:, None]), rtol=1e-5)
+    assert distance(grads, explicit_policy_gradient(PARAMS, weights)) < 1e-5
+
+
+def test_clipping_is_counted_over_response_tokens():
+    # Old log-probabilities half a nat lower make every ratio 1.65: clipped from above where the advantage is positive.
+    data = batch().replace(old_logprobs=trajectory().logprobs - 0.5)
+    metrics, _ = metrics_and_gradients(data=data)
+    mask = np.asarray(trajectory().response_mask)
+    share = mask[np.asarray(ADVANTAGES) > 0].sum() / mask.sum()
+    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], share, rtol=1e-6)
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert metrics["clip_ratio/region_mean"] == metrics["clip_ratio/high_mean"]
+
+
+# --- the same in any split, order and storage
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_microbatches_change_nothing(size):
+    noise = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
+    data = batch().replace(old_logprobs=trajectory().logprobs + 0.1 * noise)  # some tokens are clipped
+    whole, parts = metrics_and_gradients(data=data), metrics_and_gradients(UpdateConfig(microbatch_size=size), data)
+    np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
+    assert distance(parts[1], whole[1]) < 1e-5
+    for name, value in whole[0].items():
+        np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_order_of_the_rows_changes_nothing():
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    shuffled = jax.tree.map(lambda x: x[order], batch())
+    for config in (UpdateConfig(), UpdateConfig(microbatch_size=2)):
+        one, other = metrics_and_gradients(config), metrics_and_gradients(config, shuffled)
+        np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)
+        assert distance(other[1], one[1]) < 1e-5
+
+
+def test_masks_may_be_stored_as_booleans():
+    mask = trajectory().mask.to_boolean()
+    assert mask.shape == (ROWS, 2, 2, WIDTH + LENGTH, WIDTH + LENGTH)
+    explicit = batch().replace(trajectory=trajectory().replace(mask=mask))
+    compact, boolean = metrics_and_gradients(), metrics_and_gradients(data=explicit)
+    np.testing.assert_allclose(boolean[0]["loss"], compact[0]["loss"], rtol=1e-6)
+    assert distance(boolean[1], compact[1]) < 1e-6
+
+
+def test_recomputing_layers_changes_nothing():
+    kept, again = metrics_and_gradients(), metrics_and_gradients(remat=True)
+    np.testing.assert_allclose(again[0]["loss"], kept[0]["loss"], rtol=1e-6)
+    assert distance(again[1], kept[1]) < 1e-5
+
+
+# --- the reference policy
+
+BETA = UpdateConfig(loss=LossConfig(beta=0.5))
+
+
+def test_the_kl_is_zero_at_the_reference():
+    plain, anchored = metrics_and_gradients(), metrics_and_gradients(BETA, reference=PARAMS)
+    assert anchored[0]["kl"] <= 1e-9
+    assert distance(anchored[1], plain[1]) < 1e-5
+
+
+def test_the_kl_to_another_reference():
+    metrics, _ = metrics_and_gradients(BETA, reference=REFERENCE)
+    policy, reference = (explicit_token_logprobs(p, trajectory().mask) for p in (PARAMS, REFERENCE))
+    kl = np.asarray(k3(policy, reference))[np.asarray(trajectory().response_mask)].mean()
+    assert kl > 0.1
+    np.testing.assert_allclose(metrics["kl"], kl, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"], metrics_and_gradients()[0]["loss"] + 0.5 * kl, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [BETA, UpdateConfig(distill=DistillConfig("anchor"))])
+def test_a_missing_reference(config):
+    with pytest.raises(ValueError, match=r"expected reference parameters in the train state .*; got None"):
+        metrics_and_gradients(config)
+
+
+# --- distillation
+
+
+@jax.jit
+def explicit_divergence(dense_params, shadow_params, rows, reverse):
+    """KL(dense ‖ shadow), or with `reverse` = 1 KL(shadow ‖ dense): its weighted sum, and both gradients."""
+
+    def weighted(dense_params, shadow_params):
+        dense = explicit_logprobs(dense_params, trajectory().dense_mask())
+        shadow = explicit_logprobs(shadow_params, trajectory().mask)
+        p = (1 - reverse) * dense + reverse * shadow
+        divergence = jnp.sum(jnp.exp(p) * (1 - 2 * reverse) * (dense - shadow), -1)
+        mask = trajectory().response_mask
+        return jnp.sum(divergence * mask * rows[:, None]) / mask.sum()
+
+    return jax.value_and_grad(weighted, argnums=(0, 1))(dense_params, shadow_params)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "published", "anchor"])
+def test_each_direction_against_its_definition(direction):
+    config = UpdateConfig(distill=DistillConfig(direction, coef=0.5))
+    reference = REFERENCE if direction == "anchor" else None
+    metrics, grads = metrics_and_gradients(config, without_advantages(), reference=reference)
+    dense_params = REFERENCE if direction == "anchor" else PARAMS
+    reverse = jnp.float32(direction == "reverse")
+    value, (of_dense, of_shadow) = explicit_divergence(dense_params, PARAMS, jnp.ones(ROWS), reverse)
+    np.testing.assert_allclose(metrics["distill"], value, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"], 0.5 * value, rtol=1e-4)
+    expected = jax.tree.map(lambda x: 0.5 * x, of_dense if direction == "published" else of_shadow)
+    assert distance(grads, expected) < 1e-4
+    other = jax.tree.map(lambda x: 0.5 * x, of_shadow if direction == "published" else of_dense)
+    assert distance(grads, other) > 0.1, "the two forward passes must be distinguishable"
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_half_of_the_rows_in_rotation(step):
+    config = UpdateConfig(distill=DistillConfig("forward", coef=1.0, fraction=0.5))
+    metrics, grads = metrics_and_gradients(config, without_advantages(), step=step)
+    rows = np.zeros(ROWS, np.float32)
+    rows[[(step + i) % ROWS for i in (0, 2, 4, 6)]] = 2.0  # scaled up to all rows
+    value, (_, of_shadow) = explicit_divergence(PARAMS, PARAMS, rows, jnp.float32(0))
+    np.testing.assert_allclose(metrics["distill"], value, rtol=1e-4)
+    assert distance(grads, of_shadow) < 1e-4
+
+
+def test_distillation_is_added_to_the_policy_loss():
+    config = UpdateConfig(distill=DistillConfig("forward", coef=1.0, fraction=0.5))
+    (plain, plain_grads), (both, both_grads) = metrics_and_gradients(), metrics_and_gradients(config)
+    alone = metrics_and_gradients(config, without_advantages())
+    np.testing.assert_allclose(both["loss"], plain["loss"] + alone[0]["loss"], rtol=1e-5)
+    assert distance(both_grads, jax.tree.map(jnp.add, plain_grads, alone[1])) < 1e-5
+
+
+# --- bad input
+
+
+def test_a_trajectory_that_no_learner_can_replay():
+    data = batch()
+    data = data.replace(trajectory=data.trajectory.replace(replayable=False))
+    with pytest.raises(ValueError, match=r"without top-k or top-p.*got one from a filtered or greedy sampler"):
+        metrics_and_gradients(data=data)
+
+
+def test_rows_that_do_not_divide():
+    with pytest.raises(ValueError, match="expected rows that divide into microbatches of 3; got 8 rows"):
+        metrics_and_gradients(UpdateConfig(microbatch_size=3))
+
+
+# --- the program
+
+
+def test_the_update_compiles_once_and_takes_the_old_buffers():
+    optimizer = optax.adam(1e-2)
+    update = make_update(MODEL, optimizer, UpdateConfig(distill=DistillConfig(fraction=0.5)))
+    first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3))
+    losses = []
+    with count_compilations() as counts:
+        for _ in range(4):
+            state, metrics = update(state, batch())
+            losses.append(float(metrics["loss"]))
+    assert counts["update"] == 1
+    assert int(state.step) == 4
+    assert all(after < before for before, after in itertools.pairwise(losses)), losses
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch()))
+
+
+def test_the_policy_may_start_as_its_own_reference():
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = init_state(params, RECORD, jax.random.key(3), reference=params)
+    for _ in range(2):
+        state, metrics = recording_update(BETA, remat=False)(state, batch())
+        assert metrics["kl"] <= 1e-9
+
+
+def test_bfloat16_computes_and_float32_stays():
+    model = Decoder(tiny_model_config(vocab_size=32, max_positions=32, dtype="bfloat16"))
+    optimizer = optax.adam(1e-2)
+    state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3))
+    state, metrics = make_update(model, optimizer, UpdateConfig())(state, batch())
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    assert metrics["loss"].dtype == jnp.float32
+    assert 1e-4 < metrics["sampling/sampling_logp_difference/max"] < 1.0, "bfloat16 must be at work, and near float32"
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert distance(state.params, PARAMS) > 1e-3

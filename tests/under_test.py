@@ -1,0 +1,67 @@
+"""Everything under test, in one table: a new policy gets a row in POLICIES and thereby all tests.
+
+Constants are small enough for budgets of about 16 keys.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.config import ModelConfig
+from smd_jax.eviction import (
+    H2O,
+    RKV,
+    TOVA,
+    Dense,
+    EvictionPolicy,
+    KeyDiff,
+    Knorm,
+    Protect,
+    Pyramid,
+    Random,
+    Recent,
+    SnapKV,
+    StreamingLLM,
+)
+from smd_jax.prompts import PromptBatch
+from smd_jax.testing import random_params, tiny_model_config
+
+POLICIES: dict[str, EvictionPolicy] = {
+    "Dense": Dense(),
+    "Recent": Recent(),
+    "StreamingLLM": StreamingLLM(sinks=2),
+    "H2O": H2O(),
+    "TOVA": TOVA(),
+    "SnapKV": SnapKV(window=4, kernel=3),
+    "RKV": RKV(window=4, kernel=3),
+    "KeyDiff": KeyDiff(),
+    "Knorm": Knorm(),
+    "Random": Random(),
+    "Pyramid": Pyramid(SnapKV(window=4, kernel=3), beta=4.0),
+    "Protect": Protect(Knorm(), sinks=2, recent=4),
+}
+
+# Without tied embeddings, fresh parameters give logits of unit variance: sampling is neither flat nor certain.
+SHAPES: dict[str, ModelConfig] = {
+    "MHA": tiny_model_config(vocab_size=384, num_layers=3, num_heads=4, num_kv_heads=4, tie_embeddings=False),
+    "GQA": tiny_model_config(vocab_size=384, num_layers=3, num_heads=4, num_kv_heads=2, tie_embeddings=False),
+}
+
+make_params = cache(random_params)
+
+
+def left_padded(lengths: list[int], width: int, vocab_size: int, seed: int = 0) -> PromptBatch:
+    """Random prompts of these lengths; token 0 is the padding and occurs nowhere else."""
+    rng = np.random.default_rng(seed)
+    valid = np.arange(width)[None, :] >= width - np.array(lengths)[:, None]
+    tokens = np.where(valid, rng.integers(1, vocab_size, valid.shape), 0).astype(np.int32)
+    return to_prompts(tokens, valid)
+
+
+def to_prompts(tokens: Any, valid: Any) -> PromptBatch:
+    """From anything that numpy takes."""
+    return PromptBatch(jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, bool))
