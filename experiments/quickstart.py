@@ -1,7 +1,7 @@
 """The main job: a language model trained by RL with a KV cache of fixed size, sampler and learner exactly one policy.
 
 Task       Sort the 8 digits that hide among 16 letters: "k3xq7ab0cd1efg3hi2jk9m8p=" -> "01233789". Reward 1 for the
-           exact answer, else 0. A head keeps 20 keys of up to 33 (H2O, + 2 of buffer): the sampler forgets a third.
+           exact answer, else 0. A head keeps 18 keys of up to 34 (H2O, + 2 of buffer): the sampler forgets 4 of 10.
 Steps      1. Warm start: supervised, dense, until the model sorts with its full cache.
            2. GRPO: rollouts under the budget, the learner under the recorded shadow mask, and a forward distillation
               from the same weights with their full context.
@@ -55,10 +55,10 @@ class Args:
     distill_fraction: float = 1.0  # share of the rows that get the dense teacher's forward pass
     policy: Literal["h2o", "dense"] = "h2o"  # of the sampler; dense never evicts: the upper bound
     seeds: int = 1  # seeds 0, 1, … are run one after another
-    steps: int = 500  # rollouts
+    steps: int = 400  # rollouts
     warm_start_steps: int = 300  # supervised steps before them
     learning_rate: float = 2e-4  # of GRPO; rises for 20 steps, then falls to a tenth along a cosine
-    budget: int = 20  # keys kept per layer and KV head
+    budget: int = 18  # keys kept per layer and KV head
     buffer: int = 2  # queries between two compressions
     prompts: int = 16  # per rollout
     group: int = 8  # completions per prompt
@@ -86,9 +86,10 @@ class Result:
 
 def main(args: Args) -> None:
     rows = [run_seed(args, seed) for seed in range(args.seeds)]
-    columns = ("sparse_before", "sparse_after", "dense_before", "dense_after", "max_abs_dlogp", "mean_abs_dlogp")
+    columns = ("sparse_before", "sparse_after", "dense_before", "dense_after")
     cells = [(str(row.seed), *(asdict(row)[column] for column in columns)) for row in rows]
-    summary_table(f"{name_of(args)}: mean reward on {EVALUATION_ROWS} held-out rows", ("seed", *columns), cells)
+    headings = ("seed", *(column.replace("_", " ") for column in columns))
+    summary_table(f"{name_of(args)}: mean reward on {EVALUATION_ROWS} held-out rows", headings, cells)
     if args.results is not None:
         merge_results(args.results, rows)
 

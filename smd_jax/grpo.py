@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from smd_jax.advantages import Scale, group_relative
 from smd_jax.eviction import EvictionPolicy
-from smd_jax.metrics import completion_metrics, reward_metrics
+from smd_jax.metrics import Scalar, completion_metrics, reward_metrics
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import (
     PromptBatch,
@@ -35,7 +35,7 @@ from smd_jax.prompts import (
 )
 from smd_jax.rewards import score_rewards
 from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sharding import make_mesh, shard_batch
+from smd_jax.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import Metrics, TrainBatch, TrainState, UpdateConfig, make_score, make_update
@@ -109,17 +109,19 @@ class GRPOLoop:
     def score(self):
         return make_score(self.model, self.config.update.visibility)
 
-    def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """One rollout and its optimizer steps. Metrics are those of the first minibatch, which is on-policy."""
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, Scalar]]:
+        """One rollout and its optimizer steps. Metrics are those of the first minibatch, which is on-policy; they come
+        as numbers on the host."""
         started = time.perf_counter()
+        state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         step = int(state.step) // self.config.minibatches
         trajectory, rewards = self.sample(state, step)
         state, metrics = self.learn(state, trajectory, rewards)
         metrics |= reward_metrics(jnp.asarray(rewards), self.config.group_size)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        metrics = jax.device_get(metrics)
-        metrics["step_time"] = time.perf_counter() - started
-        return state, metrics
+        host: dict[str, Scalar] = jax.device_get(metrics)
+        host["step_time"] = time.perf_counter() - started
+        return state, host
 
     def sample(self, state: TrainState, step: int) -> tuple[Trajectory, np.ndarray]:
         """Trajectories and rewards of one step, the completions of a prompt contiguous."""

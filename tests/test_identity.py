@@ -8,6 +8,7 @@ a dense learner, a mask that heads or layers share and a mask that is one column
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,15 +20,15 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction import EvictionPolicy
 from smd_jax.learner import score
 from smd_jax.masks import NEVER, ShadowMask
-from smd_jax.model import Decoder
+from smd_jax.model import Decoder, Params
 from smd_jax.rollout import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.trajectory import Trajectory
-from tests.under_test import POLICIES, SHAPES, left_padded, make_params
+from tests.under_test import POLICIES, SHAPES, left_padded, make_params, quick_rollout
 
 WIDTH, RESPONSE = 12, 256
-LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
-KEY = 11
+LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12, 2, 12, 4, 11]
+KEY = 51
 # One of 384 tokens: some rows end early, others never.
 SMALL = RolloutConfig(RESPONSE, budget=16, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
 ODD = dataclasses.replace(SMALL, budget=11, buffer=5)
@@ -36,25 +37,22 @@ LONG = dataclasses.replace(SMALL, budget=WIDTH + RESPONSE, buffer=7)
 SELECTIVE = set(POLICIES) - {"Dense", "Recent", "StreamingLLM"}  # their masks differ between layers
 PER_HEAD = SELECTIVE - {"TOVA"}  # and between heads
 
-# Compilation is most of the time. Where rounding is not the question, the compiler may spare itself the last polish.
-QUICK = {"xla_backend_optimization_level": 0}
 score_jitted = jax.jit(score, static_argnums=0)
 
 
 def roll(
-    shape: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, options: dict[str, Any] | None = None
-) -> tuple[Decoder, dict[str, Any], Trajectory]:
+    shape: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, sampler: Callable[..., Trajectory] = rollout
+) -> tuple[Decoder, Params, Trajectory]:
     """A batch with unequal prompts, of which some rows end early and others do not: asserted, not hoped."""
-    model, params, key = Decoder(shape), make_params(shape), jax.random.key(KEY)
+    model, params = Decoder(shape), make_params(shape)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
-    compiled = rollout.lower(model, params, prompts, key, policy=policy, config=config).compile(options)
-    trajectory = compiled(params, prompts, key)
+    trajectory = sampler(model, params, prompts, jax.random.key(KEY), policy=policy, config=config)
     lengths = np.asarray(trajectory.lengths())
     assert lengths.min() < RESPONSE == lengths.max(), f"choose another KEY: all or no rows end early, after {lengths}"
     return model, params, trajectory
 
 
-def gap(run: tuple[Decoder, dict[str, Any], Trajectory], mask: ShadowMask | None = None) -> np.ndarray:
+def gap(run: tuple[Decoder, Params, Trajectory], mask: ShadowMask | None = None) -> np.ndarray:
     """|log p_sampler - log p_learner| of the response tokens. Masks are spread out, so that all compile once."""
     model, params, trajectory = run
     recorded = trajectory.mask
@@ -96,7 +94,7 @@ def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfi
 @pytest.mark.parametrize(("name", "shape"), [(name, list(SHAPES)[i % 2]) for i, name in enumerate(POLICIES)])
 def test_budget_above_the_length(name: str, shape: str):
     """Whether with GQA or MHA makes no difference here; the policies take turns."""
-    run = roll(SHAPES[shape], POLICIES[name], LONG, QUICK)
+    run = roll(SHAPES[shape], POLICIES[name], LONG, quick_rollout)
     assert gap(run).max() <= 2e-5
     if name != "Pyramid":  # whose last layer has less than the budget
         recorded: Any = run[-1].mask
@@ -107,13 +105,15 @@ def test_budget_above_the_length(name: str, shape: str):
 @pytest.mark.parametrize("name", POLICIES)
 def test_float64(name: str):
     with jax.enable_x64(True):
-        difference = gap(roll(dataclasses.replace(SHAPES["GQA"], dtype="float64"), POLICIES[name], SMALL, QUICK))
+        difference = gap(
+            roll(dataclasses.replace(SHAPES["GQA"], dtype="float64"), POLICIES[name], SMALL, quick_rollout)
+        )
     assert difference.dtype == np.float64 and difference.max() <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["H2O", "RKV", "KeyDiff"])
 def test_bfloat16(name: str):
-    run = roll(dataclasses.replace(SHAPES["GQA"], dtype="bfloat16"), POLICIES[name], SMALL, QUICK)
+    run = roll(dataclasses.replace(SHAPES["GQA"], dtype="bfloat16"), POLICIES[name], SMALL, quick_rollout)
     difference = gap(run)
     print(f"{name} in bfloat16: mean |dlogp| {difference.mean():.1e}, max {difference.max():.1e}")
     assert difference.mean() <= 2e-2

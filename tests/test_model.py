@@ -1,0 +1,184 @@
+"""The decoder against its second writing in numpy, and what masks of either form do to logits and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
+from smd_jax.model import Decoder, apply_model
+from smd_jax.prompts import PromptBatch
+from tests import numpy_decoder
+from tests.under_test import SHAPES, left_padded, make_params
+
+BATCH, T = 3, 9
+CONFIGS = {name: replace(shape, vocab_size=40, num_layers=2) for name, shape in SHAPES.items()}
+# Biases start at zero and norms at one; moved, so that leaving them out shows.
+BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@cache
+def params_of(config: Any) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), make_params(config))
+
+
+def prompts() -> PromptBatch:
+    """The rows: 9, 5 and 2 tokens."""
+    return left_padded([9, 5, 2], T, 40)
+
+
+def evicted_at(config: Any, seed: int = 0) -> np.ndarray:
+    """`[batch, layers, kv_heads, T]`: keys leave at any time, some never, some before any query sees them."""
+    rng = np.random.default_rng(seed)
+    shape = (BATCH, config.num_layers, config.num_kv_heads, T)
+    ends = np.where(rng.random(shape) < 0.3, NEVER, rng.integers(0, T + 1, shape))
+    return np.where(np.asarray(prompts().valid)[:, None, None], ends, 0).astype(np.int32)
+
+
+def no_interval(config: Any) -> np.ndarray:
+    """Causal booleans in which keys come and go, and some queries see nothing."""
+    shape = (BATCH, config.num_layers, config.num_kv_heads, T, T)
+    return (np.random.default_rng(1).random(shape) < 0.4) & np.tril(np.ones((T, T), bool))
+
+
+def apply(params: Any, model: Decoder, mask: Mask, batch: PromptBatch) -> jax.Array:
+    return apply_model(model, params, batch.tokens, positions(batch.valid), mask)
+
+
+apply_jitted = jax.jit(apply, static_argnums=1)
+
+
+def logits(model: Decoder, mask: Mask, batch: PromptBatch | None = None) -> jax.Array:
+    return apply_jitted(params_of(model.config), model, mask, prompts() if batch is None else batch)
+
+
+def loss(params: Any, model: Decoder, mask: Mask) -> jax.Array:
+    """Of every output, valid or not."""
+    out = apply(params, model, mask, prompts())
+    return jnp.sum(jnp.sin(out) * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+
+jitted_loss = jax.jit(loss, static_argnums=1)
+gradients = jax.jit(jax.grad(loss), static_argnums=1)
+
+
+def assert_trees_close(one: Any, other: Any, *, relative: float) -> None:
+    """Within a share of each array's largest entry."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=relative * float(jnp.abs(b).max()))
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["intervals", "any booleans"])
+def test_logits_against_numpy(config: Any, kind: str):
+    """Padded rows, a mask of its own per layer and head, queries that see nothing."""
+    mask = np.asarray(ShadowMask(jnp.array(evicted_at(config))).to_boolean())
+    mask = mask if kind == "intervals" else no_interval(config)
+    got = logits(Decoder(config), jnp.array(mask))
+    assert got.shape == (BATCH, T, 40) and got.dtype == jnp.float32
+    batch = prompts()
+    where = np.asarray(positions(batch.valid))
+    for b in range(BATCH):
+        expected = numpy_decoder.logits(params_of(config), config, np.asarray(batch.tokens)[b], where[b], mask[b])
+        np.testing.assert_allclose(got[b], expected, atol=2e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+def test_both_forms_of_a_mask_are_the_same(config: Any, impl: Any):
+    """Logits and the gradients of all parameters."""
+    model = Decoder(config, impl=impl)
+    compact = ShadowMask(jnp.array(evicted_at(config)))
+    np.testing.assert_allclose(logits(model, compact), logits(model, compact.to_boolean()), rtol=1e-6, atol=1e-6)
+    one, other = gradients(params_of(config), model, compact), gradients(params_of(config), model, compact.to_boolean())
+    assert_trees_close(one, other, relative=1e-5)
+    dense = gradients(params_of(config), model, dense_mask(prompts().valid))
+    with pytest.raises(AssertionError):
+        assert_trees_close(one, dense, relative=1e-2)
+
+
+def test_gradients_of_any_booleans():
+    """Finite where queries see nothing, and those of differences in a random direction."""
+    config = CONFIGS["GQA"]
+    params, mask = params_of(config), jnp.array(no_interval(config))
+    gradient = gradients(params, Decoder(config), mask)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    rng = np.random.default_rng(3)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+    with jax.enable_x64(True):
+        model = Decoder(replace(config, dtype="float64"))
+        at = [
+            jitted_loss(jax.tree.map(lambda x, d, h=h: jnp.asarray(x, float) + h * d, params, direction), model, mask)
+            for h in (1e-6, -1e-6)
+        ]
+        expected = (at[0] - at[1]) / 2e-6
+    dot = jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), gradient, direction)
+    assert sum(jax.tree.leaves(dot)) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_mask_that_layers_and_heads_share():
+    """Size 1 stands for all."""
+    config = CONFIGS["GQA"]
+    shared = evicted_at(config)[:, :1, :1]
+    spread = np.broadcast_to(shared, (BATCH, config.num_layers, config.num_kv_heads, T))
+    expected = logits(Decoder(config), ShadowMask(jnp.array(spread)))
+    for mask in (ShadowMask(jnp.array(shared)), ShadowMask(jnp.array(shared)).to_boolean()):
+        np.testing.assert_allclose(logits(Decoder(config), mask), expected, atol=1e-6)
+    own = logits(Decoder(config), ShadowMask(jnp.array(evicted_at(config))))
+    assert float(jnp.abs(own - expected).max()) > 1e-2
+
+
+@BOTH
+def test_left_padding_changes_nothing(config: Any):
+    """A row gives the same logits with padding as without; what the padding holds does not matter."""
+    batch, model = prompts(), Decoder(config)
+    got = logits(model, dense_mask(batch.valid))
+    for b, length in enumerate([9, 5, 2]):
+        alone = PromptBatch(batch.tokens[b : b + 1, T - length :], jnp.ones((1, length), bool))
+        np.testing.assert_allclose(got[b, T - length :], logits(model, dense_mask(alone.valid), alone)[0], atol=1e-5)
+    other = PromptBatch(jnp.where(batch.valid, batch.tokens, 17), batch.valid)
+    again = logits(model, dense_mask(other.valid), other)
+    np.testing.assert_allclose(got[batch.valid], again[batch.valid], atol=1e-5)
+
+
+@BOTH
+def test_remat_changes_nothing(config: Any):
+    mask = ShadowMask(jnp.array(evicted_at(config)))
+    one = gradients(params_of(config), Decoder(config), mask)
+    other = gradients(params_of(config), Decoder(config, remat=True), mask)
+    assert_trees_close(one, other, relative=1e-5)
+
+
+def test_tied_embeddings():
+    config = replace(CONFIGS["GQA"], tie_embeddings=True)
+    assert "lm_head" not in params_of(config)
+    batch, mask = prompts(), no_interval(config)
+    got = logits(Decoder(config), jnp.array(mask))
+    where = np.asarray(positions(batch.valid))
+    expected = numpy_decoder.logits(params_of(config), config, np.asarray(batch.tokens)[0], where[0], mask[0])
+    np.testing.assert_allclose(got[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("columns", [T + 1, T - 1, 1])
+def test_a_mask_of_another_length_is_refused(columns: int):
+    with pytest.raises(ValueError, match=rf"\(3, 2, 2, 9\).*got \(3, 2, 2, {columns}\)"):
+        logits(Decoder(CONFIGS["GQA"]), ShadowMask(jnp.zeros((3, 2, 2, columns), jnp.int32)))
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 2, 9, 9), (3, 2, 4, 9, 9)])
+def test_a_mask_of_other_layers_or_heads_is_refused(shape: tuple[int, ...]):
+    with pytest.raises(ValueError, match=rf"\(3, 2, 2, 9, 9\).*got \({', '.join(map(str, shape))}\)"):
+        logits(Decoder(CONFIGS["GQA"]), jnp.ones(shape, bool))
+
+
+def test_too_many_tokens():
+    config = replace(CONFIGS["GQA"], max_positions=T - 1)
+    with pytest.raises(ValueError, match=f"at most {T - 1} tokens .*; got {T}"):
+        apply(params_of(CONFIGS["GQA"]), Decoder(config), dense_mask(prompts().valid), prompts())

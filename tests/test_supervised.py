@@ -1,0 +1,69 @@
+"""The warm start: where prompts and answers lie, and the loss against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.masks import dense_mask, positions
+from smd_jax.model import Decoder, apply_model
+from smd_jax.supervised import cross_entropy, encode_examples, make_supervised_update
+from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
+from smd_jax.update import init_state
+
+TOKENIZER = byte_tokenizer(chat=False)
+MODEL = Decoder(tiny_model_config(max_positions=16))
+PAD, EOS = 256, 258
+A, B, C, X, Y = b"abcxy"  # their ids: a token is a byte
+PROMPTS, ANSWERS = ["abc", "a"], ["x", "xy"]
+
+
+def examples(width: int = 6):
+    return encode_examples(TOKENIZER, PROMPTS, ANSWERS, width=width)
+
+
+def test_layout_by_hand():
+    batch = examples()
+    np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, C, X, EOS], [PAD, PAD, A, X, Y, EOS]])
+    np.testing.assert_array_equal(batch.valid, [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]])
+    assert (batch.tokens.dtype, batch.valid.dtype, batch.targets.dtype) == (jnp.int32, jnp.bool_, jnp.bool_)
+
+
+def test_an_example_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"expected prompt \+ answer within 4 tokens; example 0 has 5"):
+        examples(width=4)
+
+
+def test_loss_against_numpy():
+    params, batch = random_params(MODEL.config), examples()
+    logits = apply_model(MODEL, params, batch.tokens, positions(batch.valid), dense_mask(batch.valid))
+    weights = np.exp(np.asarray(logits, np.float64))
+    logprobs = np.log(weights / weights.sum(-1, keepdims=True))
+    # The logits of a column are those of the token in the next one.
+    wanted = [(0, 3, X), (0, 4, EOS), (1, 2, X), (1, 3, Y), (1, 4, EOS)]
+    expected = -np.mean([logprobs[place] for place in wanted])
+    np.testing.assert_allclose(cross_entropy(MODEL, params, batch), expected, rtol=1e-5)
+
+
+def test_more_padding_changes_nothing():
+    params = random_params(MODEL.config)
+    narrow, wide = (cross_entropy(MODEL, params, examples(width)) for width in (6, 9))
+    np.testing.assert_allclose(wide, narrow, rtol=1e-5)
+
+
+def test_the_loss_falls_in_one_program():
+    optimizer = optax.adam(1e-2)
+    update = make_supervised_update(MODEL, optimizer)
+    first = state = init_state(random_params(MODEL.config), optimizer, jax.random.key(0))
+    losses = []
+    with count_compilations() as counts:
+        for _ in range(20):
+            state, loss = update(state, examples())
+            losses.append(float(loss))
+    assert counts["update"] == 1
+    assert int(state.step) == 20
+    np.testing.assert_allclose(losses[0], np.log(MODEL.config.vocab_size), rtol=0.05)  # knows nothing
+    assert losses[-1] < 0.5
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params)), "the old buffers are taken"
