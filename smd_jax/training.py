@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from smd_jax import checkpoint
 from smd_jax.grpo import GRPOLoop
@@ -82,9 +81,9 @@ def train(
             state, metrics = loop.step(state)
             done += 1
             if evaluate is not None and _due(done, run.evaluate_every):
-                metrics |= {name: np.float32(value) for name, value in evaluate(state).items()}
+                metrics |= evaluate(state)
             writer.write(done - 1, metrics)
-            report(done, {name: float(value) for name, value in metrics.items()})
+            report(done, metrics)
             if _due(done, run.checkpoint_every) and done < run.steps:
                 save()
     if done > start:

@@ -49,6 +49,7 @@ LEVELS = {
     "checkpoint": 5,
     "weights": 5,
     "testing": 5,
+    "training": 5,
     "__init__": 6,
 }
 
