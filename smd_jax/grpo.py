@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from smd_jax.advantages import Scale, group_relative
 from smd_jax.eviction import EvictionPolicy
-from smd_jax.metrics import Scalar, completion_metrics, reward_metrics
+from smd_jax.metrics import completion_metrics, reward_metrics
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import (
     PromptBatch,
@@ -109,7 +109,7 @@ class GRPOLoop:
     def score(self):
         return make_score(self.model, self.config.update.visibility)
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, Scalar]]:
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """One rollout and its optimizer steps. Metrics are those of the first minibatch, which is on-policy; they come
         as numbers on the host."""
         started = time.perf_counter()
@@ -119,9 +119,8 @@ class GRPOLoop:
         state, metrics = self.learn(state, trajectory, rewards)
         metrics |= reward_metrics(jnp.asarray(rewards), self.config.group_size)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        host: dict[str, Scalar] = jax.device_get(metrics)
-        host["step_time"] = time.perf_counter() - started
-        return state, host
+        host = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return state, host | {"step_time": time.perf_counter() - started}
 
     def sample(self, state: TrainState, step: int) -> tuple[Trajectory, np.ndarray]:
         """Trajectories and rewards of one step, the completions of a prompt contiguous."""

@@ -11,6 +11,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax
+import pytest
 
 # Most of the time goes to compilation. Keys hold the versions of JAX and of the compiler: stale entries are not found.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".jax_cache"))
@@ -19,3 +20,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 # [queries, keys] + [keys] is more often a forgotten axis than a wish; who means it writes `[None, :]`.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that compile many programs and run each a few times: the compiler spares itself the polish."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -79,9 +79,12 @@ def test_gradients(impl: Any, heads: int, kv_heads: int):
 
     got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(jnp.asarray(x, jnp.float32) for x in arrays))
     for i in range(3):
-        expected = central_differences(
-            lambda x, i=i: (in_numpy(*arrays[:i], x, *arrays[i + 1 :], mask) * weights).sum(), arrays[i]
-        )
+
+        def moved(x: np.ndarray, i: int = i) -> float:
+            q, k, v = (x if j == i else array for j, array in enumerate(arrays))
+            return (in_numpy(q, k, v, mask) * weights).sum()
+
+        expected = central_differences(moved, arrays[i])
         np.testing.assert_allclose(got[i], expected, atol=2e-5)
 
 
@@ -91,7 +94,7 @@ def test_a_query_that_sees_nothing_gives_zeros(impl: Any, scale: float):
     """Exactly, and it passes nothing back; also where scores would overflow an exponential."""
     q, k, v = (scale * x for x in inputs(4, 2))
     mask = any_mask(2)
-    out, pull = jax.vjp(lambda *x: attend(*x, jnp.array(mask), impl), q, k, v)
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, jnp.array(mask), impl), q, k, v)
     blind = np.repeat(~mask.any(-1), 2, axis=1)
     assert blind.any() and not np.asarray(out)[blind].any() and np.isfinite(out).all()
     only_blind = jnp.where(jnp.array(blind)[..., None], jnp.ones_like(out), 0.0)

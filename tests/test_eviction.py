@@ -50,7 +50,7 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
     """A cache in the middle of a rollout: sinks, some keys of the past, the newest four; queries in any order."""
     rng = np.random.default_rng(seed)
     shape = (BATCH, kv_heads, SLOTS)
-    last = np.array([40, 30, 8, 1])
+    last = [40, 30, 8, 1]
     positions = np.full(shape, -1)
     for b, h in np.ndindex(BATCH, kv_heads):
         newest = np.arange(max(last[b] - 3, 0), last[b] + 1)
@@ -65,7 +65,7 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
         positions=jnp.asarray(positions, jnp.int32),
         received=jnp.asarray(rng.random(shape), jnp.float32) if policy.observes_attention else None,
         queries=jnp.asarray(rng.normal(size=(BATCH, heads, window, D)), jnp.float32) if window else None,
-        query_positions=jnp.asarray(last[:, None] - order, jnp.int32),
+        query_positions=jnp.asarray(np.array(last)[:, None] - order, jnp.int32),
         keys_rng=jax.random.split(jax.random.key(seed), BATCH),
         budget=BUDGET,
     )
@@ -73,13 +73,14 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
 
 def existing(view: CacheView, b: int) -> Row:
     """One row without its empty slots and without queries from before its start."""
-    n = EMPTY_SLOTS[b]
-    asked = np.asarray(view.query_positions[b]) >= 0
-    wide = [np.asarray(x, np.float64)[b] if x is not None else np.zeros(0) for x in (view.keys, view.received)]
-    queries = np.zeros(0) if view.queries is None else np.asarray(view.queries, np.float64)[b][:, asked]
-    received = wide[1][:, n:] if wide[1].size else wide[1]
-    positions = np.asarray(view.positions)[b, :, n:]
-    return Row(wide[0][:, n:], positions, received, queries, np.asarray(view.query_positions)[b, asked], view.budget)
+    nothing = np.zeros((view.keys.shape[1], SLOTS, 0))
+    keys, positions = np.asarray(view.keys, np.float64)[b], np.asarray(view.positions)[b]
+    received = nothing if view.received is None else np.asarray(view.received, np.float64)[b]
+    queries = nothing if view.queries is None else np.asarray(view.queries, np.float64)[b]
+    asked = np.flatnonzero(np.asarray(view.query_positions)[b] >= 0)
+    slots = slice(EMPTY_SLOTS[b], None)
+    when = np.asarray(view.query_positions)[b, asked]
+    return Row(keys[:, slots], positions[:, slots], received[:, slots], queries[:, asked], when, view.budget)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)], ids=["GQA", "MHA"])

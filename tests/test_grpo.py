@@ -17,6 +17,7 @@ from smd_jax import checkpoint
 from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.grpo import GRPOConfig, GRPOLoop
+from smd_jax.learner import score
 from smd_jax.losses import LossConfig
 from smd_jax.metrics import METRICS
 from smd_jax.model import Decoder
@@ -27,6 +28,8 @@ from smd_jax.supervised import encode_examples, make_supervised_update
 from smd_jax.tasks import Prompt, ReasoningGymTask, Row, Task
 from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainState, UpdateConfig, init_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TOKENIZER = byte_tokenizer(chat=False)
 EOS, PAD = 258, 256
@@ -141,19 +144,51 @@ def test_rewards_belong_to_their_completions():
     assert rewards.dtype == np.float32 and len(set(expected)) > 1
 
 
-def test_minibatches_are_optimizer_steps_on_one_rollout():
-    config = dataclasses.replace(CONFIG, minibatches=2)
-    loop = new_loop(config)
-    trajectory, rewards = loop.sample(new_state(), 0)
-    one, _ = new_loop().learn(new_state(), trajectory, rewards)
-    two, _ = loop.learn(new_state(), trajectory, rewards)
-    assert (int(one.step), int(two.step)) == (1, 2)
-    # The second rollout takes the next rows, whatever the number of optimizer steps.
-    state, _ = loop.step(new_state())
-    np.testing.assert_array_equal(
-        loop.sample(state.replace(params=warm_params()), 1)[0].tokens,
-        new_loop().sample(new_state(), 1)[0].tokens,
-    )
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_loss_of_the_first_minibatch_by_hand(minibatches):
+    loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
+    trajectory, _ = loop.sample(new_state(), 0)
+    rewards = np.array([1, 0, 0, 0, 2, 5, 3, 2], np.float32)
+    groups = rewards.reshape(2, 4)
+    centred = groups - groups.mean(1, keepdims=True)
+    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[::minibatches]
+    mask = np.asarray(trajectory.response_mask)[::minibatches]
+    state, metrics = loop.learn(new_state(), trajectory, rewards)
+    # The sampler is the old policy and the ratio is 1: rows 0, 2, 4, 6 or all of them, each token weighing the same.
+    np.testing.assert_allclose(metrics["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
+    assert int(state.step) == minibatches
+
+
+def test_who_the_old_policy_is():
+    trajectory, _ = new_loop().sample(new_state(), 0)
+    dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense"))
+    assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
+    assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
+    twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
+    expected = jax.jit(lambda: score(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
+    assert twice is not None
+    np.testing.assert_allclose(twice, expected, atol=1e-5)
+    difference = jnp.where(trajectory.response_mask, expected - trajectory.logprobs, 0.0)
+    assert jnp.abs(difference).max() > 1e-3, "the dense learner must be another policy than the sampler"
+
+
+def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
+    class Recording(Letters):
+        def __getitem__(self, index: int) -> Row:
+            visited.append(index)
+            return TASK[7]  # always one prompt, so that only the random numbers differ
+
+    orders = []
+    for minibatches in (1, 2):
+        visited: list[int] = []
+        loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches), Recording("7"))
+        run(loop, new_state(), 3)
+        orders.append(visited)
+    assert orders[0] == orders[1], "the order of the rows must not depend on the number of optimizer steps"
+    assert len(set(orders[0])) == 6
+    first, second = (loop.sample(new_state(), step)[0] for step in (0, 1))
+    np.testing.assert_array_equal(first.tokens[:, :9], second.tokens[:, :9])
+    assert (first.tokens != second.tokens).any()
 
 
 def test_evaluation_is_the_mean_reward_over_all_rows():

@@ -48,9 +48,9 @@ def explicit(evicted_at: np.ndarray) -> np.ndarray:
     return visible
 
 
-def one(mask: np.ndarray) -> np.ndarray:
-    """`[queries, keys]` as `[batch, layers, kv_heads, queries, keys]` of size 1."""
-    return mask[None, None, None]
+def compressed(mask: np.ndarray) -> ShadowMask:
+    """From `[…, queries, keys]`, leading axes of size 1 filled in."""
+    return ShadowMask.from_boolean(jnp.asarray(mask.reshape((1,) * (5 - mask.ndim) + mask.shape)))
 
 
 def test_picture():
@@ -59,7 +59,7 @@ def test_picture():
 
 
 def test_picture_back_to_intervals():
-    compact = ShadowMask.from_boolean(one(drawn(PICTURE)))
+    compact = compressed(drawn(PICTURE))
     assert compact.evicted_at.dtype == jnp.int32
     assert compact.evicted_at[0, 0, 0].tolist() == EVICTED_AT
 
@@ -102,7 +102,7 @@ def test_intervals_are_what_they_say(evicted_at: np.ndarray):
 @given(INTERVALS)
 def test_from_boolean_inverts_to_boolean(evicted_at: np.ndarray):
     """Up to what means the same: no end and an end behind the last query; no start and never seen."""
-    again = np.asarray(ShadowMask.from_boolean(explicit(evicted_at)).evicted_at)
+    again = np.asarray(compressed(explicit(evicted_at)).evicted_at)
     np.testing.assert_array_equal(explicit(again), explicit(evicted_at))
     seen = evicted_at > np.arange(T)
     np.testing.assert_array_equal(again, np.where(seen, np.where(evicted_at >= T, NEVER, evicted_at), 0))
@@ -117,14 +117,14 @@ def test_one_wrong_entry_is_refused(evicted_at: np.ndarray, b: int, layer: int, 
     seen = np.flatnonzero(mask[b, layer, h, :, key])
     assume(len(seen) and seen.tolist() != list(range(key, key + len(seen))))
     with pytest.raises(ValueError, match=f"batch {b}, layer {layer}, kv head {h}, key {key}"):
-        ShadowMask.from_boolean(mask)
+        compressed(mask)
 
 
 def column(key: int, queries: list[int]) -> np.ndarray:
     """A causal mask of six tokens in which `queries` see `key`."""
     mask = np.tril(np.ones((6, 6), bool))
     mask[:, key] = np.isin(np.arange(6), queries)
-    return one(mask)
+    return mask
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def column(key: int, queries: list[int]) -> np.ndarray:
 )
 def test_what_is_no_interval_is_refused(key: int, queries: list[int], message: str):
     with pytest.raises(ValueError, match=message):
-        ShadowMask.from_boolean(column(key, queries))
+        compressed(column(key, queries))
 
 
 def test_queries_and_keys_must_be_as_many():
     with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 3 keys"):
-        ShadowMask.from_boolean(np.ones((1, 1, 1, 2, 3), bool))
+        compressed(np.ones((2, 3), bool))
 
 
 def test_shared_layers_and_heads():

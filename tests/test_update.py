@@ -19,6 +19,8 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS, WIDTH, LENGTH = 8, 8, 10
 TEMPERATURE = 0.9
 MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32))

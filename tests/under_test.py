@@ -50,8 +50,8 @@ POLICIES: dict[str, EvictionPolicy] = {
 
 # Without tied embeddings, fresh parameters give logits of unit variance: sampling is neither flat nor certain.
 SHAPES: dict[str, ModelConfig] = {
-    "MHA": tiny_model_config(vocab_size=384, num_layers=3, num_heads=4, num_kv_heads=4, tie_embeddings=False),
-    "GQA": tiny_model_config(vocab_size=384, num_layers=3, num_heads=4, num_kv_heads=2, tie_embeddings=False),
+    "MHA": tiny_model_config(vocab_size=768, num_layers=3, num_heads=4, num_kv_heads=4, tie_embeddings=False),
+    "GQA": tiny_model_config(vocab_size=768, num_layers=3, num_heads=4, num_kv_heads=2, tie_embeddings=False),
 }
 
 make_params = cache(random_params)
@@ -59,7 +59,7 @@ make_params = cache(random_params)
 
 # Compilation is most of the time of the tests. Where speed and the last bit are not the question, the compiler may
 # spare itself the polish.
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 def quick_rollout(

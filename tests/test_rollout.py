@@ -1,0 +1,313 @@
+"""Rollouts: rows are independent, ends end, sizes stay what they were asked for, and everything compiles once."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.eviction import (
+    H2O,
+    RKV,
+    TOVA,
+    Dense,
+    EvictionPolicy,
+    KeyDiff,
+    Knorm,
+    Protect,
+    Pyramid,
+    SnapKV,
+    StreamingLLM,
+)
+from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.model import Decoder
+from smd_jax.prompts import PromptBatch
+from smd_jax.rollout import RolloutConfig, plan, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.testing import count_compilations, tiny_model_config
+from smd_jax.trajectory import Trajectory
+from tests.under_test import QUICK, left_padded, make_params, quick_rollout
+
+SHAPE = tiny_model_config(num_layers=2, tie_embeddings=False)
+MODEL = Decoder(SHAPE)
+WIDTH, LENGTHS = 9, [9, 4, 7]
+SIZES = RolloutConfig(max_new_tokens=24, budget=8, buffer=3)
+
+
+def roll(
+    policy: EvictionPolicy, sizes: RolloutConfig = SIZES, prompts: PromptBatch | None = None, seed: int = 5
+) -> Trajectory:
+    prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size) if prompts is None else prompts
+    return quick_rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(seed), policy=policy, config=sizes)
+
+
+def times(trajectory: Trajectory) -> np.ndarray:
+    """`[batch, layers, kv_heads, T]`."""
+    assert isinstance(trajectory.mask, ShadowMask)
+    return np.asarray(trajectory.mask.evicted_at)
+
+
+def visible(trajectory: Trajectory) -> np.ndarray:
+    """`[batch, layers, kv_heads, queries, keys]`."""
+    mask = trajectory.mask
+    return np.asarray(mask.to_boolean() if isinstance(mask, ShadowMask) else mask)
+
+
+# A row on its own.
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [H2O(), RKV(window=4, kernel=3), Pyramid(SnapKV(window=2, kernel=3), beta=2.0)],
+    ids=["H2O", "RKV", "Pyramid"],
+)
+def test_a_row_does_not_know_its_batch(policy: EvictionPolicy):
+    """Row 1, padded among others and without padding among copies of itself: same tokens, same evictions."""
+    together = roll(policy)
+    prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+    alone = roll(policy, prompts=PromptBatch(jnp.repeat(prompts.tokens[1:2, 5:], 2, 0), jnp.ones((2, 4), bool)))
+    np.testing.assert_array_equal(together.response[1], alone.response[1])
+    np.testing.assert_allclose(together.logprobs[1], alone.logprobs[1], atol=2e-5)
+    shifted = times(alone)[1]
+    np.testing.assert_array_equal(times(together)[1, ..., 5:], np.where(shifted == NEVER, NEVER, shifted + 5))
+    assert (np.asarray(alone.response[0]) != np.asarray(alone.response[1])).any(), "rows draw from keys of their own"
+
+
+# Ends.
+
+
+TALKATIVE = tiny_model_config(vocab_size=16, num_layers=2, tie_embeddings=False)
+ENDING = replace(SIZES, max_new_tokens=40, eos_token_id=3, pad_token_id=1)
+
+
+@pytest.fixture(scope="module")
+def ended() -> Trajectory:
+    prompts = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
+    return quick_rollout(
+        Decoder(TALKATIVE), make_params(TALKATIVE), prompts, jax.random.key(2), policy=Knorm(), config=ENDING
+    )
+
+
+def test_what_follows_the_end(ended: Trajectory):
+    """The end token belongs to the response; behind it all is padding."""
+    tokens, logprobs, valid = (np.asarray(x) for x in (ended.response, ended.logprobs, ended.response_mask))
+    for b in range(6):
+        ends = np.flatnonzero(tokens[b] == 3)
+        length = ends[0] + 1 if len(ends) else 40
+        assert valid[b].tolist() == [True] * length + [False] * (40 - length)
+        assert (tokens[b, length:] == 1).all() and (logprobs[b, length:] == 0).all()
+        assert (logprobs[b, :length] < 0).all()
+        assert bool(ended.terminated[b]) == bool(len(ends)) and int(ended.lengths()[b]) == length
+        assert not times(ended)[b, :, :, 6 + length :].any()
+    assert len(set(ended.lengths().tolist())) > 3, "choose another key: rows should end at different times"
+
+
+def test_an_end_changes_only_what_follows(ended: Trajectory):
+    """Without an end token the same rows go on, after the same beginning."""
+    prompts = PromptBatch(ended.tokens[:, :6], ended.valid[:, :6])
+    endless = quick_rollout(
+        Decoder(TALKATIVE),
+        make_params(TALKATIVE),
+        prompts,
+        jax.random.key(2),
+        policy=Knorm(),
+        config=replace(ENDING, eos_token_id=None),
+    )
+    assert endless.response_mask.all() and not endless.terminated.any()
+    mask = np.asarray(ended.response_mask)
+    np.testing.assert_array_equal(np.asarray(endless.response)[mask], np.asarray(ended.response)[mask])
+    np.testing.assert_allclose(np.asarray(endless.logprobs)[mask], np.asarray(ended.logprobs)[mask], atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Counting(Knorm):
+    """Counts how often it is asked, while the program runs."""
+
+    calls: ClassVar[list[int]] = []
+
+    def score(self, view: Any) -> jax.Array:
+        jax.debug.callback(lambda: self.calls.append(1))
+        return super().score(view)
+
+
+def compressions(params: Any, eos: int | None) -> tuple[int, Trajectory]:
+    """How often the two layers were compressed in a rollout with a buffer of one, so: after every step."""
+    Counting.calls.clear()
+    prompts = left_padded([6, 2, 5], 6, 16)
+    sizes = replace(ENDING, budget=4, buffer=1, eos_token_id=eos)
+    trajectory = quick_rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(2), policy=Counting(), config=sizes)
+    jax.block_until_ready(trajectory)
+    jax.effects_barrier()
+    return len(Counting.calls), trajectory
+
+
+def test_early_exit():
+    """No step is made once all rows are done: the prompt's compression, then one for every token that was read."""
+    params = make_params(TALKATIVE)
+    count, trajectory = compressions(params, eos=3)
+    longest = int(trajectory.lengths().max())
+    assert longest < 40, "choose another key: all rows should end"
+    assert count == 2 * longest
+    assert compressions(params, eos=None)[0] == 2 * 40
+
+
+def test_a_model_that_says_nothing():
+    """Every row ends with its first token: nothing is decoded, and what follows is padding."""
+    params = make_params(TALKATIVE)
+    constant = {"kernel": jnp.zeros((32, 16)).at[0, 3].set(1e4)}  # hidden 0 is made 1 / rms > 0 for every token
+    still = jax.tree.map(jnp.zeros_like, {name: params[name] for name in ("layers_0", "layers_1")})
+    loud = {"embedding": params["embed"]["embedding"].at[:, 0].set(1.0)}
+    count, trajectory = compressions({**params, **still, "embed": loud, "lm_head": constant}, eos=3)
+    assert count == 2
+    assert (trajectory.response[:, 0] == 3).all() and (trajectory.response[:, 1:] == 1).all()
+    assert trajectory.lengths().tolist() == [1, 1, 1] and trajectory.terminated.all()
+    np.testing.assert_allclose(trajectory.logprobs, 0.0)
+
+
+# Sizes.
+
+
+@cache
+def dense() -> Trajectory:
+    return roll(Dense())
+
+
+def test_dense_sees_everything():
+    np.testing.assert_array_equal(times(dense()), np.broadcast_to(dense().dense_mask().evicted_at, (3, 2, 2, 33)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "buffer"),
+    [(H2O(), 33, 5), (Protect(KeyDiff(), sinks=2, recent=2), 32, 64), (TOVA(), 40, 1)],
+    ids=["H2O", "Protect", "TOVA"],
+)
+def test_budget_above_the_length_is_dense(policy: EvictionPolicy, budget: int, buffer: int):
+    """Token for token. (The last token is never read: 32 keys are all.)"""
+    trajectory = roll(policy, replace(SIZES, budget=budget, buffer=buffer))
+    np.testing.assert_array_equal(trajectory.tokens, dense().tokens)
+    np.testing.assert_allclose(trajectory.logprobs, dense().logprobs, atol=2e-5)
+    np.testing.assert_array_equal(times(trajectory), times(dense()))
+
+
+@pytest.mark.parametrize(("budget", "buffer"), [(1, 1), (5, 7), (20, 100)])
+def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
+    """Prompt queries are dense; every other sees the budget and its own segment so far."""
+    seen = visible(roll(Knorm(), replace(SIZES, budget=budget, buffer=buffer))).sum(-1)
+    for b, length in enumerate(LENGTHS):
+        for step in range(24 - 1):
+            keys = length
+            for segment in range(step // buffer + 1):
+                keys = min(keys, budget) + (buffer if segment < step // buffer else step % buffer + 1)
+            assert (seen[b, :, :, WIDTH + step] == keys).all()
+
+
+def test_pyramid_gives_every_layer_its_own_size():
+    """Budgets 14 and 2: the first layer's is reached by the fifth query, the second layer's by the prompt."""
+    policy = Pyramid(Knorm(), beta=4.0)
+    assert plan(policy, SIZES, 2, WIDTH) == ((14, 2), 3)
+    seen = visible(roll(policy)).sum(-1)[0, :, :, WIDTH : WIDTH + 8]
+    assert seen[0].tolist() == [[10, 11, 12, 13, 14, 15, 15, 16]] * 2
+    assert seen[1].tolist() == [[3, 4, 5, 3, 4, 5, 3, 4]] * 2
+
+
+def test_mask_storage():
+    """The explicit form of the same mask, and nothing else, is different."""
+    compact, explicit = roll(Knorm()), roll(Knorm(), replace(SIZES, mask_storage="boolean"))
+    assert isinstance(compact.mask, ShadowMask) and not isinstance(explicit.mask, ShadowMask)
+    np.testing.assert_array_equal(visible(compact), explicit.mask)
+    np.testing.assert_array_equal(ShadowMask.from_boolean(explicit.mask).to_boolean(), explicit.mask)
+    jax.tree.map(np.testing.assert_array_equal, compact.replace(mask=None), explicit.replace(mask=None))
+
+
+def test_what_the_learner_is_told():
+    """Without compiling anything: shapes, and what is static."""
+
+    def told(sampling: SamplingConfig) -> Trajectory:
+        prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+        sizes = replace(SIZES, sampling=sampling)
+        with_names = partial(rollout, MODEL, policy=StreamingLLM(sinks=2), config=sizes)
+        return jax.eval_shape(with_names, make_params(SHAPE), prompts, jax.random.key(0))
+
+    warm = told(SamplingConfig(temperature=0.7))
+    assert (warm.temperature, warm.replayable, warm.prompt_width) == (0.7, True, WIDTH)
+    assert warm.tokens.shape == warm.valid.shape == (3, 33) and warm.logprobs.shape == (3, 24)
+    assert not told(SamplingConfig(top_k=5)).replayable and not told(SamplingConfig(0.0)).replayable
+
+
+# Memory.
+
+
+WIDE = tiny_model_config(num_layers=1, head_dim=32)
+BATCH = 4
+
+
+def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
+    """What the compiled program needs beside its arguments and results."""
+    prompts = left_padded([8] * BATCH, 8, WIDE.vocab_size)
+    sizes = RolloutConfig(response, budget=16, buffer=8)
+    lowered = rollout.lower(Decoder(WIDE), make_params(WIDE), prompts, jax.random.key(0), policy=policy, config=sizes)
+    analysis: Any = lowered.compile(QUICK).memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+def test_memory_of_the_cache_does_not_depend_on_the_length():
+    """960 more tokens cost a few integers each, and no keys or values; a dense cache grows by all of them."""
+    more = 1024 - 64
+    entries = BATCH * WIDE.num_layers * WIDE.num_kv_heads * more
+    keys_and_values = entries * 2 * WIDE.head_dim * 4
+    grown = {policy: temporary_bytes(policy, 1024) - temporary_bytes(policy, 64) for policy in (H2O(), Dense())}
+    print(f"bytes per layer, kv head, row and token: { {p: n / entries for p, n in grown.items()} }")
+    assert grown[H2O()] <= 3 * 4 * entries
+    assert grown[Dense()] >= keys_and_values
+
+
+# Errors.
+
+
+def test_too_long_for_the_model():
+    short = Decoder(replace(SHAPE, max_positions=32))
+    prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+    with pytest.raises(ValueError, match=r"context of 32 tokens; got 9 \+ 24"):
+        rollout(short, make_params(SHAPE), prompts, jax.random.key(0), policy=Knorm(), config=SIZES)
+
+
+def test_budget_too_small_for_the_policy():
+    with pytest.raises(ValueError, match=r"at least 32 keys \(sinks \+ window that SnapKV.* got 8 in layer 0"):
+        roll(SnapKV())
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "budget", "buffer"])
+def test_bad_sizes(name: str):
+    with pytest.raises(ValueError, match=f"{name} >= 1; got 0"):
+        replace(SIZES, **{name: 0})
+
+
+# Compilations.
+
+
+def test_compiles_once():
+    """For all prompts and keys of one shape, and for equal policies, sizes and models."""
+    jitted: Any = rollout
+    jitted.clear_cache()
+    params = make_params(SHAPE)
+    with count_compilations() as counts:
+        for seed in range(2):
+            prompts = left_padded(LENGTHS[seed:] + [3] * seed, WIDTH, SHAPE.vocab_size, seed)
+            policy, sizes = Protect(Knorm(), sinks=1, recent=2), replace(SIZES, max_new_tokens=9)
+            rollout(Decoder(replace(SHAPE)), params, prompts, jax.random.key(seed), policy=policy, config=sizes)
+        assert counts["rollout"] == 1
+        other = Protect(Knorm(), sinks=1, recent=3)
+        rollout(MODEL, params, prompts, jax.random.key(0), policy=other, config=sizes)
+        assert counts["rollout"] == 2
+
+
+def test_static_arguments_are_named():
+    """Those that are not arrays can only be given by name, so that none is traced by mistake."""
+    kinds = {name: p.kind for name, p in inspect.signature(rollout).parameters.items()}
+    assert kinds["policy"] == kinds["config"] == inspect.Parameter.KEYWORD_ONLY
