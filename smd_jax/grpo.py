@@ -35,7 +35,7 @@ from smd_jax.prompts import (
 )
 from smd_jax.rewards import score_rewards
 from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sharding import make_mesh, shard_batch, shard_tree
+from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
 from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import Metrics, TrainBatch, TrainState, UpdateConfig, make_score, make_update
@@ -100,6 +100,9 @@ class GRPOLoop:
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        minibatch = self.config.rows // self.config.minibatches
+        check_rows(minibatch, self.mesh, "a minibatch")
+        check_rows(self.config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
 
     @cached_property
     def update(self):

@@ -28,7 +28,7 @@ from smd_jax.attention import Implementation, attend, attend_and_observe
 from smd_jax.cache import KVCache, LayerCache
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask, to_visible
-from smd_jax.sharding import constrain
+from smd_jax.sharding import constrain, gathered_embedding
 
 Params = Any  # nested dict of arrays; the tree is listed in the README
 Heads = Float[Array, "batch heads tokens head_dim"]
@@ -301,7 +301,7 @@ class Decoder(nn.Module):
         return jnp.einsum("btd,dv->btv", hidden, table.astype(hidden.dtype), preferred_element_type=wide)
 
     def _embed(self, tokens: Array) -> Array:
-        return constrain(self.embed.embedding[tokens].astype(self.config.dtype))
+        return constrain(gathered_embedding(self.embed.embedding)[tokens].astype(self.config.dtype))
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.config.max_positions:

@@ -77,31 +77,47 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH))
 
 
+def check_rows(rows: int, mesh: Mesh, what: str = "a batch") -> None:
+    """Raises ValueError if `rows` do not divide over the data and fsdp axes."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % ways:
+        raise ValueError(f"expected {what} that divides over data * fsdp = {ways}; got {rows} rows")
+
+
 def shard_batch(tree: Any, mesh: Mesh) -> Any:
     """Puts arrays `[batch, ...]` onto the mesh.
 
     Raises:
       ValueError: if the rows do not divide over the data and fsdp axes.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
     for leaf in jax.tree.leaves(tree):
-        if leaf.shape[0] % ways:
-            raise ValueError(f"expected a batch that divides over data * fsdp = {ways}; got {leaf.shape[0]} rows")
+        check_rows(leaf.shape[0], mesh)
     return jax.device_put(tree, batch_sharding(mesh))
 
 
 def constrain(x: Array) -> Array:
     """Pins `[batch, ...]` activations to the batch axes of the mesh in `jax.set_mesh`; without a mesh does nothing."""
+    return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P(BATCH))
+
+
+def gathered_embedding(table: Array) -> Array:
+    """The embedding table with its rows still sharded, its columns gathered from fsdp: ready to be looked up."""
+    mesh = _mesh()
+    if mesh is None:
+        return table
+    rows = param_spec(("embed", "embedding"), table.shape, mesh)[0]
+    return jax.lax.with_sharding_constraint(table, P(rows))
+
+
+def _mesh() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or "data" not in mesh.axis_names:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(BATCH))
+    return mesh if "data" in mesh.axis_names else None
 
 
 def constrain_tree(tree: Any) -> Any:
     """Pins a pytree with parameters in it to its table; without a mesh does nothing."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or "data" not in mesh.axis_names:
+    mesh = _mesh()
+    if mesh is None:
         return tree
 
     def one(path: Any, leaf: Array) -> Array:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model import Decoder, Params, apply_model
 from smd_jax.prompts import Tokenizer, eos_token_id, pad_token_id
+from smd_jax.sharding import constrain_tree
 from smd_jax.update import TrainState
 
 
@@ -36,13 +37,15 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     """Encodes pairs of prompt and answer.
 
     Raises:
-      ValueError: if a pair with its end of sequence is longer than `width` (naming its row).
+      ValueError: for an empty prompt, or a pair that with its end of sequence is longer than `width` (naming its row).
     """
     tokens = np.full((len(prompts), width), pad_token_id(tokenizer), np.int32)
     start, answer_start = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), np.int32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
         ids = [*tokenizer.encode(prompt, add_special_tokens=False), *answer_ids]
+        if len(ids) == len(answer_ids):
+            raise ValueError(f"expected at least one token in every prompt; example {row} has none")
         if len(ids) > width:
             raise ValueError(f"expected prompt + answer within {width} tokens; example {row} has {len(ids)}")
         tokens[row, width - len(ids) :] = ids
@@ -69,7 +72,7 @@ def make_supervised_update(
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
         loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+        params = constrain_tree(optax.apply_updates(state.params, updates))
+        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
 
     return jax.jit(update, donate_argnums=0)
