@@ -93,7 +93,9 @@ def select(
     scores: Float[Array, "batch kv_heads slots"], valid: Bool[Array, "batch kv_heads slots"], budget: int
 ) -> tuple[Int[Array, "batch kv_heads budget"], Bool[Array, "batch kv_heads slots"]]:
     """The `budget` best slots in ascending order, and which valid keys are dropped. Ties keep the older key."""
-    _, slots = jax.lax.top_k(jnp.where(valid, scores, -jnp.inf), budget)
+    # Only empty slots score -inf, so that the least wanted key still goes before them.
+    ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
+    _, slots = jax.lax.top_k(ranked, budget)
     kept = jnp.zeros(valid.shape, bool)
     kept = jnp.put_along_axis(kept, slots, True, axis=-1, inplace=False)
     return jnp.sort(slots, axis=-1), valid & ~kept

@@ -304,7 +304,10 @@ class Knorm(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Random(EvictionPolicy):
-    """Uniform scores, drawn anew at every compression: the baseline that every method must beat."""
+    """Uniform scores, drawn anew at every compression: the baseline that every method must beat.
+
+    Draws go by slot, so with other padding a row draws others; the other policies do not see padding.
+    """
 
     def score(self, view: CacheView) -> Scores:
         return jax.vmap(lambda key: jax.random.uniform(key, view.valid.shape[1:]))(view.keys_rng)

@@ -151,7 +151,7 @@ class _Rollout:
         never = jnp.full((self.batch, self.model.config.num_kv_heads, self.columns), NEVER, jnp.int32)
         cache, evicted_at = [], []
         for index, layer in enumerate(layers):
-            filled, recorded = self.compress(self.from_prompt(layer), never, index, self.width)
+            filled, recorded = self.compress(self.from_prompt(layer), never, index, self.width, jnp.array(True))
             cache.append(filled)
             evicted_at.append(recorded)
         empty = jnp.zeros((self.batch, self.config.max_new_tokens))
@@ -188,8 +188,9 @@ class _Rollout:
         if not self.policy.evicts:
             return state
         now = self.width + state.step - 1
+        full = state.step == first + self.buffer
         compressed = [
-            self.compress(layer, recorded, index, now)
+            self.compress(layer, recorded, index, now, full)
             for index, (layer, recorded) in enumerate(zip(state.cache, state.evicted_at, strict=True))
         ]
         cache, evicted_at = zip(*compressed, strict=True)
@@ -233,15 +234,25 @@ class _Rollout:
         )
 
     def compress(
-        self, layer: LayerCache, evicted_at: Int[Array, "batch kv_heads T"], index: int, now: Int[Array, ""] | int
+        self,
+        layer: LayerCache,
+        evicted_at: Int[Array, "batch kv_heads T"],
+        index: int,
+        now: Int[Array, ""] | int,
+        full: Bool[Array, ""],
     ) -> tuple[LayerCache, Int[Array, "batch kv_heads T"]]:
-        """Keeps a layer's best keys at the left of an empty buffer; what it drops is invisible from column `now` on."""
+        """Keeps a layer's best keys at the left of an empty buffer; what it drops is invisible from column `now` on.
+
+        A segment that stopped before its buffer was full was the last one: nothing reads what it keeps, and what it
+        drops is not recorded.
+        """
         budget, slots = self.budgets[index], layer.keys.shape[2]
         if slots <= budget:
             return kv_cache.pad(layer, budget - slots, self.buffer), evicted_at
         scores = self.policy.score(self.view(layer, index, now))
         kept, dropped = kv_cache.select(scores, layer.valid, budget)
-        return kv_cache.gather(layer, kept, self.buffer), kv_cache.record(evicted_at, layer.columns, dropped, now)
+        recorded = kv_cache.record(evicted_at, layer.columns, dropped & full, now)
+        return kv_cache.gather(layer, kept, self.buffer), recorded
 
     def view(self, layer: LayerCache, index: int, now: Int[Array, ""] | int) -> CacheView:
         window = kv_cache.newest_columns(now - 1, max(self.policy.query_window, 1))[: self.policy.query_window]

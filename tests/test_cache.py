@@ -59,9 +59,9 @@ def test_ties_keep_the_older_key():
 
 @pytest.mark.parametrize("at_empty", [np.inf, np.nan, 0.0, -np.inf])
 def test_empty_slots_never_displace_keys(at_empty: float):
-    """Whatever the score says there; with room for all keys, nothing is dropped."""
+    """Whatever the score says there, or at a key; with room for all keys, nothing is dropped."""
     valid = jnp.array([[[False, False, True, True, True, True]]])
-    given_scores = scores([at_empty, at_empty, -1e30, 0, 1, -2])
+    given_scores = scores([at_empty, at_empty, -np.inf, 0, 1, -2])
     slots, dropped = select(given_scores, valid, 3)
     assert slots.tolist() == [[[3, 4, 5]]] and dropped.tolist() == [[[False, False, True, False, False, False]]]
     slots, dropped = select(given_scores, valid, 5)

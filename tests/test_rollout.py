@@ -207,6 +207,13 @@ def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
             assert (seen[b, :, :, WIDTH + step] == keys).all()
 
 
+@pytest.mark.parametrize(("buffer", "last"), [(3, 30), (5, 29)])
+def test_a_segment_that_stops_early_evicts_nothing(buffer: int, last: int):
+    """23 queries from column 9 on: compressions at 9 + 3 i up to 30, at 9 + 5 i up to 29, and none for the rest."""
+    at = times(roll(Knorm(), replace(SIZES, buffer=buffer)))
+    assert at[(at != 0) & (at != NEVER)].max() == last
+
+
 def test_pyramid_gives_every_layer_its_own_size():
     """Budgets 14 and 2: the first layer's is reached by the fifth query, the second layer's by the prompt."""
     policy = Pyramid(Knorm(), beta=4.0)
