@@ -108,6 +108,8 @@ def compare(name: str, args: Args) -> Row:
 def main(args: Args) -> None:
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    # On a GPU, float32 products would otherwise be TensorFloat-32, in another order here than there.
+    jax.config.update("jax_default_matmul_precision", "highest")
     rows = []
     for name in args.policy:
         rows.append(compare(name, args))

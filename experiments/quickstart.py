@@ -37,7 +37,7 @@ from smd_jax.rollout import cache_bytes
 from smd_jax.supervised import encode_examples, make_supervised_update
 from smd_jax.tasks import ReasoningGymTask, batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
-from smd_jax.training import RunConfig, train
+from smd_jax.training import RunConfig, check_directory, train
 
 DIGITS, DISTRACTORS = 8, 16
 PROMPT, RESPONSE = DIGITS + DISTRACTORS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
@@ -97,6 +97,7 @@ def main(args: Args) -> None:
 def run_seed(args: Args, seed: int) -> Result:
     """One policy: warm start, GRPO, evaluation before and after."""
     directory = args.runs / name_of(args) / f"seed-{seed}"
+    check_directory(directory, args.resume)
     model = smd.Decoder(model_config())
     loop = make_loop(args, model, seed)
     params = warm_start(args, model, seed)
@@ -227,8 +228,8 @@ def report(
         [
             ("max |Δ log p|, nats", largest),
             ("mean |Δ log p|, nats", mean),
-            ("KV cache of a rollout, bytes", kept),
-            ("dense cache of the same rollout, bytes", full),
+            ("KV cache while decoding, bytes", kept),
+            ("the same with a dense cache, bytes", full),
         ],
     )
     print(f"metrics, plot and checkpoints: {directory}")

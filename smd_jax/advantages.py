@@ -20,17 +20,15 @@ def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scal
         Deviations have Bessel's correction, as in TRL.
 
     Raises:
-      ValueError: if the batch does not divide into groups, or a deviation of one completion is asked for.
+      ValueError: if the batch does not divide into groups, or a group is one completion, whose advantage is always 0.
     """
+    if group_size < 2:
+        raise ValueError(
+            f"expected groups of at least 2 completions, because an advantage is a reward less the mean of its group; "
+            f"got group_size {group_size}"
+        )
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
-    if scale == "group" and group_size < 2:
-        raise ValueError(
-            f"expected groups of at least 2 completions, because advantages are divided by the deviation within the "
-            f"group; got group_size {group_size} (scale='none' needs no deviation)"
-        )
-    if scale == "batch" and rewards.shape[0] < 2:
-        raise ValueError(f"expected a batch of at least 2 completions for scale='batch'; got {rewards.shape[0]}")
     groups = rewards.reshape(-1, group_size)
     centred = groups - groups.mean(1, keepdims=True)
     if scale == "group":

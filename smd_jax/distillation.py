@@ -24,7 +24,8 @@ class DistillConfig:
                      one, and is the only one with a backward pass through the dense forward
         "anchor"     KL(sg(reference dense) ‖ shadow): the teacher is the frozen reference with its full context
       coef: weight of the divergence in the loss.
-      fraction: share of the rows that get the dense forward pass, spread evenly and rotating from step to step.
+      fraction: distill_fraction, the share of the rows that get the dense forward pass, spread evenly over each
+        microbatch and rotating from step to step; a whole number of its rows.
     """
 
     direction: Direction = "forward"
@@ -58,5 +59,14 @@ def divergence(
 
 
 def teacher_rows(rows: int, fraction: float) -> int:
-    """How many of `rows` get the dense forward pass: rounded, at least 1."""
-    return max(1, round(fraction * rows))
+    """How many of the `rows` of a microbatch get the dense forward pass.
+
+    Raises:
+      ValueError: if the fraction is not a whole number of rows, at least 1: rounding would spend another share.
+    """
+    exact = fraction * rows
+    if abs(exact - round(exact)) > 1e-6 or round(exact) < 1:
+        raise ValueError(
+            f"expected distill_fraction * rows of a microbatch to be a whole number >= 1; got {fraction} * {rows}"
+        )
+    return round(exact)

@@ -25,7 +25,8 @@ class CacheView(struct.PyTreeNode):
 
     Attributes:
       keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE.
-      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones.
+      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
+        also at the right, where its scores no longer matter).
       positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
       received: `[batch, kv_heads, slots]` attention received so far, for policies with `observes_attention`.
       queries: `[batch, heads, query_window, head_dim]` the newest queries, in no particular order.
@@ -345,7 +346,7 @@ class Protect(_Wrapper):
     recent: int = 0
 
     def protected(self, budget: int) -> int:
-        return max(self.sinks + self.recent, self.inner.protected(budget) + self.sinks)
+        return self.inner.protected(budget) + self.sinks + self.recent
 
     def score(self, view: CacheView) -> Scores:
         return protect(self.inner.score(view), (view.positions < self.sinks) | newest(view, self.recent))
@@ -356,7 +357,7 @@ class Pyramid(_Wrapper):
     """PyramidKV's budgets (arXiv:2406.02069) around any score: they fall linearly from the first layer to the last.
 
     With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
-    w + most - l (most - least) / (L - 1). The mean over layers is `budget`.
+    w + most - l (most - least) / (L - 1). The mean over layers is `budget`, but for rounding.
     """
 
     beta: float = 20.0

@@ -65,9 +65,13 @@ class GRPOConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.scale_rewards == "group" and self.group_size < 2:
+        for name in ("prompts_per_step", "prompt_width", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if self.group_size < 2:
             raise ValueError(
-                f"expected group_size >= 2 for advantages normalised within the group; got {self.group_size}"
+                f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
+                f"got {self.group_size}"
             )
         if not self.rollout.sampling.trainable:
             raise ValueError(
@@ -113,8 +117,8 @@ class GRPOLoop:
         return make_score(self.model, self.config.update.visibility)
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        """One rollout and its optimizer steps. Metrics are those of the first minibatch, which is on-policy; they come
-        as numbers on the host."""
+        """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
+        learner are of the first minibatch, before any step; the others are means over minibatches."""
         started = time.perf_counter()
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         step = int(state.step) // self.config.minibatches
@@ -142,12 +146,12 @@ class GRPOLoop:
         advantages = group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
         with jax.set_mesh(self.mesh):
             batch = TrainBatch(trajectory, advantages, self.old_logprobs(state.params, trajectory))
-            first = None
+            steps = []
             for index in range(config.minibatches):
                 part = shard_batch(jax.tree.map(lambda x, i=index: x[i :: config.minibatches], batch), self.mesh)
                 state, metrics = self.update(state, part)
-                first = metrics if first is None else first
-        return state, dict(first or {})
+                steps.append(metrics)
+        return state, {name: _of_minibatches(name, [metrics[name] for metrics in steps]) for name in steps[0]}
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
         """Of the policy before the update. With shadow masks that is the sampler, whose log-probabilities are at hand.
@@ -158,7 +162,13 @@ class GRPOLoop:
 
     def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
         texts = [prompt_text(row, self.tokenizer) for row in rows]
-        return encode_prompts(self.tokenizer, texts, width=width, max_positions=self.model.config.max_positions)
+        return encode_prompts(
+            self.tokenizer,
+            texts,
+            width=width,
+            max_positions=self.model.config.max_positions,
+            add_special_tokens=self.tokenizer.chat_template is None,
+        )
 
     def evaluate(
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
@@ -169,6 +179,11 @@ class GRPOLoop:
             prompts = shard_batch(self.encode(rows, self.config.prompt_width), self.mesh)
             trajectory = rollout(self.model, params, prompts, key, policy=policy, config=config)
         return float(grade(task, self.tokenizer, rows, trajectory).mean())
+
+
+def _of_minibatches(name: str, values: list[jax.Array]) -> jax.Array:
+    on_policy = name == "mismatch_kl" or name.startswith("sampling/")
+    return values[0] if on_policy or len(values) == 1 else jnp.mean(jnp.stack(values))
 
 
 def grade(task: Task, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory) -> np.ndarray:

@@ -28,6 +28,15 @@ class ResponseScores(struct.PyTreeNode):
     entropy: Float[Array, "batch R"]
 
 
+def check_replayable(trajectory: Trajectory) -> None:
+    """Raises ValueError for a trajectory whose probabilities a learner cannot reproduce."""
+    if not trajectory.replayable:
+        raise ValueError(
+            "expected a trajectory sampled at a temperature > 0 without top-k or top-p, because the learner does not "
+            "replay token filters; got one from a filtered or greedy sampler"
+        )
+
+
 def response_hidden(
     model: Decoder, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
@@ -51,7 +60,12 @@ def score_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) 
 
 
 def score(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> ResponseScores:
-    """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again."""
+    """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
+
+    Raises:
+      ValueError: if the sampler filtered its tokens or was greedy, which is not replayed.
+    """
+    check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
     hidden = response_hidden(model, params, trajectory, mask)
     return score_logits(response_logits(model, params, hidden, trajectory.temperature), trajectory)

@@ -82,14 +82,12 @@ class LossTerms(struct.PyTreeNode):
     clipped_high: Bool[Array, "batch response"]
 
 
-def token_weights(
-    mask: Bool[Array, "batch response"], loss_type: LossType, max_tokens: int | None = None
-) -> Float[Array, "batch response"]:
+def token_weights(mask: Bool[Array, "batch response"], loss_type: LossType) -> Float[Array, "batch response"]:
     """Each token's weight in the loss, made from the mask of the whole batch; weights outside the mask are 0.
 
     grpo     mean over sequences of the mean over a sequence's tokens (arXiv:2402.03300)
     bnpo     mean over all tokens of the batch (also DAPO's token-level loss, arXiv:2503.14476)
-    dr_grpo  sum over tokens / (sequences * max_tokens) (arXiv:2503.20783); max_tokens None: columns of the mask
+    dr_grpo  sum over tokens / (sequences * longest response, the columns of the mask) (arXiv:2503.20783)
 
     An empty sequence weighs nothing; if all are empty, all weights are 0.
     """
@@ -98,7 +96,7 @@ def token_weights(
         return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * mask.shape[0])
     if loss_type == "bnpo":
         return tokens / jnp.maximum(tokens.sum(), 1.0)
-    return tokens / (mask.shape[0] * (max_tokens or mask.shape[1]))
+    return tokens / mask.size
 
 
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:

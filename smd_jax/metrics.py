@@ -25,7 +25,7 @@ METRICS: dict[str, str] = {
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
     "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
     "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per token, nats",
+    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with beta > 0",
     "entropy": "mean entropy of the next-token distribution, nats",
     "clip_ratio/low_mean": "share of tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
     "clip_ratio/high_mean": "share of tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
@@ -42,7 +42,8 @@ METRICS: dict[str, str] = {
     "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
-    "num_tokens": "prompt and response tokens processed since the run began",
+    "loss": "policy loss and weighted distillation",
+    "distill": "divergence between dense and shadow policy per token, nats",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
 }

@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere, a table at the end.
 
-Needs `rich`: `pip install smd_jax[experiments]`. The library itself never imports this module.
+Needs `rich`: `pip install smd_jax[experiments]`. Of the library only `smd_jax.training` imports this module.
 """
 
 from __future__ import annotations

@@ -271,7 +271,8 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
 def longest_prompt(tokenizer: Tokenizer, task: Task) -> int:
     """Tokens of the task's longest prompt: the width that refuses none of them."""
     texts = (prompt_text(task[index], tokenizer) for index in range(len(task)))
-    return max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    special = tokenizer.chat_template is None
+    return max(len(tokenizer.encode(text, add_special_tokens=special)) for text in texts)
 
 
 def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray, " batch"]:

@@ -48,7 +48,7 @@ def tiny_model_config(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 8,
-    max_positions: int = 2048,
+    max_positions: int = 4096,
     rope_theta: float = 10_000.0,
     rope_scaling: RopeScaling | None = None,
     norm_eps: float = 1e-6,

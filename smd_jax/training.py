@@ -51,22 +51,23 @@ def train(
     """Runs `loop` to `run.steps`, and returns the last state.
 
     Args:
-      state: where to start; with `resume` only its structure and sharding count.
-      directory: of this run; a new run must not find metrics there.
+      state: where to start; where there is a checkpoint to resume from, only its structure and sharding count.
+      directory: of this run; a new run must not find another one there.
       config: resolved configuration, kept with every checkpoint; a resume under another one is refused.
-      resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped.
+      resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
+        stopped before its first checkpoint, or never began, starts at `state`.
       evaluate: gives metrics to log beside the step's own, such as "eval/sparse".
 
     Raises:
-      FileExistsError: a new run in a directory that has metrics. FileNotFoundError: nothing to resume from.
+      FileExistsError: a new run in a directory that has one.
       ValueError: a resume whose configuration differs.
     """
     directory = Path(directory)
     checkpoints = directory / "checkpoints"
+    check_directory(directory, resume)
     state = shard_tree(state, loop.mesh)
-    if resume:
-        restored = checkpoint.restore(checkpoints, state, config=config)
-        state = restored.state
+    if checkpoint.latest_step(checkpoints) is not None:
+        state = checkpoint.restore(checkpoints, state, config=config).state
     start = done = int(state.step) // loop.config.minibatches
 
     def save() -> None:
@@ -89,6 +90,18 @@ def train(
     if done > start:
         save()
     return jax.block_until_ready(state)
+
+
+def check_directory(directory: str | Path, resume: bool) -> None:
+    """Raises FileExistsError if a new run would write over another one. Cheap: call it before what is not."""
+    directory = Path(directory)
+    metrics = directory / "metrics.jsonl"
+    begun = metrics.exists() and metrics.stat().st_size > 0
+    if not resume and (begun or checkpoint.latest_step(directory / "checkpoints") is not None):
+        raise FileExistsError(
+            f"expected no earlier run in {directory}; got one. Continue it with --resume, or name another directory "
+            f"with --runs"
+        )
 
 
 def _due(done: int, every: int) -> bool:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.distillation import DistillConfig, divergence, teacher_rows
-from smd_jax.learner import response_hidden, response_logits, score, score_logits
+from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
 from smd_jax.losses import LossConfig, LossInputs, LossTerms, policy_loss, token_weights
 from smd_jax.masks import Mask
 from smd_jax.metrics import mismatch_metrics
@@ -36,7 +36,8 @@ class UpdateConfig:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
         full-context policy on the sparse sampler's tokens, as if nothing had been evicted.
       loss: the policy loss. distill: the second track, or None.
-      microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches. None: all rows.
+      microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
+        wider. None: all rows.
     """
 
     visibility: Literal["shadow", "dense"] = "shadow"
@@ -45,6 +46,8 @@ class UpdateConfig:
     microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.microbatch_size is not None and self.microbatch_size < 1:
+            raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
         if self.distill is not None and self.visibility == "dense":
             raise ValueError("expected visibility 'shadow' with distillation, whose student is masked; got 'dense'")
 
@@ -62,7 +65,7 @@ class TrainState(struct.PyTreeNode):
       step: optimizer steps taken.
       params: of the policy. opt_state: of the optimizer.
       reference: parameters of the frozen reference policy, or None.
-      key: PRNG key of the run; step i uses `fold_in(key, i)`, so the key itself never changes.
+      key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
     """
 
     step: Int[Array, ""]
@@ -122,6 +125,8 @@ def make_update(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = constrain_tree(optax.apply_updates(state.params, updates))
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(batch.trajectory, terms)}
+        if config.loss.beta:
+            metrics["kl"] = _token_mean(terms.loss.kl, batch.trajectory.response_mask)
         if config.distill is not None:
             metrics["distill"] = distill
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
@@ -145,11 +150,7 @@ def learner_mask(trajectory: Trajectory, visibility: Literal["shadow", "dense"])
 
 
 def _check(state: TrainState, batch: TrainBatch, config: UpdateConfig) -> None:
-    if not batch.trajectory.replayable:
-        raise ValueError(
-            "expected a trajectory sampled at a temperature > 0 without top-k or top-p, because the learner does not "
-            "replay token filters; got one from a filtered or greedy sampler"
-        )
+    check_replayable(batch.trajectory)
     rows, micro = batch.advantages.shape[0], config.microbatch_size
     if micro is not None and rows % micro:
         raise ValueError(f"expected rows that divide into microbatches of {micro}; got {rows} rows")
@@ -177,7 +178,8 @@ def _accumulate(
         sums, terms, grads = of(part)
         return jax.tree.map(jnp.add, carry, (sums, grads)), terms
 
-    zeros = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params)
+    zeros = ((jnp.zeros(()), jnp.zeros(())), wide)
     ((loss, distill), grads), terms = jax.lax.scan(one, zeros, _split((batch, weights), count))
     return loss, grads, jax.tree.map(_merge, terms), distill
 
@@ -267,17 +269,15 @@ def _distill(
 def _metrics(trajectory: Trajectory, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
     mask = trajectory.response_mask
-    share = mask / jnp.maximum(mask.sum(), 1)
-
-    def mean(x: Array) -> Array:
-        return jnp.sum(jnp.where(mask, x, 0.0) * share)
-
-    low, high = mean(terms.loss.clipped_low), mean(terms.loss.clipped_high)
+    low, high = _token_mean(terms.loss.clipped_low, mask), _token_mean(terms.loss.clipped_high, mask)
     return {
-        "entropy": mean(terms.entropy),
-        "kl": mean(terms.loss.kl),
+        "entropy": _token_mean(terms.entropy, mask),
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
         **mismatch_metrics(trajectory.logprobs, terms.logprobs, mask),
     }
+
+
+def _token_mean(x: Array, mask: Bool[Array, "batch R"]) -> Array:
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
