@@ -79,6 +79,7 @@ class Result:
     dense_before: float
     dense_after: float
     steps: int
+    learning_rate: float
     max_abs_dlogp: float
     mean_abs_dlogp: float
     command: str
@@ -104,7 +105,7 @@ def run_seed(args: Args, seed: int) -> Result:
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)
     before = evaluate(loop, params)
-    run = RunConfig(args.steps, checkpoint_every=100)
+    run = RunConfig(args.steps, checkpoint_every=100, evaluate_every=100)
     state = train(
         loop,
         initial,
@@ -112,6 +113,7 @@ def run_seed(args: Args, seed: int) -> Result:
         directory,
         config=(model.config, loop.config, args.learning_rate, args.steps, args.warm_start_steps),
         resume=args.resume,
+        evaluate=lambda now: dict(zip(("eval/sparse", "eval/dense"), evaluate(loop, now.params), strict=True)),
         label=f"{name_of(args)}, seed {seed}",
     )
     after = evaluate(loop, state.params)
@@ -174,7 +176,7 @@ def make_loop(args: Args, model: smd.Decoder, seed: int) -> smd.GRPOLoop:
 
 def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
     """Parameters after the supervised steps; kept under runs, so that the arms of a seed start from the same policy."""
-    directory = args.runs / "warm-start" / f"seed-{seed}"
+    directory = args.runs / f"warm-start-{args.warm_start_steps}" / f"seed-{seed}"
     rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 50, args.warm_start_steps, 1e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     state = smd.init_state(random_params(model.config, seed), optimizer, jax.random.key(seed))
@@ -237,16 +239,16 @@ def report(
     rewards = (before[0], after[0], before[1], after[1])
     distill = direction_of(args) or "none"
     correction = args.correction if args.policy == "h2o" else "dense cache"
-    return Result(correction, distill, seed, *rewards, args.steps, largest, mean, command)
+    return Result(correction, distill, seed, *rewards, args.steps, args.learning_rate, largest, mean, command)
 
 
 def merge_results(path: Path, rows: list[Result]) -> None:
-    """Adds rows to a JSON list, in place of older rows of the same arm and seed."""
+    """Adds rows to a JSON list, in place of older rows of the same arm, learning rate and seed."""
     old = json.loads(path.read_text()) if path.exists() else []
     new = [asdict(row) for row in rows]
 
     def arm(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["correction"], row["distill"], row["seed"]
+        return row["correction"], row["distill"], -row["learning_rate"], row["seed"]
 
     replaced = {arm(row) for row in new}
     merged = sorted([row for row in old if arm(row) not in replaced] + new, key=arm)

@@ -69,10 +69,17 @@ def test_never_negative_and_zero_at_equality(dense, shadow, direction):
 
 
 @pytest.mark.parametrize(
-    ("rows", "fraction", "expected"), [(8, 1.0, 8), (8, 0.5, 4), (8, 0.01, 1), (8, 0.3, 2), (1, 0.5, 1)]
+    ("rows", "fraction", "expected"),
+    [(8, 1.0, 8), (8, 0.5, 4), (8, 0.125, 1), (1, 1.0, 1), (6, 1 / 3, 2), (10, 0.3, 3)],
 )
 def test_number_of_teacher_rows(rows, fraction, expected):
     assert teacher_rows(rows, fraction) == expected
+
+
+@pytest.mark.parametrize(("rows", "fraction"), [(8, 0.3), (8, 0.01), (1, 0.5), (3, 1e-9)])
+def test_a_fraction_that_is_no_whole_number_of_rows(rows, fraction):
+    with pytest.raises(ValueError, match=rf"to be a whole number >= 1; got {fraction} \* {rows}"):
+        teacher_rows(rows, fraction)
 
 
 @pytest.mark.parametrize(

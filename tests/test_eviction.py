@@ -292,7 +292,8 @@ def _score_jitted(policy: EvictionPolicy) -> Any:
         (RKV(), 7, 8),
         (Protect(Knorm(), sinks=4, recent=8), 11, 12),
         (Protect(SnapKV(window=8), sinks=4), 11, 12),
-        (Protect(SnapKV(window=8), recent=20), 19, 20),
+        (Protect(SnapKV(window=8), recent=20), 27, 28),
+        (Protect(StreamingLLM(sinks=4), recent=12), 16, 17),
         (Recent(), 0, 1),
     ],
 )
@@ -301,6 +302,22 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
     message = rf"at least {needed} keys \(sinks \+ window that .*\); got {budget} in layer 0 \(budget {budget}\)"
     with pytest.raises(ValueError, match=message):
         check_budget(policy, budget, num_layers=2)
+
+
+def test_protected_keys_add_up():
+    """What the inner policy protects and what the wrapper protects need not be the same keys: the smallest budget that
+    is allowed holds both, after a rollout that has evicted again and again."""
+    policy = Protect(StreamingLLM(sinks=4), recent=12)
+    shape = tiny_model_config(num_layers=1)
+    prompts = left_padded([16], 16, shape.vocab_size)
+    config = RolloutConfig(40, budget=17, buffer=3)
+    run = quick_rollout(Decoder(shape), make_params(shape), prompts, jax.random.key(0), policy=policy, config=config)
+    evicted_at: Any = run.mask.evicted_at  # pyright: ignore[reportAttributeAccessIssue]
+    times = np.asarray(evicted_at)[0, 0]  # [kv_heads, columns]
+    assert (times[:, :4] == NEVER).all(), "the inner policy's sinks"
+    columns = np.broadcast_to(np.arange(times.shape[1]), times.shape)
+    gone = times < NEVER
+    assert gone.sum() > 60 and (times - columns)[gone].min() > 12, "the newest 12 keys, at every eviction"
 
 
 def test_pyramid_budgets_by_hand():

@@ -1,7 +1,6 @@
 """The loop on a real task, in sizes of a toy: it runs, it repeats itself bitwise, it resumes bitwise, it learns."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,43 +9,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from smd_jax import checkpoint
+from smd_jax.advantages import group_relative
 from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
-from smd_jax.grpo import GRPOConfig, GRPOLoop
+from smd_jax.grpo import GRPOLoop
 from smd_jax.learner import score
 from smd_jax.losses import LossConfig
 from smd_jax.metrics import METRICS
 from smd_jax.model import Decoder
-from smd_jax.rollout import RolloutConfig
 from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
-from smd_jax.supervised import encode_examples, make_supervised_update
-from smd_jax.tasks import Prompt, ReasoningGymTask, Row, Task
-from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
-from smd_jax.update import TrainState, UpdateConfig, init_state
+from smd_jax.tasks import Prompt, Row
+from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.update import TrainBatch, UpdateConfig, init_state
+from tests.toy_loop import (
+    CONFIG,
+    DISTILLED,
+    MODEL,
+    PAD,
+    ROLLOUT,
+    TASK,
+    TOKENIZER,
+    assert_bitwise_equal,
+    new_loop,
+    new_state,
+    optimizer,
+    run,
+    warm_params,
+)
+from tests.under_test import bos_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-TOKENIZER = byte_tokenizer(chat=False)
-EOS, PAD = 258, 256
-MODEL = Decoder(tiny_model_config(max_positions=32))
-SORT = (("num_digits", 3), ("num_distractors", 4), ("partial_credit", True))
-TASK = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
-ROLLOUT = RolloutConfig(max_new_tokens=5, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
-CONFIG = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O(), rollout=ROLLOUT)
-DISTILLED = dataclasses.replace(CONFIG, update=UpdateConfig(distill=DistillConfig(fraction=0.5), microbatch_size=4))
-
-# TRL's names, from its GRPOTrainer, but for those that only its own set-up has.
+# TRL's names, from its GRPOTrainer, but for those that only its own set-up has, and `kl`, which needs a reference.
 NAMES = {
     "reward",
     "reward_std",
     "frac_reward_zero_std",
     "entropy",
-    "kl",
     "clip_ratio/low_mean",
     "clip_ratio/high_mean",
     "clip_ratio/region_mean",
@@ -65,47 +67,6 @@ NAMES = {
 }
 
 
-def optimizer():
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-
-
-@functools.cache
-def warm_params():
-    """A model that has learned to answer in about three digits: then rewards differ and there is something to learn."""
-    state = init_state(random_params(MODEL.config), optax.adam(1e-2), jax.random.key(0))
-    update = make_supervised_update(MODEL, optax.adam(1e-2))
-    for step in range(30):
-        rows = [TASK[(8 * step + i) % 50] for i in range(8)]
-        prompts, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
-        state, _ = update(state, encode_examples(TOKENIZER, prompts, answers, width=12))
-    return state.params
-
-
-def new_loop(config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1)) -> GRPOLoop:
-    return GRPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes))
-
-
-def new_state(seed: int = 0) -> TrainState:
-    """Fresh buffers every time: a step takes them."""
-    return init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
-
-
-def run(loop: GRPOLoop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
-    """Metrics of every step but for the wall time."""
-    rows = []
-    for _ in range(steps):
-        state, metrics = loop.step(state)
-        rows.append({name: float(value) for name, value in metrics.items() if name != "step_time"})
-    return state, rows
-
-
-def assert_bitwise_equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
 # --- it runs
 
 
@@ -118,14 +79,36 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
     config = dataclasses.replace(CONFIG, policy=policy, update=update, minibatches=minibatches)
     state, metrics = new_loop(config).step(new_state())
     assert set(metrics) >= NAMES
-    assert set(metrics) <= METRICS.keys() | {"loss"}
+    assert set(metrics) <= METRICS.keys() - {"kl", "distill"}
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == minibatches
     assert 0 < metrics["reward"] < 1 and metrics["reward_std"] > 0 and metrics["grad_norm"] > 0
     assert 1 <= metrics["completions/min_length"] <= metrics["completions/max_length"] <= 5
     on_policy = metrics["sampling/sampling_logp_difference/max"] < 2e-5
     assert on_policy == (visibility == "shadow")
-    assert metrics["clip_ratio/region_mean"] == 0, "metrics are those of the first minibatch, whose ratio is 1"
+    if minibatches == 1:
+        assert metrics["clip_ratio/region_mean"] == 0, "the ratio of the first step is 1"
+
+
+def test_every_metric_has_its_line_in_the_table():
+    """With all terms of the loss; evaluation is the script's."""
+    update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
+    state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
+    _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
+    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense"}
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
+    """A base model was trained with it; a chat template writes it itself."""
+    tokenizer = bos_tokenizer(chat=chat)
+    batch = new_loop(tokenizer=tokenizer).encode([{"prompt": "31="}, {"prompt": "1="}], 30)
+    for tokens, valid, text in zip(batch.tokens, batch.valid, (b"31=", b"1="), strict=True):
+        row = tokens[valid].tolist()
+        assert row[0] == 257 != row[1]
+        if not chat:
+            assert row[1:] == list(text)
 
 
 def test_rewards_belong_to_their_completions():
@@ -145,7 +128,7 @@ def test_rewards_belong_to_their_completions():
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_the_loss_of_the_first_minibatch_by_hand(minibatches):
+def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
     trajectory, _ = loop.sample(new_state(), 0)
     rewards = np.array([1, 0, 0, 0, 2, 5, 3, 2], np.float32)
@@ -153,10 +136,22 @@ def test_the_loss_of_the_first_minibatch_by_hand(minibatches):
     centred = groups - groups.mean(1, keepdims=True)
     advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[::minibatches]
     mask = np.asarray(trajectory.response_mask)[::minibatches]
-    state, metrics = loop.learn(new_state(), trajectory, rewards)
+    learned, metrics = loop.learn(new_state(), trajectory, rewards)
+    assert int(learned.step) == minibatches
+    whole = TrainBatch(trajectory, group_relative(jnp.asarray(rewards), 4), trajectory.logprobs)
+    state, steps = new_state(), []
+    for i in range(minibatches):
+        with jax.set_mesh(loop.mesh):
+            state, of_step = loop.update(state, jax.tree.map(lambda x, i=i: x[i::minibatches], whole))
+        steps.append(jax.device_get(of_step))
     # The sampler is the old policy and the ratio is 1: rows 0, 2, 4, 6 or all of them, each token weighing the same.
-    np.testing.assert_allclose(metrics["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
-    assert int(state.step) == minibatches
+    np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
+    for name, value in metrics.items():
+        compares = name == "mismatch_kl" or name.startswith("sampling/")
+        expected = steps[0][name] if compares else np.mean([of_step[name] for of_step in steps])
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+    if minibatches == 2:
+        assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"
 
 
 def test_who_the_old_policy_is():
@@ -281,7 +276,11 @@ def test_an_easy_reward_rises():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "expected group_size >= 2 for advantages normalised within the group; got 1"),
+        ({"group_size": 1}, "expected group_size >= 2, because .* less the mean of its group; got 1"),
+        ({"group_size": 1, "scale_rewards": "none"}, "expected group_size >= 2.*; got 1"),
+        ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
+        ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
+        ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),
         ({"minibatches": 3}, "expected rows that divide into 3 minibatches; got 8"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_p=0.9))}, r"without top-k.*top_p=0.9"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_k=5))}, r"without top-k.*top_k=5"),
@@ -291,10 +290,6 @@ def test_an_easy_reward_rises():
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **options)
-
-
-def test_groups_of_one_need_no_deviation_elsewhere():
-    assert dataclasses.replace(CONFIG, group_size=1, scale_rewards="none").rows == 2
 
 
 def test_a_tokenizer_of_another_model():

@@ -11,6 +11,7 @@ from smd_jax.model import Decoder, apply_model
 from smd_jax.supervised import cross_entropy, encode_examples, make_supervised_update
 from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
 from smd_jax.update import init_state
+from tests.under_test import bos_tokenizer
 
 TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(max_positions=16))
@@ -29,6 +30,14 @@ def test_layout_by_hand():
     np.testing.assert_array_equal(batch.valid, [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]])
     assert (batch.tokens.dtype, batch.valid.dtype, batch.targets.dtype) == (jnp.int32, jnp.bool_, jnp.bool_)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_prompt_begins_with_the_tokenizers_own_token(chat):
+    """As in the loop: unless a chat template has written it. The answer never has it."""
+    batch = encode_examples(bos_tokenizer(chat=chat), ["ab"], ["x"], width=5)
+    np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, X, EOS] if chat else [257, A, B, X, EOS]])
+    np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 1, 1]])
 
 
 def test_an_example_that_is_too_long_is_named():

@@ -26,10 +26,12 @@ from smd_jax.tasks import (
     gsm8k_gold,
     load_gsm8k,
     load_jsonl,
+    longest_prompt,
     prompt_text,
     same_answer,
 )
 from smd_jax.testing import byte_tokenizer
+from tests.under_test import bos_tokenizer
 
 GSM8K_FILE = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
@@ -307,6 +309,16 @@ def test_without_a_chat_template_a_prompt_stays_as_it_is():
     assert prompt_text({"prompt": "1+1?"}, tokenizer) == "1+1?"
     with pytest.raises(ValueError, match="the tokenizer has no chat template; got messages"):
         prompt_text({"prompt": [{"role": "user", "content": "1+1?"}]}, tokenizer)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_longest_prompt_has_room_for_the_tokenizers_own_token(chat):
+    task = ReasoningGymTask("distractor_sort", seed=0, size=5, parameters=(("num_digits", 3), ("num_distractors", 4)))
+    plain = max(len(prompt_text(task[i], byte_tokenizer(chat=False))) for i in range(5))
+    assert longest_prompt(byte_tokenizer(chat=False), task) == plain
+    framed = longest_prompt(byte_tokenizer(chat=True), task)
+    assert framed > plain
+    assert longest_prompt(bos_tokenizer(chat=chat), task) == (framed if chat else plain + 1)
 
 
 # --- the order of the rows

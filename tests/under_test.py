@@ -10,6 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import ModelConfig
 from smd_jax.eviction import (
@@ -30,7 +32,7 @@ from smd_jax.eviction import (
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import PromptBatch
 from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 
 POLICIES: dict[str, EvictionPolicy] = {
@@ -46,6 +48,8 @@ POLICIES: dict[str, EvictionPolicy] = {
     "Random": Random(),
     "Pyramid": Pyramid(SnapKV(window=4, kernel=3), beta=4.0),
     "Protect": Protect(Knorm(), sinks=2, recent=4),
+    "Pyramid of H2O": Pyramid(H2O(), beta=4.0),
+    "Protect of StreamingLLM": Protect(StreamingLLM(sinks=2), recent=5),
 }
 
 # Without tied embeddings, fresh parameters give logits of unit variance: sampling is neither flat nor certain.
@@ -76,6 +80,16 @@ def left_padded(lengths: list[int], width: int, vocab_size: int, seed: int = 0) 
     valid = np.arange(width)[None, :] >= width - np.array(lengths)[:, None]
     tokens = np.where(valid, rng.integers(1, vocab_size, valid.shape), 0).astype(np.int32)
     return to_prompts(tokens, valid)
+
+
+def bos_tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
+    """A byte tokenizer that, as Llama's, begins every text with a token of its own: 257, with which the chat template
+    begins too."""
+    tokenizer = byte_tokenizer(chat=chat)
+    begin = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 257)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    assert tokenizer.encode("a", add_special_tokens=True) == [257, ord("a")]
+    return tokenizer
 
 
 def to_prompts(tokens: Any, valid: Any) -> PromptBatch:

@@ -1,0 +1,192 @@
+"""A run on disk: what it writes, and that a run which stops anywhere and resumes is the run that did not stop."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from smd_jax import checkpoint
+from smd_jax.grpo import GRPOConfig, GRPOLoop
+from smd_jax.metrics import read_metrics
+from smd_jax.training import RunConfig, check_directory, train
+from smd_jax.update import TrainState
+from tests.toy_loop import CONFIG, DISTILLED, assert_bitwise_equal, new_loop, new_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TWICE = dataclasses.replace(CONFIG, minibatches=2)
+
+
+class StoppedError(Exception):
+    """What ends a run between two rollouts."""
+
+
+class StoppingLoop(GRPOLoop):
+    """Dies in place of the rollout `stop`."""
+
+    stop: int = 0
+
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        if int(state.step) // self.config.minibatches == self.stop:
+            raise StoppedError
+        return super().step(state)
+
+
+def stopping_loop(stop: int, config: GRPOConfig = CONFIG) -> GRPOLoop:
+    whole = new_loop(config)
+    loop = StoppingLoop(whole.model, whole.task, whole.tokenizer, whole.optimizer, whole.config, whole.mesh)
+    object.__setattr__(loop, "stop", stop)
+    return loop
+
+
+def start(directory: Path, steps: int, config: GRPOConfig = CONFIG, loop: GRPOLoop | None = None, **options: Any):
+    """`train` on the toy; `options` are RunConfig's and train's."""
+    kept = {name: options.pop(name) for name in ("checkpoint_every", "evaluate_every") if name in options}
+    loop = new_loop(config) if loop is None else loop
+    options = {"config": config, **options}
+    return train(loop, options.pop("state", new_state()), RunConfig(steps, **kept), directory, **options)
+
+
+def rows(directory: Path) -> list[dict[str, float]]:
+    """What metrics.jsonl holds, but for the wall time."""
+    found = read_metrics(directory / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name != "step_time"} for row in found]
+
+
+def steps(directory: Path) -> list[float]:
+    return [row["step"] for row in rows(directory)]
+
+
+def saved(directory: Path) -> list[int]:
+    return checkpoint.all_steps(directory / "checkpoints")
+
+
+def whole_run(directory: Path, config: GRPOConfig = CONFIG) -> tuple[TrainState, list[dict[str, float]]]:
+    state = start(directory, 6, config)
+    return state, rows(directory)
+
+
+def assert_same_run(directory: Path, state: TrainState, whole: tuple[TrainState, list[dict[str, float]]]):
+    assert rows(directory) == whole[1]
+    assert_bitwise_equal(state, whole[0])
+
+
+# --- what it writes
+
+
+def test_rows_and_checkpoints(tmp_path, capsys):
+    state = start(tmp_path, 5, checkpoint_every=2, label="toy")
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert all({"reward", "loss", "grad_norm", "entropy"} <= row.keys() for row in rows(tmp_path))
+    assert saved(tmp_path)[-1] == 5 and int(state.step) == 5
+    restored = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=CONFIG)
+    assert restored.data_position == {"rollouts": 5, "prompts": 10, "seed": 0}
+    assert_bitwise_equal(restored.state, state)
+    assert "toy 5/5 reward" in capsys.readouterr().out
+
+
+def test_without_an_interval_the_last_state_is_saved(tmp_path):
+    start(tmp_path, 2)
+    assert saved(tmp_path) == [2]
+
+
+def test_evaluation_is_called_at_its_interval_and_logged(tmp_path):
+    seen = []
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        seen.append(int(state.step))
+        return {"eval/sparse": 10.0 * int(state.step)}
+
+    start(tmp_path, 5, TWICE, evaluate_every=2, evaluate=evaluate)
+    assert seen == [4, 8], "after rollouts 2 and 4, of two optimizer steps each"
+    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, None]
+
+
+def test_no_interval_no_evaluation(tmp_path):
+    start(tmp_path, 1, evaluate=lambda state: pytest.fail("evaluated"))
+
+
+# --- it resumes
+
+
+@pytest.mark.parametrize("config", [DISTILLED, TWICE], ids=["distilled", "two minibatches"])
+def test_six_rollouts_equal_three_and_three(tmp_path, config):
+    whole = whole_run(tmp_path / "whole", config)
+    assert len({row["entropy"] for row in whole[1]}) == 6
+    start(tmp_path / "parts", 3, config)
+    assert steps(tmp_path / "parts") == [0, 1, 2]
+    other = jax.tree.map(jnp.zeros_like, new_state(seed=9).params)
+    state = start(tmp_path / "parts", 6, config, resume=True, state=new_state(seed=9).replace(params=other))
+    assert_same_run(tmp_path / "parts", state, whole)
+    assert saved(tmp_path / "parts")[-1] == 6
+
+
+def test_rows_after_the_last_checkpoint_are_written_again(tmp_path):
+    whole = whole_run(tmp_path / "whole")
+    parts = tmp_path / "parts"
+    with pytest.raises(StoppedError):
+        start(parts, 6, loop=stopping_loop(5), checkpoint_every=2)
+    assert steps(parts) == [0, 1, 2, 3, 4] and saved(parts)[-1] == 4
+    with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 5, "rew')  # the machine went down in the middle of a line
+    assert_same_run(parts, start(parts, 6, checkpoint_every=2, resume=True), whole)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
+    whole = whole_run(tmp_path / "whole")
+    parts = tmp_path / "parts"
+    with pytest.raises(StoppedError):
+        start(parts, 6, loop=stopping_loop(2))
+    assert steps(parts) == [0, 1] and saved(parts) == []
+    assert_same_run(parts, start(parts, 6, resume=True), whole)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_resume_where_there_is_nothing_starts_anew(tmp_path, made):
+    parts = tmp_path / "parts"
+    if made:
+        parts.mkdir()
+    assert_same_run(parts, start(parts, 6, resume=True), whole_run(tmp_path / "whole"))
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    finished = start(tmp_path, 2)
+    before = rows(tmp_path)
+    state = start(tmp_path, 2, loop=stopping_loop(2), resume=True)
+    assert rows(tmp_path) == before and saved(tmp_path) == [2]
+    assert_bitwise_equal(state, finished)
+
+
+# --- what it refuses
+
+
+def test_a_new_run_in_a_used_directory(tmp_path):
+    start(tmp_path / "run", 1)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "rows" / "metrics.jsonl")
+    for used in ("run", "rows"):  # only checkpoints here, only metrics there
+        with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with --resume"):
+            start(tmp_path / used, 1)
+        check_directory(tmp_path / used, resume=True)
+
+
+def test_what_is_no_earlier_run(tmp_path):
+    check_directory(tmp_path / "absent", resume=False)
+    (tmp_path / "metrics.jsonl").touch()  # a run that ended before its first row
+    (tmp_path / "notes.txt").write_text("mine")
+    check_directory(tmp_path, resume=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "notes.txt"]
+
+
+def test_another_configuration(tmp_path):
+    start(tmp_path, 1)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    other = dataclasses.replace(CONFIG, prompts_per_step=4)
+    with pytest.raises(ValueError, match="another configuration.*\n.*prompts_per_step: expected 2, got 4"):
+        start(tmp_path, 2, other, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == before

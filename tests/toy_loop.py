@@ -1,0 +1,75 @@
+"""The loop on a real task, in sizes of a toy, for every test that takes steps of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from smd_jax.distillation import DistillConfig
+from smd_jax.eviction import H2O
+from smd_jax.grpo import GRPOConfig, GRPOLoop
+from smd_jax.model import Decoder
+from smd_jax.prompts import Tokenizer
+from smd_jax.rollout import RolloutConfig
+from smd_jax.sharding import make_mesh
+from smd_jax.supervised import encode_examples, make_supervised_update
+from smd_jax.tasks import ReasoningGymTask, Task
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.update import TrainState, UpdateConfig, init_state
+
+TOKENIZER = byte_tokenizer(chat=False)
+EOS, PAD = 258, 256
+MODEL = Decoder(tiny_model_config(max_positions=32))
+SORT = (("num_digits", 3), ("num_distractors", 4), ("partial_credit", True))
+TASK = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
+ROLLOUT = RolloutConfig(max_new_tokens=5, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
+CONFIG = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O(), rollout=ROLLOUT)
+DISTILLED = dataclasses.replace(CONFIG, update=UpdateConfig(distill=DistillConfig(fraction=0.5), microbatch_size=4))
+
+
+def optimizer():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+@functools.cache
+def warm_params():
+    """A model that has learned to answer in about three digits: then rewards differ and there is something to learn."""
+    state = init_state(random_params(MODEL.config), optax.adam(1e-2), jax.random.key(0))
+    update = make_supervised_update(MODEL, optax.adam(1e-2))
+    for step in range(30):
+        rows = [TASK[(8 * step + i) % 50] for i in range(8)]
+        prompts, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
+        state, _ = update(state, encode_examples(TOKENIZER, prompts, answers, width=12))
+    return state.params
+
+
+def new_loop(
+    config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
+) -> GRPOLoop:
+    return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
+
+
+def new_state(seed: int = 0) -> TrainState:
+    """Fresh buffers every time: a step takes them."""
+    return init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
+
+
+def run(loop: GRPOLoop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
+    """Metrics of every step but for the wall time."""
+    rows = []
+    for _ in range(steps):
+        state, metrics = loop.step(state)
+        rows.append({name: float(value) for name, value in metrics.items() if name != "step_time"})
+    return state, rows
+
+
+def assert_bitwise_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
