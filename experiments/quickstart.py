@@ -6,7 +6,7 @@ Steps      1. Warm start: supervised, dense, until the model sorts with its full
            2. GRPO: rollouts under the budget, the learner under the recorded shadow mask, and a distillation whose
               teacher is the warm start with its full context ("anchor").
 Command    make run            or    python experiments/quickstart.py [--correction none] [--seeds 3] [--help]
-Cost       about 4 minutes a seed on two CPU cores
+Cost       about 3 minutes a seed on two CPU cores
 Result     experiments/results/quickstart.json and the table in the README; a run's own files lie under runs/quickstart.
 
 `--correction none` is the naive baseline: the same sparse sampler, a dense learner that pretends nothing was evicted.
