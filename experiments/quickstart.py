@@ -86,6 +86,8 @@ class Result:
 
 
 def main(args: Args) -> None:
+    for seed in range(args.seeds):
+        check_directory(directory_of(args, seed), args.resume)
     rows = [run_seed(args, seed) for seed in range(args.seeds)]
     columns = ("sparse_before", "sparse_after", "dense_before", "dense_after")
     cells = [(str(row.seed), *(asdict(row)[column] for column in columns)) for row in rows]
@@ -97,8 +99,7 @@ def main(args: Args) -> None:
 
 def run_seed(args: Args, seed: int) -> Result:
     """One policy: warm start, GRPO, evaluation before and after."""
-    directory = args.runs / name_of(args) / f"seed-{seed}"
-    check_directory(directory, args.resume)
+    directory = directory_of(args, seed)
     model = smd.Decoder(model_config())
     loop = make_loop(args, model, seed)
     params = warm_start(args, model, seed)
@@ -120,6 +121,10 @@ def run_seed(args: Args, seed: int) -> Result:
     history = read_metrics(directory / "metrics.jsonl")
     plot_training({name_of(args): history}, directory / "training.png")
     return report(args, loop, seed, before, after, history, directory)
+
+
+def directory_of(args: Args, seed: int) -> Path:
+    return args.runs / name_of(args) / f"seed-{seed}"
 
 
 def name_of(args: Args) -> str:
@@ -169,28 +174,29 @@ def make_loop(args: Args, model: smd.Decoder, seed: int) -> smd.GRPOLoop:
         seed=seed,
     )
     peak = args.learning_rate
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, 20, args.steps, 0.1 * peak)
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, min(20, args.steps // 10), args.steps, 0.1 * peak)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     return smd.GRPOLoop(model, task(1000 + seed, 100_000), TOKENIZER, optimizer, config)
 
 
 def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
     """Parameters after the supervised steps; kept under runs, so that the arms of a seed start from the same policy."""
-    directory = args.runs / f"warm-start-{args.warm_start_steps}" / f"seed-{seed}"
-    rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 50, args.warm_start_steps, 1e-4)
+    steps = args.warm_start_steps
+    directory = args.runs / f"warm-start-{steps}" / f"seed-{seed}"
+    rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, min(50, steps // 6), steps, 1e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     state = smd.init_state(random_params(model.config, seed), optimizer, jax.random.key(seed))
-    config = (model.config, DIGITS, DISTRACTORS, args.warm_start_steps, seed)
+    config = (model.config, DIGITS, DISTRACTORS, steps, seed)
     if checkpoint.latest_step(directory) is not None:
         return checkpoint.restore(directory, state, config=config).state.params
     rows, update = task(1000 + seed, 100_000), make_supervised_update(model, optimizer)
-    with training_progress(args.warm_start_steps, every=50, name=f"warm start, seed {seed}") as show:
-        for step in range(args.warm_start_steps):
+    with training_progress(steps, every=50, name=f"warm start, seed {seed}") as show:
+        for step in range(steps):
             batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, seed)]
             pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
             state, _ = update(state, encode_examples(TOKENIZER, *pairs, width=PROMPT + RESPONSE))
             show(step + 1, {})
-    checkpoint.save(directory, args.warm_start_steps, state, data_position={}, config=config)
+    checkpoint.save(directory, steps, state, data_position={}, config=config)
     return state.params
 
 
@@ -257,4 +263,7 @@ def merge_results(path: Path, rows: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except FileExistsError as error:
+        raise SystemExit(f"{error}") from error
