@@ -3,7 +3,7 @@
 Input      --model DIR   config.json, safetensors and tokenizer of a Llama, Qwen2/2.5 or Qwen3 model
            --data FILE   GSM8K rows, one {"question", "answer"} object a line; --eval FILE likewise (optional)
 Command    python experiments/gsm8k.py --model Qwen2.5-1.5B-Instruct --data train.jsonl --eval test.jsonl --fsdp 8
-           With no model at hand, a small random one shows the loop at work, on CPU in two minutes:
+           With no model at hand, a small random one shows the loop at work, on CPU in half a minute:
              python -m smd_jax.testing runs/tiny-qwen2
              python experiments/gsm8k.py --model runs/tiny-qwen2 --data train.jsonl --steps 3 --prompts 2 --group 4 \
                --response-tokens 64 --budget 64 --buffer 16

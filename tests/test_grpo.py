@@ -41,8 +41,6 @@ from tests.toy_loop import (
 )
 from tests.under_test import bos_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # TRL's names, from its GRPOTrainer, but for those that only its own set-up has, and `kl`, which needs a reference.
 NAMES = {
     "reward",

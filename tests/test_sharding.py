@@ -21,8 +21,6 @@ from smd_jax.trajectory import Trajectory
 from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
 from tests.under_test import left_padded
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, WIDTH, LENGTH = 8, 8, 10
 MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, tie_embeddings=False))
 ONE = (1, 1, 1)

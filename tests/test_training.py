@@ -17,8 +17,6 @@ from smd_jax.training import RunConfig, check_directory, train
 from smd_jax.update import TrainState
 from tests.toy_loop import CONFIG, DISTILLED, assert_bitwise_equal, new_loop, new_state
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TWICE = dataclasses.replace(CONFIG, minibatches=2)
 
 
