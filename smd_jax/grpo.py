@@ -32,6 +32,7 @@ from smd_jax.prompts import (
     encode_prompts,
     repeat_each,
     repeat_prompts,
+    wants_special_tokens,
 )
 from smd_jax.rewards import score_rewards
 from smd_jax.rollout import RolloutConfig, rollout
@@ -167,7 +168,7 @@ class GRPOLoop:
             texts,
             width=width,
             max_positions=self.model.config.max_positions,
-            add_special_tokens=self.tokenizer.chat_template is None,
+            add_special_tokens=wants_special_tokens(self.tokenizer),
         )
 
     def evaluate(

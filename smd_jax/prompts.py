@@ -94,6 +94,11 @@ def encode_prompts(
     return _pad_left(rows, max(map(len, rows)) if width is None else width, pad)
 
 
+def wants_special_tokens(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer must add its own to a prompt: a chat template has written them already."""
+    return tokenizer.chat_template is None
+
+
 def repeat_prompts(prompts: PromptBatch, group_size: int) -> PromptBatch:
     """`[batch, width]` to `[batch * group_size, width]`; the copies of a prompt lie together: a a a b b b."""
     return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompts)

@@ -57,14 +57,15 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
     return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
 
 
+def _leaf_spec(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> P:
+    """The spec of a leaf of any pytree with parameters in it."""
+    return param_spec(jax.tree_util.keystr(path, simple=True, separator="/").split("/"), np.shape(leaf), mesh)
+
+
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
     """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state."""
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return NamedSharding(mesh, param_spec(names, np.shape(leaf), mesh))
-
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _leaf_spec(path, x, mesh)), tree)
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
@@ -120,8 +121,5 @@ def constrain_tree(tree: Any) -> Any:
     if mesh is None:
         return tree
 
-    def one(path: Any, leaf: Array) -> Array:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return jax.lax.with_sharding_constraint(leaf, param_spec(names, leaf.shape, mesh))
-
-    return jax.tree_util.tree_map_with_path(one, tree)
+    specs = jax.tree_util.tree_map_with_path(lambda path, x: _leaf_spec(path, x, mesh), tree)
+    return jax.lax.with_sharding_constraint(tree, specs)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model import Decoder, Params, apply_model
-from smd_jax.prompts import Tokenizer, eos_token_id, pad_token_id
+from smd_jax.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
 from smd_jax.sharding import constrain_tree
 from smd_jax.update import TrainState
 
@@ -43,7 +43,7 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     start, answer_start = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), np.int32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
-        ids = [*tokenizer.encode(prompt, add_special_tokens=tokenizer.chat_template is None), *answer_ids]
+        ids = [*tokenizer.encode(prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
         if len(ids) == len(answer_ids):
             raise ValueError(f"expected at least one token in every prompt; example {row} has none")
         if len(ids) > width:

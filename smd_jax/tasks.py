@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from smd_jax.prompts import Tokenizer
+from smd_jax.prompts import Tokenizer, wants_special_tokens
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
 Row = dict[str, Any]  # at least "prompt"
@@ -271,7 +271,7 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
 def longest_prompt(tokenizer: Tokenizer, task: Task) -> int:
     """Tokens of the task's longest prompt: the width that refuses none of them."""
     texts = (prompt_text(task[index], tokenizer) for index in range(len(task)))
-    special = tokenizer.chat_template is None
+    special = wants_special_tokens(tokenizer)
     return max(len(tokenizer.encode(text, add_special_tokens=special)) for text in texts)
 
 
