@@ -39,7 +39,7 @@ from smd_jax.testing import tiny_model_config
 from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
-from tests.under_test import POLICIES, SHAPES, left_padded, make_params, quick_rollout
+from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, quick_rollout
 
 BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
 BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
@@ -312,8 +312,7 @@ def test_protected_keys_add_up():
     prompts = left_padded([16], 16, shape.vocab_size)
     config = RolloutConfig(40, budget=17, buffer=3)
     run = quick_rollout(Decoder(shape), make_params(shape), prompts, jax.random.key(0), policy=policy, config=config)
-    evicted_at: Any = run.mask.evicted_at  # pyright: ignore[reportAttributeAccessIssue]
-    times = np.asarray(evicted_at)[0, 0]  # [kv_heads, columns]
+    times = eviction_times(run)[0, 0]  # [kv_heads, columns]
     assert (times[:, :4] == NEVER).all(), "the inner policy's sinks"
     columns = np.broadcast_to(np.arange(times.shape[1]), times.shape)
     gone = times < NEVER
@@ -394,7 +393,7 @@ def test_random_draws_anew_at_every_compression_and_layer():
         )
         for seed in (0, 0, 1)
     ]
-    times: list[Any] = [np.asarray(run.mask.evicted_at) for run in runs]  # pyright: ignore[reportAttributeAccessIssue]
+    times = [eviction_times(run) for run in runs]
     np.testing.assert_array_equal(times[0], times[1])
     assert (times[0] != times[2]).any()
     choices = [times[0][b, layer, h, :WIDTH] for b in range(2) for layer in range(2) for h in range(2)]

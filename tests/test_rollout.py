@@ -32,7 +32,7 @@ from smd_jax.rollout import RolloutConfig, plan, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.trajectory import Trajectory
-from tests.under_test import QUICK, left_padded, make_params, quick_rollout
+from tests.under_test import QUICK, eviction_times, left_padded, make_params, quick_rollout
 
 SHAPE = tiny_model_config(num_layers=2, tie_embeddings=False)
 MODEL = Decoder(SHAPE)
@@ -45,12 +45,6 @@ def roll(
 ) -> Trajectory:
     prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size) if prompts is None else prompts
     return quick_rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(seed), policy=policy, config=sizes)
-
-
-def times(trajectory: Trajectory) -> np.ndarray:
-    """`[batch, layers, kv_heads, T]`."""
-    assert isinstance(trajectory.mask, ShadowMask)
-    return np.asarray(trajectory.mask.evicted_at)
 
 
 def visible(trajectory: Trajectory) -> np.ndarray:
@@ -74,8 +68,8 @@ def test_a_row_does_not_know_its_batch(policy: EvictionPolicy):
     alone = roll(policy, prompts=PromptBatch(jnp.repeat(prompts.tokens[1:2, 5:], 2, 0), jnp.ones((2, 4), bool)))
     np.testing.assert_array_equal(together.response[1], alone.response[1])
     np.testing.assert_allclose(together.logprobs[1], alone.logprobs[1], atol=2e-5)
-    shifted = times(alone)[1]
-    np.testing.assert_array_equal(times(together)[1, ..., 5:], np.where(shifted == NEVER, NEVER, shifted + 5))
+    shifted = eviction_times(alone)[1]
+    np.testing.assert_array_equal(eviction_times(together)[1, ..., 5:], np.where(shifted == NEVER, NEVER, shifted + 5))
     assert (np.asarray(alone.response[0]) != np.asarray(alone.response[1])).any(), "rows draw from keys of their own"
 
 
@@ -104,7 +98,7 @@ def test_what_follows_the_end(ended: Trajectory):
         assert (tokens[b, length:] == 1).all() and (logprobs[b, length:] == 0).all()
         assert (logprobs[b, :length] < 0).all()
         assert bool(ended.terminated[b]) == bool(len(ends)) and int(ended.lengths()[b]) == length
-        assert not times(ended)[b, :, :, 6 + length :].any()
+        assert not eviction_times(ended)[b, :, :, 6 + length :].any()
     assert len(set(ended.lengths().tolist())) > 3, "choose another key: rows should end at different times"
 
 
@@ -179,7 +173,9 @@ def dense() -> Trajectory:
 
 
 def test_dense_sees_everything():
-    np.testing.assert_array_equal(times(dense()), np.broadcast_to(dense().dense_mask().evicted_at, (3, 2, 2, 33)))
+    np.testing.assert_array_equal(
+        eviction_times(dense()), np.broadcast_to(dense().dense_mask().evicted_at, (3, 2, 2, 33))
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +188,7 @@ def test_budget_above_the_length_is_dense(policy: EvictionPolicy, budget: int, b
     trajectory = roll(policy, replace(SIZES, budget=budget, buffer=buffer))
     np.testing.assert_array_equal(trajectory.tokens, dense().tokens)
     np.testing.assert_allclose(trajectory.logprobs, dense().logprobs, atol=2e-5)
-    np.testing.assert_array_equal(times(trajectory), times(dense()))
+    np.testing.assert_array_equal(eviction_times(trajectory), eviction_times(dense()))
 
 
 @pytest.mark.parametrize(("budget", "buffer"), [(1, 1), (5, 7), (20, 100)])
@@ -210,7 +206,7 @@ def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
 @pytest.mark.parametrize(("buffer", "last"), [(3, 30), (5, 29)])
 def test_a_segment_that_stops_early_evicts_nothing(buffer: int, last: int):
     """23 queries from column 9 on: compressions at 9 + 3 i up to 30, at 9 + 5 i up to 29, and none for the rest."""
-    at = times(roll(Knorm(), replace(SIZES, buffer=buffer)))
+    at = eviction_times(roll(Knorm(), replace(SIZES, buffer=buffer)))
     assert at[(at != 0) & (at != NEVER)].max() == last
 
 

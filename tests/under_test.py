@@ -29,6 +29,7 @@ from smd_jax.eviction import (
     SnapKV,
     StreamingLLM,
 )
+from smd_jax.masks import ShadowMask
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import PromptBatch
 from smd_jax.rollout import RolloutConfig, rollout
@@ -95,3 +96,9 @@ def bos_tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
 def to_prompts(tokens: Any, valid: Any) -> PromptBatch:
     """From anything that numpy takes."""
     return PromptBatch(jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, bool))
+
+
+def eviction_times(trajectory: Trajectory) -> np.ndarray:
+    """`evicted_at` of the shadow mask, `[batch, layers, kv_heads, T]`."""
+    assert isinstance(trajectory.mask, ShadowMask)
+    return np.asarray(trajectory.mask.evicted_at)
