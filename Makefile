@@ -17,11 +17,15 @@ WHEEL_PYTHON := venv/bin/python -I
 # The library needs transformers' tokenizers only, not the torch that transformers would advise to install.
 export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 
-.PHONY: help setup run study test lint wheel clean
+# Compiling for accelerators takes 1.5 GB of compilers, in an environment of their own.
+COMPILERS := .venv-compilers
+COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
+
+.PHONY: help setup run study test lint wheel compile-kernels clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study test lint wheel clean"
+	@echo "Targets: setup run study test lint wheel compile-kernels clean"
 
 setup: $(STAMP)
 
@@ -68,5 +72,17 @@ wheel: $(STAMP)
 	cp .ci/check_wheel.py "$$folder"; cd "$$folder"; \
 	$(WHEEL_PYTHON) check_wheel.py "$$repository"
 
+# Every kernel, for Hopper GPUs and for TPUs, to machine code, on a machine that has neither.
+compile-kernels: $(COMPILERS_STAMP)
+	$(COMPILERS)/bin/python experiments/compile_gpu.py
+	$(COMPILERS)/bin/python experiments/compile_tpu.py --quick
+	$(COMPILERS)/bin/python experiments/compile_decode.py
+
+$(COMPILERS_STAMP): pyproject.toml constraints.txt constraints-compilers.txt
+	rm -rf $(COMPILERS)
+	$(PYTHON) -m venv $(COMPILERS)
+	$(COMPILERS)/bin/python -m pip install --constraint constraints.txt --constraint constraints-compilers.txt -e ".[compile-kernels]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) build dist *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ The way of the data: prompts -> rollout (cache + eviction policy) -> Trajectory 
 """
 
 from smd_jax.advantages import group_relative as group_relative
+from smd_jax.attention import BlockSizes as BlockSizes
 from smd_jax.attention import attend as attend
 from smd_jax.config import ModelConfig as ModelConfig
 from smd_jax.distillation import DistillConfig as DistillConfig
@@ -26,6 +27,7 @@ from smd_jax.grpo import GRPOLoop as GRPOLoop
 from smd_jax.learner import score as score
 from smd_jax.losses import LossConfig as LossConfig
 from smd_jax.losses import policy_loss as policy_loss
+from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params

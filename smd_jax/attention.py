@@ -1,19 +1,36 @@
 """`attend`: one entry to masked attention, whichever implementation does it.
 
+    impl          takes                        what it does
+    reference     any mask                     everything in float32: the definition
+    xla           any mask                     scores and mask of T × T, matrices multiplied in the dtype of the inputs
+    interval      a KeyInterval                scores tile by tile, in plain JAX: memory O(T)
+    segments      a KeyInterval with segments  gathers what each segment could see: time O(T · budget), memory O(T)
+    mosaic_gpu    a KeyInterval                a Pallas kernel for Hopper GPUs, over segments where gathering pays
+    mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments where gathering pays
+
 Shapes and the convention for queries that see nothing are those of `smd_kernels.reference`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.masks import LayerMask, to_visible
-from smd_kernels import reference
+from smd_jax.masks import KeyInterval, LayerMask, to_visible
+from smd_jax.sharding import over_heads
+from smd_kernels import decode as decode_kernels
+from smd_kernels import decode_gpu, decode_tpu, gpu, reference, tpu
+from smd_kernels.blocks import BlockKernel, BlockSizes
+from smd_kernels.intervals import interval_attention
+from smd_kernels.observed import attend_and_observe
+from smd_kernels.segments import Segments, segment_attention
+from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "interval", "segments", "mosaic_gpu", "mosaic_tpu"]
 
 
 def attend(
@@ -22,36 +39,113 @@ def attend(
     v: Float[Array, "batch kv_heads keys head_dim"],
     mask: LayerMask,
     impl: Implementation | None = None,
+    sizes: BlockSizes | None = None,
 ) -> Float[Array, "batch heads queries head_dim"]:
     """Attention under one layer's mask.
 
     Args:
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
-      impl: "reference" computes in float32 throughout; "xla" multiplies matrices in the dtype of the inputs and keeps
-        scores and softmax in float32. None takes "xla", which for float32 inputs is the same arithmetic.
+      impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget. Static.
+      sizes: of the tiles; None takes the defaults of the implementation. Static.
 
     Raises:
-      ValueError: for an implementation that does not exist.
+      ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
-    visible = to_visible(mask)
+    if impl is None:
+        impl = best(q, k, mask)
+    if (reason := why_not(impl, q, k, mask)) is not None:
+        raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     if impl == "reference":
-        return reference.attention(q, k, v, visible)
-    if impl in (None, "xla"):
-        return attend_and_observe(q, k, v, visible)[0]
-    raise ValueError(f"expected impl to be None, 'reference' or 'xla'; got {impl!r}")
+        return reference.attention(q, k, v, to_visible(mask))
+    if impl == "xla" or not isinstance(mask, KeyInterval):
+        return attend_and_observe(q, k, v, to_visible(mask))[0]
+    evicted_at = jnp.broadcast_to(mask.evicted_at, k.shape[:3])
+    kernel, together = _kernel(impl, sizes)
+    segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
+    if segments is None:
+        return over_heads(partial(interval_attention, kernel=kernel), q, k, v, evicted_at)
+    compacted = partial(segment_attention, segments=segments, kernel=kernel, together=together)
+    return over_heads(compacted, q, k, v, evicted_at)
 
 
-def attend_and_observe(
-    q: Float[Array, "batch heads queries head_dim"],
-    k: Float[Array, "batch kv_heads keys head_dim"],
-    v: Float[Array, "batch kv_heads keys head_dim"],
-    visible: Bool[Array, "#batch #kv_heads queries keys"],
-) -> tuple[Float[Array, "batch heads queries head_dim"], Float[Array, "batch kv_heads keys"]]:
-    """Attention, and the attention that each key received, summed over queries and the query heads of its group."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    batch, heads, queries, head_dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim)
-    scores = jnp.einsum("bhgtd,bhsd->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
-    weights = reference.masked_softmax(scores, jnp.broadcast_to(visible[:, :, None], scores.shape))
-    out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v, preferred_element_type=wide)
-    return out.reshape(q.shape).astype(q.dtype), weights.sum((2, 3))
+def best(q: Array, k: Array, mask: LayerMask) -> Implementation:
+    """The implementation that `impl=None` takes."""
+    if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
+        return "xla"
+    for impl in ("mosaic_gpu", "mosaic_tpu"):
+        if why_not(impl, q, k, mask) is None:
+            return impl
+    if pays(mask.segments, k.shape[2]):
+        return "segments"
+    return "interval"
+
+
+def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
+    """Why an implementation cannot attend to these inputs on this machine, or None if it can."""
+    if impl not in get_args(Implementation):
+        return f"expected one of {', '.join(get_args(Implementation))}"
+    if impl in ("reference", "xla"):
+        return None
+    if not isinstance(mask, KeyInterval):
+        return "expected a mask in interval form (ShadowMask, KeyInterval); got booleans"
+    if not q.shape[2] == k.shape[2] == mask.evicted_at.shape[-1]:
+        got = f"{q.shape[2]} queries, {k.shape[2]} keys and a mask of {mask.evicted_at.shape[-1]}"
+        return f"expected as many queries as keys and intervals; got {got}"
+    if impl == "segments":
+        return "expected a mask that says where its segments are; got none" if mask.segments is None else None
+    if impl == "mosaic_gpu":
+        return _not_hopper() or gpu.why_not(q.dtype, q.shape[3])
+    if impl == "mosaic_tpu":
+        return _not_on("tpu") or tpu.why_not(q.dtype, q.shape[3])
+    return None
+
+
+def pays(segments: Segments | None, tokens: int) -> bool:
+    """Whether gathered segments have fewer scores than the causal triangle: about budget + length < tokens / 2."""
+    if segments is None:
+        return False
+    prompt = min(segments.first, tokens)
+    return (tokens - prompt) * (segments.budget + segments.length) + prompt**2 / 2 < tokens**2 / 2
+
+
+def _not_on(platform: str) -> str | None:
+    found = jax.default_backend()
+    return None if found == platform else f"expected JAX to run on a {platform.upper()}; got {found!r}"
+
+
+def _not_hopper() -> str | None:
+    if (reason := _not_on("gpu")) is not None:
+        return reason
+    capability = jax.devices()[0].compute_capability
+    return None if capability == "9.0" else f"expected a Hopper GPU (compute capability 9.0); got {capability}"
+
+
+def _kernel(impl: Implementation, sizes: BlockSizes | None) -> tuple[BlockKernel, int]:
+    """What does the arithmetic, and how many segments it gathers at once."""
+    if impl == "mosaic_gpu":
+        sizes = sizes or gpu.GPU_SIZES
+        return gpu.MosaicGpuKernel(sizes), sizes.segments
+    if impl == "mosaic_tpu":
+        sizes = sizes or tpu.TPU_SIZES
+        return tpu.MosaicTpuKernel(sizes), sizes.segments
+    sizes = sizes or (CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
+    return XlaKernel(sizes), sizes.segments
+
+
+def decode(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """One query per row against the slots of a cache, and the attention that each slot received from the group.
+
+    Takes a kernel where one can run, by platform, dtype and sizes; see `smd_kernels.decode`.
+    """
+    shape = (q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
+    impl: decode_kernels.Implementation = "xla"
+    if (_not_hopper() or decode_gpu.why_not(*shape)) is None:
+        impl = "mosaic_gpu"
+    elif (_not_on("tpu") or decode_tpu.why_not(*shape)) is None:
+        impl = "mosaic_tpu"
+    return over_heads(partial(decode_kernels.decode_attention, impl=impl), q, k, v, valid)

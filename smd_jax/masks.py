@@ -25,6 +25,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from smd_kernels.reference import interval_mask
+from smd_kernels.segments import Segments
+
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
 
 
@@ -34,14 +37,14 @@ class KeyInterval(struct.PyTreeNode):
 
     Attributes:
       evicted_at: `[batch, kv_heads, keys]` first column whose query cannot see the key; the first two axes may be 1.
+      segments: as in ShadowMask, of this layer; None if unknown. Static.
     """
 
     evicted_at: Int[Array, "batch kv_heads keys"]
+    segments: Segments | None = struct.field(pytree_node=False, default=None)
 
     def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
-        key = jnp.arange(self.evicted_at.shape[-1])[None, None, None, :]
-        query = key.swapaxes(-1, -2)
-        return (key <= query) & (query < self.evicted_at[..., None, :])
+        return interval_mask(self.evicted_at)
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -51,13 +54,32 @@ class ShadowMask(struct.PyTreeNode):
     Attributes:
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
         for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
+      segments: of every layer, or of one for all: where the sampler compressed its cache, and to how many keys. With
+        it the learner's attention need not look at every key. Empty if unknown; see `with_segments`. Static.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]
+    segments: tuple[Segments, ...] = struct.field(pytree_node=False, default=())
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer."""
-        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)])
+        segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
+        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments)
+
+    def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
+        """The same mask, promised to keep to these segments; reads the values, so it cannot run under jit.
+
+        Raises:
+          ValueError: if at a boundary more keys are visible than its budget, or there are segments for neither one
+            nor all layers.
+        """
+        layers = self.evicted_at.shape[1]
+        if len(segments) not in (1, layers):
+            raise ValueError(f"expected segments of 1 or {layers} layers; got {len(segments)}")
+        evicted_at = np.asarray(self.evicted_at)
+        for layer in range(max(layers, len(segments))):
+            _check_segments(evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)], layer)
+        return self.replace(segments=segments)
 
     def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
         """The explicit mask, `[batch, layers, kv_heads, queries, keys]`: T² bytes per layer and head."""
@@ -102,6 +124,18 @@ def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
         "expected every key to be visible from its own query on without a gap, because an evicted key never comes "
         f"back; got queries {_runs(seen)} seeing it ({where}). Keep such a mask in its boolean form."
     )
+
+
+def _check_segments(evicted_at: np.ndarray, segments: Segments, layer: int) -> None:
+    """Raises where more keys than the budget are visible across a boundary."""
+    for column in range(segments.first, evicted_at.shape[-1], segments.length):
+        visible = (evicted_at[..., :column] > column).sum(-1)
+        if (visible > segments.budget).any():
+            batch, head = np.argwhere(visible > segments.budget)[0]
+            raise ValueError(
+                f"expected at most {segments.budget} earlier keys visible at column {column} for {segments}; got "
+                f"{visible[batch, head]} (batch {batch}, layer {layer}, kv head {head})"
+            )
 
 
 def _runs(indices: np.ndarray) -> str:
@@ -152,6 +186,7 @@ __all__ = [
     "KeyInterval",
     "LayerMask",
     "Mask",
+    "Segments",
     "ShadowMask",
     "check_mask",
     "dense_mask",

@@ -22,7 +22,7 @@ from smd_jax import cache as kv_cache
 from smd_jax.cache import EMPTY, KVCache, LayerCache
 from smd_jax.config import ModelConfig
 from smd_jax.eviction import CacheView, EvictionPolicy, check_budget
-from smd_jax.masks import NEVER, ShadowMask, dense_mask, positions
+from smd_jax.masks import NEVER, Segments, ShadowMask, dense_mask, positions
 from smd_jax.model import Decoder, Params, PrefillLayer, apply_model
 from smd_jax.prompts import PromptBatch
 from smd_jax.sampling import SamplingConfig, sample
@@ -151,7 +151,7 @@ class _Rollout:
         never = jnp.full((self.batch, self.model.config.num_kv_heads, self.columns), NEVER, jnp.int32)
         cache, evicted_at = [], []
         for index, layer in enumerate(layers):
-            filled, recorded = self.compress(self.from_prompt(layer), never, index, self.width, jnp.array(True))
+            filled, recorded = self.compress(self.from_prompt(layer), never, index, self.width, self.width)
             cache.append(filled)
             evicted_at.append(recorded)
         empty = jnp.zeros((self.batch, self.config.max_new_tokens))
@@ -187,10 +187,9 @@ class _Rollout:
         state = jax.lax.while_loop(going_on, lambda state: self.step(state, state.step - first), state)
         if not self.policy.evicts:
             return state
-        now = self.width + state.step - 1
-        full = state.step == first + self.buffer
+        now, boundary = (self.width - 1 + step for step in (state.step, first + self.buffer))
         compressed = [
-            self.compress(layer, recorded, index, now, full)
+            self.compress(layer, recorded, index, now, boundary)
             for index, (layer, recorded) in enumerate(zip(state.cache, state.evicted_at, strict=True))
         ]
         cache, evicted_at = zip(*compressed, strict=True)
@@ -239,19 +238,20 @@ class _Rollout:
         evicted_at: Int[Array, "batch kv_heads T"],
         index: int,
         now: Int[Array, ""] | int,
-        full: Bool[Array, ""],
+        boundary: Int[Array, ""] | int,
     ) -> tuple[LayerCache, Int[Array, "batch kv_heads T"]]:
-        """Keeps a layer's best keys at the left of an empty buffer; what it drops is invisible from column `now` on.
+        """Keeps a layer's best keys at the left of an empty buffer; what it drops is invisible from `boundary` on.
 
-        A segment that stopped before its buffer was full was the last one: nothing reads what it keeps, and what it
-        drops is not recorded.
+        Args:
+          now: column after the newest key. boundary: column after the segment, later than `now` if no row had
+            anything left to say. No query follows then; dropping keys all the same keeps the mask to its segments.
         """
         budget, slots = self.budgets[index], layer.keys.shape[2]
         if slots <= budget:
             return kv_cache.pad(layer, budget - slots, self.buffer), evicted_at
         scores = self.policy.score(self.view(layer, index, now))
         kept, dropped = kv_cache.select(scores, layer.valid, budget)
-        recorded = kv_cache.record(evicted_at, layer.columns, dropped & full, now)
+        recorded = kv_cache.record(evicted_at, layer.columns, dropped & (boundary < self.columns), boundary)
         return kv_cache.gather(layer, kept, self.buffer), recorded
 
     def view(self, layer: LayerCache, index: int, now: Int[Array, ""] | int) -> CacheView:
@@ -273,7 +273,12 @@ class _Rollout:
     def trajectory(self, state: RolloutState) -> Trajectory:
         valid = jnp.concatenate([self.prompts.valid, state.emitted], axis=1)
         recorded = jnp.stack(state.evicted_at, axis=1)
-        mask = ShadowMask(jnp.where(valid[:, None, None], recorded, 0))
+        recorded = jnp.where(valid[:, None, None], recorded, 0)
+        segments = ()
+        if self.policy.evicts:
+            recorded = self.without_last(recorded, state)
+            segments = tuple(Segments(self.width, self.buffer, budget) for budget in self.budgets)
+        mask = ShadowMask(recorded, segments)
         ended = self.config.eos_token_id
         return Trajectory(
             tokens=jnp.concatenate([self.prompts.tokens, state.tokens], axis=1),
@@ -284,6 +289,13 @@ class _Rollout:
             temperature=self.config.sampling.temperature,
             replayable=self.config.sampling.trainable,
         )
+
+    def without_last(self, evicted_at: Int[Array, "batch layers kv_heads T"], state: RolloutState) -> Array:
+        """The mask in which nothing but itself sees a row's last token: it was drawn, but never entered the cache."""
+        column = jnp.arange(self.columns, dtype=jnp.int32)[None]
+        after = self.width + state.emitted.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        last = (column == after - 1) & (after < self.columns)
+        return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
 
 
 def plan(

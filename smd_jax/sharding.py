@@ -9,7 +9,7 @@ Nothing else in the library names a mesh axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,22 @@ def shard_batch(tree: Any, mesh: Mesh) -> Any:
 def constrain(x: Array) -> Array:
     """Pins `[batch, ...]` activations to the batch axes of the mesh in `jax.set_mesh`; without a mesh does nothing."""
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P(BATCH))
+
+
+def over_heads(f: Callable[..., Any], *arrays: Array) -> Any:
+    """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them.
+
+    The compiler cannot look into a kernel to split it, and would gather its inputs. Axes that do not divide every
+    array stay whole: every device then does all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
+    """
+    mesh = _mesh()
+    if mesh is None or mesh.size == 1:
+        return f(*arrays)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = BATCH if all(x.shape[0] % ways == 0 for x in arrays) else None
+    heads = "tensor" if all(x.shape[1] % mesh.shape["tensor"] == 0 for x in arrays) else None
+    spec = P(rows, heads)
+    return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 
 
 def gathered_embedding(table: Array) -> Array:

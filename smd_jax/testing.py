@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import ModelConfig, RopeScaling
 from smd_jax.hf_config import FloatName
+from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model import Decoder
 from smd_jax.weights import save_checkpoint
 
@@ -75,6 +77,32 @@ def tiny_model_config(
         tie_embeddings=tie_embeddings,
         dtype=dtype,
     )
+
+
+def random_evictions(
+    tokens: int,
+    segments: Segments,
+    *,
+    batch: int = 1,
+    layers: int = 1,
+    kv_heads: int = 1,
+    padding: tuple[int, ...] = (),
+    seed: int = 0,
+) -> ShadowMask:
+    """The mask of a sampler that keeps `segments.budget` random keys at every boundary, without running one.
+
+    Args:
+      tokens: columns of prompt and response. padding: of each row, at the left; none by default.
+    """
+    rng = np.random.default_rng(seed)
+    evicted_at = np.full((batch, layers, kv_heads, tokens), NEVER, np.int32)
+    for row, width in enumerate(padding):
+        evicted_at[row, :, :, :width] = 0
+    for column in range(segments.first, tokens, segments.length):
+        visible = evicted_at[..., :column] > column
+        rank = np.argsort(np.argsort(np.where(visible, rng.random(visible.shape), 2.0), axis=-1), axis=-1)
+        evicted_at[..., :column][visible & (rank >= segments.budget)] = column
+    return ShadowMask(jnp.asarray(evicted_at)).with_segments((segments,))
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:

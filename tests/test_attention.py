@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from smd_jax.attention import attend, attend_and_observe
-from smd_jax.masks import NEVER, KeyInterval
+from smd_jax.attention import attend, best, why_not
+from smd_jax.masks import NEVER, KeyInterval, Segments
+from smd_jax.sharding import make_mesh
+from smd_jax.testing import random_evictions
 from smd_kernels import reference
+from smd_kernels.observed import attend_and_observe
 from tests import numpy_decoder
 
 BATCH, T, D = 2, 7, 4
@@ -176,5 +181,102 @@ def test_masked_softmax_is_differentiable_where_nothing_is_seen():
 def test_unknown_implementation():
     """Past the type checks that only tests have."""
     ask: Any = inspect.unwrap(attend)
-    with pytest.raises(ValueError, match="None, 'reference' or 'xla'; got 'flash'"):
+    with pytest.raises(ValueError, match="got impl='flash': expected one of reference, xla"):
         ask(*inputs(2, 2), jnp.ones((1, 1, T, T), bool), "flash")
+
+
+def interval(tokens: int, segments: Segments | None = None) -> KeyInterval:
+    return KeyInterval(jnp.full((1, 1, tokens), NEVER, jnp.int32), segments)
+
+
+def shaped(tokens: int, dtype: Any = jnp.bfloat16, head_dim: int = 64) -> tuple[jax.Array, jax.Array]:
+    """q and k of 4 and 2 heads."""
+    return jnp.zeros((1, 4, tokens, head_dim), dtype), jnp.zeros((1, 2, tokens, head_dim), dtype)
+
+
+class Accelerator:
+    """As much of a GPU as the choice looks at."""
+
+    compute_capability = "9.0"
+
+
+MASKS = {
+    "booleans": (jnp.ones((1, 1, 600, 600), bool), "xla", False),
+    "small budget": (interval(2048, Segments(64, 32, 128)), "segments", True),
+    # Gathering 1,072 keys where the causal triangle has 1,024 on average does not pay.
+    "large budget": (interval(2048, Segments(64, 32, 1040)), "interval", True),
+    "no segments": (interval(2048), "interval", True),
+    "short, small budget": (interval(512, Segments(64, 32, 128)), "segments", True),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_best_implementation(name: str, monkeypatch: pytest.MonkeyPatch):
+    """By length and budget on CPUs; a kernel wherever one can run."""
+    mask, portable, has_kernel = MASKS[name]
+    tokens = (mask.evicted_at if isinstance(mask, KeyInterval) else mask).shape[-1]
+    assert best(*shaped(tokens), mask) == portable
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert best(*shaped(tokens), mask) == ("mosaic_tpu" if has_kernel else "xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
+    assert best(*shaped(tokens), mask) == ("mosaic_gpu" if has_kernel else "xla")
+    assert best(*shaped(tokens, jnp.float32), mask) == portable  # wgmma multiplies 16 bits
+    monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
+    assert best(*shaped(tokens), mask) == portable
+
+
+@pytest.mark.parametrize(
+    ("impl", "mask", "reason"),
+    [
+        (
+            "interval",
+            jnp.ones((1, 1, 9, 9), bool),
+            "expected a mask in interval form (ShadowMask, KeyInterval); got bool",
+        ),
+        ("segments", interval(9), "expected a mask that says where its segments are; got none"),
+        ("segments", interval(7), "9 queries, 9 keys and a mask of 7"),
+        ("mosaic_gpu", interval(9), "expected JAX to run on a GPU; got 'cpu'"),
+        ("mosaic_tpu", interval(9), "expected JAX to run on a TPU; got 'cpu'"),
+    ],
+)
+def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, reason: str):
+    q, k = shaped(9)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        attend(q, k, k, mask, impl)
+
+
+def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
+    assert "got float32" in str(why_not("mosaic_gpu", *shaped(9, jnp.float32), interval(9)))
+    assert "got 40" in str(why_not("mosaic_gpu", *shaped(9, head_dim=40), interval(9)))
+    monkeypatch.setattr(Accelerator, "compute_capability", "10.0")
+    assert "got 10.0" in str(why_not("mosaic_gpu", *shaped(9), interval(9)))
+
+
+@pytest.mark.parametrize("impl", ["interval", "segments", None])
+def test_a_mask_that_all_heads_and_rows_share(impl: Any):
+    q, k, v = inputs(4, 2)
+    ends = jnp.asarray([[[0, 3, NEVER, 4, NEVER, 6, NEVER]]], jnp.int32)
+    mask = KeyInterval(ends, Segments(2, 2, 3))
+    expected = attend(q, k, v, mask.to_boolean(), "reference")
+    np.testing.assert_allclose(attend(q, k, v, mask, impl), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["interval", "segments"])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1), (1, 1, 2)], ids=str)
+def test_on_a_mesh_every_device_has_its_own_rows_and_heads(impl: Any, mesh: tuple[int, int, int]):
+    """The same values, and nothing is sent; eight rows, two KV heads."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(8, n, 40, 8)), jnp.float32) for n in (4, 2, 2))
+    mask = random_evictions(40, Segments(5, 4, 6), batch=8, kv_heads=2).layer(0)
+    attending = jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(attend(q, k, v, mask, impl) ** 2), (0, 1, 2)))
+    expected = attending(q, k, v)
+    with jax.set_mesh(make_mesh(*mesh)):
+        spread = [jax.device_put(x, P(("data", "fsdp"), "tensor")) for x in (q, k, v)]
+        got = attending(*spread)
+        program = str(attending.lower(*spread).compile().as_text())
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+    assert not re.findall(r"all-gather|all-to-all|collective-permute", program)

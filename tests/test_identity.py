@@ -24,7 +24,7 @@ from smd_jax.model import Decoder, Params
 from smd_jax.rollout import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.trajectory import Trajectory
-from tests.under_test import POLICIES, SHAPES, left_padded, make_params, quick_rollout
+from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, quick_rollout
 
 WIDTH, RESPONSE = 12, 256
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12, 2, 12, 4, 11]
@@ -100,9 +100,24 @@ def test_budget_above_the_length(name: str, shape: str):
     run = roll(SHAPES[shape], POLICIES[name], LONG, quick_rollout)
     assert gap(run).max() <= 2e-5
     if not isinstance(POLICIES[name], Pyramid):  # whose last layer has less than the budget
-        recorded: Any = run[-1].mask
-        dense = run[-1].dense_mask().evicted_at
-        np.testing.assert_array_equal(recorded.evicted_at, jnp.broadcast_to(dense, recorded.evicted_at.shape))
+        recorded, valid = eviction_times(run[-1]), np.asarray(run[-1].valid)
+        expected = np.where(valid, NEVER, 0)
+        if POLICIES[name].evicts:  # then nothing but itself sees a row's last token, which was drawn but never read
+            last = valid.shape[1] - 1 - np.argmax(valid[:, ::-1], axis=1)
+            short = np.flatnonzero(last < valid.shape[1] - 1)
+            expected[short, last[short]] = last[short] + 1
+        np.testing.assert_array_equal(recorded, np.broadcast_to(expected[:, None, None], recorded.shape))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].evicts])
+@pytest.mark.parametrize("config", [SMALL, ODD, LONG], ids=["small", "odd", "long"])
+def test_masks_keep_to_their_segments(name: str, config: RolloutConfig):
+    """What the learner's attention relies on when it gathers keys: also in rows that ended long before the others."""
+    mask: Any = roll(SHAPES["GQA"], POLICIES[name], config, quick_rollout)[-1].mask
+    budgets = [segments.budget for segments in mask.segments]
+    assert budgets == list(POLICIES[name].layer_budgets(config.budget, len(budgets)))
+    assert {(s.first, s.length) for s in mask.segments} == {(WIDTH, config.buffer)}
+    mask.with_segments(mask.segments)  # raises otherwise
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ...]:
@@ -20,6 +20,13 @@ def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[A
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0.0)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1.0)
+
+
+def interval_mask(evicted_at: Int[Array, "batch kv_heads tokens"]) -> Bool[Array, "batch kv_heads tokens tokens"]:
+    """Query t sees key s iff `s <= t < evicted_at[s]`, as an explicit mask of queries by keys."""
+    key = jnp.arange(evicted_at.shape[-1])[None, None, None, :]
+    query = key.swapaxes(-1, -2)
+    return (key <= query) & (query < evicted_at[..., None, :])
 
 
 def attention_weights(
@@ -45,3 +52,17 @@ def attention(
     weights = attention_weights(q, k, mask)
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights, v.astype(weights.dtype))
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def decode_attention(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """One query per row against a slotted cache, and the weights each slot received, summed over its query heads.
+
+    A row and KV head without valid slots gives zeros in both. The sums are float32 or wider.
+    """
+    mask = valid[:, :, None]
+    return attention(q, k, v, mask), attention_weights(q, k, mask).sum((2, 3))

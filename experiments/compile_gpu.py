@@ -1,0 +1,130 @@
+"""Do the GPU kernels compile to machine code for Hopper, on a machine without a GPU?
+
+Question   Does the compiler accept the forward and backward kernels for an H100, do they multiply on tensor cores
+           (wgmma), and do their registers suffice?
+Command    python experiments/compile_gpu.py
+           (needs: pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 absl-py, in JAX's version)
+Cost       about half a minute on two CPU cores
+Result     one JSON object a line; the exit status is 1 if a kernel did not compile, spills, or has no wgmma.
+
+`registers` is what a thread gets when the kernel starts; warpgroups then pass some on to each other. `serialized` says
+that the compiler had to wait for every wgmma before the next. `temp_bytes` is main memory beside arguments and results.
+The description of the target, experiments/targets/h100.txtpb, is XLA's own, as a machine with an H100 reports it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Nothing can be timed here, so XLA must not try to choose its own kernels by their speed.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from smd_kernels.blocks import Blocks
+from smd_kernels.gpu import GPU_SIZES, MosaicGpuKernel
+from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+
+TARGETS = {"h100": Path(__file__).parent / "targets" / "h100.txtpb"}
+HEAD_DIMS = (64, 128)
+GROUP, BUFFER, BUDGET = 8, 128, 1024
+COUNT, ROWS, KEYS = 64, GROUP * BUFFER, BUDGET + BUFFER
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one compilation."""
+
+    kernel: str
+    target: str
+    dtype: str
+    head_dim: int
+    compiled: bool
+    registers: int | None = None
+    spill_bytes: int | None = None
+    wgmma: int | None = None
+    serialized: bool | None = None
+    temp_bytes: int | None = None
+    error: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.compiled and self.spill_bytes == 0 and bool(self.wgmma) and not self.serialized
+
+
+def jobs(head_dim: int, dtype: Any, sharding: NamedSharding) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Name, function and shapes of each kernel."""
+
+    def shaped(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    q, k = shaped(COUNT, ROWS, head_dim), shaped(COUNT, KEYS, head_dim)
+    bound, per_row = shaped(COUNT, KEYS, dtype=jnp.int32), shaped(COUNT, ROWS, dtype=jnp.float32)
+    blocks = Blocks(q, k, k, shaped(COUNT, ROWS, dtype=jnp.int32), bound, bound)
+    given = Given(blocks, per_row, per_row, q)
+    yield "forward", MosaicGpuKernel().forward, (blocks,)
+    yield "dq", partial(query_gradient, sizes=GPU_SIZES, interpret=False), (given,)
+    yield "dk dv", partial(key_gradients, sizes=GPU_SIZES, interpret=False), (given,)
+
+
+def compiled(function: Callable[..., Any], arguments: tuple, sharding: NamedSharding) -> dict[str, Any]:
+    """Fields of `Row` that the compiler reports. Raises what it raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        lowered = jax.jit(function, out_shardings=sharding).trace(*arguments).lower(lowering_platforms=("cuda",))
+        program = lowered.compile()
+        (code,), (log,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("ptx", "ptxas"))
+        memory = program.memory_analysis()
+        temp_bytes = None if memory is None else memory.temp_size_in_bytes
+        return {**facts(code.read_text(), log.read_text()), "temp_bytes": temp_bytes}
+
+
+def facts(code: str, log: str) -> dict[str, Any]:
+    """What the assembler says of one kernel, and the matrix instructions that it was given."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        "serialized": "instructions are serialized" in log,
+        "wgmma": code.count("wgmma.mma_async"),
+    }
+
+
+def rows() -> Iterator[Row]:
+    for target, description in TARGETS.items():
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name=target, target_config=description.read_text(), topology="1x1x1"
+        )
+        sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+        for head_dim in HEAD_DIMS:
+            for name, function, arguments in jobs(head_dim, jnp.bfloat16, sharding):
+                row = partial(Row, name, target, "bfloat16", head_dim)
+                try:
+                    yield row(compiled=True, **compiled(function, arguments, sharding))
+                except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                    yield row(compiled=False, error=str(error).splitlines()[0])
+
+
+def main() -> int:
+    good = True
+    for row in rows():
+        print(json.dumps({key: value for key, value in asdict(row).items() if value is not None}), flush=True)
+        good &= row.good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

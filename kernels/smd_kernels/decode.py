@@ -1,0 +1,51 @@
+"""Decode attention: one query per row against the slots of a cache, and the attention that each slot received.
+
+    slots    [ . . 3 7 . 9 | 10 11 . ]     any of them may be empty: `valid` says which hold a key
+    weights    0 0 w w 0 w    w  w 0       softmax over the valid ones, for each query head
+    received   0 0 r r 0 r    r  r 0       weights summed over the query heads that share the KV head
+
+The sums are what eviction policies rank keys by. K and V are read where they lie: no implementation copies, pads or
+transposes them, because at this point of a rollout reading the cache once is what a step costs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from smd_kernels import decode_gpu, decode_tpu
+from smd_kernels.observed import attend_and_observe
+
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+
+
+def decode_attention(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+    impl: Implementation = "xla",
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """Attention of one query per row over the valid slots, which need not lie together.
+
+    Args:
+      impl: "xla" runs anywhere; "mosaic_gpu" on Hopper, "mosaic_tpu" on TPUs. All multiply matrices in the dtype of the
+        inputs and keep scores and softmax in float32.
+
+    Returns:
+      The output in the dtype of `q`, and in float32 (or wider, for wider inputs) the softmax weights summed over the
+      query heads of each group. A row and KV head without valid slots gives zeros in both.
+
+    Raises:
+      ValueError: for an implementation that does not exist or cannot run these shapes; it says why.
+    """
+    if impl == "xla":
+        return attend_and_observe(q, k, v, valid[:, :, None])
+    if impl not in ("mosaic_gpu", "mosaic_tpu"):
+        raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
+    kernel = decode_gpu if impl == "mosaic_gpu" else decode_tpu
+    reason = kernel.why_not(q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
+    if reason is not None:
+        raise ValueError(f"impl={impl!r} cannot run: {reason}")
+    return kernel.decode_attention(q, k, v, valid)

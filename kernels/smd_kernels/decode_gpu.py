@@ -1,0 +1,264 @@
+"""Decode attention as a Pallas Mosaic GPU kernel for Hopper: one thread block of 128 threads per row and KV head.
+
+K and V are read once, through one ring of TMA tiles: first all tiles of K, then all tiles of V, so that V is already
+on its way while the softmax is taken. Keys are the M rows of the tensor core's tile and the group's queries, padded to
+8, its N columns: scores^T = K q^T and out^T = V^T weights^T waste no rows on a small group. The scores of all slots
+are kept, hence the softmax is exact, the weights are normalised before they are rounded for the second product, and
+the statistics are theirs, in float32.
+
+    K tile 0 | K tile 1 | … | maximum, sum | V tile 0 | V tile 1 | …        each step frees a tile for the one
+    scores[0]  scores[1]                     weights 0 -> received, out      `stages` further on
+
+Nothing depends on the order in which blocks run: two runs agree in every bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float
+
+HEAD_DIMS = (64, 128)
+SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is barriers, scratch of reductions and alignment
+WIDTH = 8  # columns of scores^T, the narrowest tile of wgmma: the largest group
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """Tiles of K and V.
+
+    Attributes:
+      keys: slots per tile, a multiple of 64.
+      stages: tiles in flight.
+    """
+
+    keys: int = 64
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or not 64 <= self.keys <= 256:
+            raise ValueError(f"expected keys to be 64, 128, 192 or 256; got {self.keys}")
+        if self.stages < 2:
+            raise ValueError(f"expected at least 2 stages; got {self.stages}")
+
+    def tiles(self, slots: int) -> int:
+        return -(-slots // self.keys)
+
+    def smem_bytes(self, head_dim: int, slots: int) -> int:
+        """Ring, queries, two tiles of weights in bfloat16; scores and validity of every slot in float32."""
+        halves = self.stages * self.keys * head_dim + WIDTH * head_dim + 2 * WIDTH * self.keys
+        return 2 * halves + 4 * self.tiles(slots) * self.keys * (WIDTH + 1)
+
+
+def why_not(
+    dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int, sizes: DecodeSizes = DecodeSizes()
+) -> str | None:
+    """Why the kernel cannot run; None if it can. `group` is the number of query heads per KV head."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"expected bfloat16; got {jnp.dtype(dtype)}"
+    if head_dim not in HEAD_DIMS:
+        return f"expected head_dim to be one of {HEAD_DIMS}; got {head_dim}"
+    if slots % 8:
+        return f"expected slots to be a multiple of 8, the rows of a TMA tile; got {slots}"
+    if group > WIDTH:
+        return f"expected at most {WIDTH} query heads per KV head; got {group}"
+    needed = sizes.smem_bytes(head_dim, slots)
+    if needed > SMEM_BYTES:
+        return f"expected at most {SMEM_BYTES} bytes of shared memory; {slots} slots of {head_dim} need {needed}"
+    return None
+
+
+def decode_attention(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+    sizes: DecodeSizes = DecodeSizes(),
+    interpret: Any = None,
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """As `smd_kernels.decode.decode_attention`; `why_not` must be None. `interpret` is what `plgpu.kernel` takes."""
+    batch, kv_heads, slots, head_dim = k.shape
+    group, tiles = q.shape[1] // kv_heads, sizes.tiles(slots)
+    # Only what is small is padded: queries to a tile's width, validity to whole tiles. TMA fills K and V with zeros.
+    grouped = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
+    live = jnp.pad(valid.astype(jnp.float32), ((0, 0), (0, 0), (0, tiles * sizes.keys - slots)))
+    out, received = plgpu.kernel(
+        partial(_kernel, sizes=sizes, group=group),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), q.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, tiles, sizes.keys), jnp.float32),
+        ),
+        scratch_types=_scratch(sizes, tiles, head_dim),
+        grid=(batch, kv_heads),
+        grid_names=("row", "head"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name="decode_attention",
+    )(grouped, k, v, live.reshape(batch, kv_heads, tiles, sizes.keys))
+    out = jnp.swapaxes(out, 2, 3)[:, :, :group].reshape(q.shape)
+    return out, received.reshape(batch, kv_heads, tiles * sizes.keys)[:, :, :slots]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a block.
+
+    Attributes:
+      ring: `[stages, keys, head_dim]`, the tile of step i at index `i % stages`. arrived: a barrier for each.
+      queries: `[8, head_dim]`. live: `[tiles, keys]` float32. started: barrier of both.
+      scores: `[tiles, keys, 8]` float32. weights: `[8, keys]`, those of the tile of V at hand.
+    """
+
+    ring: Any
+    arrived: Any
+    queries: Any
+    live: Any
+    started: Any
+    scores: Any
+    weights: Any
+
+
+def _scratch(sizes: DecodeSizes, tiles: int, head_dim: int) -> _Scratch:
+    tiled = partial(
+        plgpu.SMEM, dtype=jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
+    return _Scratch(
+        ring=tiled((sizes.stages, sizes.keys, head_dim)),
+        arrived=plgpu.Barrier(num_barriers=sizes.stages),
+        queries=tiled((WIDTH, head_dim)),
+        live=plgpu.SMEM((tiles, sizes.keys), jnp.float32),
+        started=plgpu.Barrier(num_arrivals=2),
+        scores=plgpu.SMEM((tiles, sizes.keys, WIDTH), jnp.float32),
+        weights=tiled((WIDTH, sizes.keys)),
+    )
+
+
+def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, sizes: DecodeSizes, group: int) -> None:
+    """Refs in main memory: q `[batch, kv_heads, 8, head_dim]`, k and v `[batch, kv_heads, slots, head_dim]`, live and
+    received float32 `[batch, kv_heads, tiles, keys]`, out `[batch, kv_heads, head_dim, 8]`."""
+    here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
+    smem, tiles = _Scratch(*scratch), live_ref.shape[2]
+    plgpu.copy_gmem_to_smem(q_ref.at[here], smem.queries, smem.started)
+    plgpu.copy_gmem_to_smem(live_ref.at[here], smem.live, smem.started)
+    ring = _Ring(k_ref.at[here], v_ref.at[here], smem, sizes, tiles)
+    ring.fill()
+    plgpu.barrier_wait(smem.started)
+    highest = _scores(ring, smem, tiles)
+    total = _total(smem, highest, tiles)
+    # The padding's zero queries have weights too; divided by infinity they are 0.
+    column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
+    total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
+
+    def multiply(acc):
+        _outputs(acc, ring, smem, highest, total, received_ref.at[here], tiles)
+        return acc[...]
+
+    out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((k_ref.shape[3], WIDTH), jnp.float32))
+    out_ref[here] = out.astype(out_ref.dtype)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Tiles on their way to shared memory: step i brings tile i of K, step `tiles + i` tile i of V."""
+
+    k: Any
+    v: Any
+    smem: _Scratch
+    sizes: DecodeSizes
+    tiles: int
+
+    def fill(self) -> None:
+        for step in range(self.sizes.stages):
+            self._start(jnp.int32(step))
+
+    def wait(self, step: Array) -> Any:
+        """The tile of a step, `[keys, head_dim]`; `release` it when it has been multiplied."""
+        index = jax.lax.rem(step, self.sizes.stages)
+        plgpu.barrier_wait(self.smem.arrived.at[index])
+        return self.smem.ring.at[index]
+
+    def release(self, step: Array) -> None:
+        self._start(step + self.sizes.stages)
+
+    def _start(self, step: Array) -> None:
+        pl.when(step < self.tiles)(lambda: self._copy(self.k, step, step))
+        pl.when((step >= self.tiles) & (step < 2 * self.tiles))(lambda: self._copy(self.v, step - self.tiles, step))
+
+    def _copy(self, source: Any, tile: Array, step: Array) -> None:
+        index = jax.lax.rem(step, self.sizes.stages)
+        part = source.at[pl.ds(tile * self.sizes.keys, self.sizes.keys)]
+        plgpu.copy_gmem_to_smem(part, self.smem.ring.at[index], self.smem.arrived.at[index])
+
+
+def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
+    """Writes the scores of all slots; returns each query's highest, in every row of `[keys, 8]`."""
+    _, keys, width = smem.scores.shape
+    head_dim = smem.queries.shape[1]
+
+    def body(tile: Array, highest: Array) -> Array:
+        part = ring.wait(tile)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, part, _transposed(smem.queries))
+            return acc[...]
+
+        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((keys, width), jnp.float32)) * head_dim**-0.5
+        ring.release(tile)
+        live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
+        scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
+        smem.scores[tile] = scores
+        return jnp.maximum(highest, scores)
+
+    highest = jax.lax.fori_loop(0, tiles, body, _as_wgmma(jnp.full((keys, width), MASKED, jnp.float32)))
+    return _spread(jnp.max(highest, axis=0), highest.shape, 1)
+
+
+def _exponentials(smem: _Scratch, highest: Array, tile: Array) -> Array:
+    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0."""
+    scores = _as_wgmma(smem.scores[tile])
+    return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
+
+
+def _total(smem: _Scratch, highest: Array, tiles: int) -> Array:
+    """Denominators of the softmax, in every row of `[keys, 8]`."""
+    zeros = _as_wgmma(jnp.zeros(highest.shape, jnp.float32))
+    total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + _exponentials(smem, highest, tile), zeros)
+    return _spread(jnp.sum(total, axis=0), total.shape, 1)
+
+
+def _outputs(
+    acc: Any, ring: _Ring, smem: _Scratch, highest: Array, total: Array, received_ref: Any, tiles: int
+) -> None:
+    """Adds V^T weights^T to `acc` `[head_dim, 8]` and writes the statistics."""
+
+    def body(tile: Array, _: None) -> None:
+        weights = _exponentials(smem, highest, tile) / total
+        received_ref[tile] = jnp.sum(weights, axis=1)
+        rounded = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        _transposed(smem.weights)[...] = rounded
+        plgpu.commit_smem()
+        part = ring.wait(tile + tiles)
+        plgpu.wgmma(acc, _transposed(part), _transposed(smem.weights))
+        plgpu.wgmma_wait(0)
+        ring.release(tile + tiles)
+
+    jax.lax.fori_loop(0, tiles, body, None)
+
+
+def _transposed(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def _as_wgmma(x: Array) -> Array:
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+
+def _spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """A vector along `axis`, repeated along the other."""
+    return jax.lax.broadcast_in_dim(x, shape, (axis,))

@@ -1,0 +1,95 @@
+"""Decode attention as a Pallas TPU kernel: one program per row and KV head, which holds all its slots in VMEM.
+
+Reading K and V is what the step costs, and the pipeline of the grid reads the next head's slots while this one's are
+multiplied. With every score at hand the softmax is one pass, and the statistics cost nothing.
+
+A TPU keeps the last axis in tiles of 128: with a `head_dim` of 64 there, half of the cache would be padding, in main
+memory too. For such the kernel takes K and V as `[head_dim, slots]`; XLA lays the cache of a rollout out that way from
+the start, and swapping the axes moves nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
+
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a program gets by default; the rest is for what the compiler spills
+LANES = 128
+
+
+def why_not(dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int) -> str | None:
+    """Why the kernel cannot run; None if it can. `group` is the number of query heads per KV head."""
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"expected bfloat16 or float32; got {dtype}"
+    if head_dim % 16:
+        return f"expected head_dim to be a multiple of 16; got {head_dim}"
+    needed = _vmem_bytes(dtype.itemsize, head_dim, slots, group)
+    if needed > VMEM_BYTES:
+        return f"expected at most {VMEM_BYTES} bytes of VMEM; {slots} slots of {head_dim} {dtype} need {needed}"
+    return None
+
+
+def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
+    """K and V of this program and the next, and four copies of the scores: scores, exponentials, weights, mask."""
+    padded = -(-slots // LANES) * LANES
+    return 4 * padded * head_dim * itemsize + 4 * padded * max(group, 8) * 4
+
+
+def decode_attention(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """As `smd_kernels.decode.decode_attention`; `why_not` must be None. `interpret` runs it on any machine."""
+    batch, kv_heads, slots, head_dim = k.shape
+    group = q.shape[1] // kv_heads
+    slots_last = head_dim % LANES != 0
+    if slots_last:
+        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+    spec = partial(pl.BlockSpec, index_map=lambda row, head: (row, head, 0, 0))
+    of_heads, of_slots = spec((None, None, group, head_dim)), spec((None, None, 1, slots))
+    of_keys = spec((None, None, *k.shape[2:]))
+    out, received = pl.pallas_call(
+        partial(_kernel, slots_axis=1 if slots_last else 0),
+        grid=(batch, kv_heads),
+        in_specs=[of_heads, of_keys, of_keys, of_slots],
+        out_specs=[of_heads, of_slots],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, kv_heads, group, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name="decode_attention",
+    )(q.reshape(batch, kv_heads, group, head_dim), k, v, valid[:, :, None].astype(jnp.int32))
+    return out.reshape(q.shape), received[:, :, 0]
+
+
+def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis: int) -> None:
+    """Refs: q, out `[group, head_dim]`; k, v `[slots, head_dim]` or, with slots_axis 1, `[head_dim, slots]`; valid
+    int32 and received float32 `[1, slots]`."""
+    scores = _dot(q_ref[...], k_ref[...], over=1 - slots_axis) * q_ref.shape[1] ** -0.5
+    valid = jnp.broadcast_to(valid_ref[...], scores.shape) != 0
+    # Masked scores are finite, so that a row without valid slots has no inf - inf.
+    scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(valid, jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)), 0.0)
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    received_ref[...] = jnp.sum(weights, axis=0, keepdims=True)
+    out_ref[...] = _dot(weights.astype(v_ref.dtype), v_ref[...], over=slots_axis).astype(out_ref.dtype)
+
+
+def _dot(a: Array, b: Array, over: int) -> Array:
+    """Sums over the last axis of a and axis `over` of b, in float32; float32 inputs in full precision, which is not a
+    TPU's default."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((1,), (over,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,85 @@
+"""Attention under an interval mask of any kind: one integer per key, scores made tile by tile, eviction at any step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from smd_kernels.blocks import BlockKernel, Blocks
+
+
+def interval_attention(
+    q: Float[Array, "batch heads tokens head_dim"],
+    k: Float[Array, "batch kv_heads tokens head_dim"],
+    v: Float[Array, "batch kv_heads tokens head_dim"],
+    evicted_at: Int[Array, "batch kv_heads tokens"],
+    kernel: BlockKernel,
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """Attention in which query t sees key s iff `s <= t < evicted_at[s]`; memory O(tokens), no tile of zeros computed.
+
+    Args:
+      evicted_at: int32; 0 for padding. kernel: does the arithmetic; static.
+
+    Returns:
+      In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
+    """
+    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+    columns = jnp.arange(tokens, dtype=jnp.int32)[None]
+    ends = evicted_at.reshape(-1, tokens).astype(jnp.int32)
+    rows = fold(q, k.shape[1])
+    blocks = Blocks(
+        q=rows.reshape(-1, tokens * group, q.shape[-1]),
+        k=k.reshape(-1, *k.shape[2:]),
+        v=v.reshape(-1, *v.shape[2:]),
+        column=jnp.broadcast_to(jnp.repeat(columns, group, axis=1), (ends.shape[0], tokens * group)),
+        born=jnp.broadcast_to(columns, ends.shape),
+        evicted_at=ends,
+    )
+    out: Array = block_attention(kernel, blocks)
+    return unfold(out.reshape(rows.shape), k.shape[1])
+
+
+def fold(q: Float[Array, "batch heads tokens head_dim"], kv_heads: int) -> Float[Array, "blocks tokens group head_dim"]:
+    """The queries of a group side by side, in column order: rows of their KV head's block."""
+    batch, heads, tokens, head_dim = q.shape
+    grouped = q.reshape(batch * kv_heads, heads // kv_heads, tokens, head_dim)
+    return grouped.swapaxes(1, 2)
+
+
+def unfold(
+    rows: Float[Array, "blocks tokens group head_dim"], kv_heads: int
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """The inverse of `fold`."""
+    blocks, tokens, group, head_dim = rows.shape
+    return rows.swapaxes(1, 2).reshape(blocks // kv_heads, kv_heads * group, tokens, head_dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def block_attention(kernel: BlockKernel, blocks: Blocks) -> Float[Array, "blocks rows head_dim"]:
+    """A kernel's forward pass, with its own backward pass."""
+    return kernel.forward(blocks)[0]
+
+
+def _forward(kernel: BlockKernel, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Array]]:
+    out, lse = kernel.forward(blocks)
+    return out, (blocks, out, lse)
+
+
+def _backward(kernel: BlockKernel, saved: tuple[Blocks, Array, Array], d_out: Array) -> tuple[Blocks]:
+    blocks, out, lse = saved
+    dq, dk, dv = kernel.backward(blocks, out, lse, d_out)
+    integers = (no_gradient(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
+    return (Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers),)
+
+
+block_attention.defvjp(_forward, _backward)
+
+
+def no_gradient(x: Array) -> Any:
+    """What JAX wants for the gradient of integers."""
+    return np.zeros(x.shape, jax.dtypes.float0)

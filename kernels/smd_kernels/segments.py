@@ -1,0 +1,320 @@
+"""Attention over the segments of a rollout: every query attends to `budget + length` keys, however long the response.
+
+    columns    0 ……………… first ……… +length ……… +2 length ………
+               prompt       segment 0   segment 1   segment 2
+                          ▲           ▲           ▲
+                          boundaries: at most `budget` earlier keys are still visible
+
+All queries of a segment see the keys that were kept at its boundary and, causally, its own. The kept keys are gathered
+once per segment, so time and memory are O(tokens · (budget + length)) in place of O(tokens²). A key may also be evicted
+within a segment: the interval test is made again on what was gathered. The prompt attends to itself, causally.
+
+A kept key stays in one slot from boundary to boundary, as in the sampler's cache. Its gradient is then a sum along
+the segments of its slot, in a fixed order, where scattering it back would take atomic additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smd_kernels.blocks import LATEST, BlockKernel, Blocks, pad_rows
+from smd_kernels.intervals import fold, no_gradient, unfold
+
+EMPTY = -1  # column of a slot that holds no key
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where a rollout's compressions were, and how much they left.
+
+    Attributes:
+      first: column of the first response token, where the first segment begins.
+      length: queries of a segment, the rollout's buffer.
+      budget: no more keys than this are visible from before a segment to its first query, in any row and head.
+    """
+
+    first: int
+    length: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.length < 1 or self.budget < 1:
+            raise ValueError(f"expected first >= 0, length >= 1 and budget >= 1; got {self}")
+
+    def count(self, tokens: int) -> int:
+        """Segments of a trajectory of this many columns."""
+        return -(-max(tokens - self.first, 0) // self.length)
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class SlotTable(NamedTuple):
+    """Where every key is kept.
+
+    Attributes:
+      slot: `[blocks, tokens]` of each key while it is kept; `budget` if no boundary keeps it.
+      kept: `[blocks, segments, budget]` column of the key in each slot at each boundary, `EMPTY` where there is none.
+    """
+
+    slot: Int[Array, "blocks tokens"]
+    kept: Int[Array, "blocks segments budget"]
+
+
+def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> SlotTable:
+    """Slots for the kept keys, the longest free one first; O(tokens) memory, no loop over the segments.
+
+    The k-th key to come takes the slot of the k-th key to go, after the `budget` slots that are free at the start.
+    Following from key to predecessor leads to one of those; log2(segments) doublings of the step follow all at once.
+    """
+    tokens, budget, count = evicted_at.shape[1], segments.budget, segments.count(evicted_at.shape[1])
+    column = jnp.arange(tokens, dtype=jnp.int32)[None]
+    # Boundary i is at column first + i * length; a key is kept at the boundaries enters <= i < leaves.
+    enters = jnp.maximum(column - segments.first + segments.length, 0) // segments.length
+    leaves = jnp.clip(-((segments.first - evicted_at) // segments.length), 0, count)
+    is_kept = enters < leaves
+    order = jnp.cumsum(is_kept, axis=1, dtype=jnp.int32) - 1
+    goes = jnp.argsort(jnp.where(is_kept, leaves, count + 1), axis=1, stable=True).astype(jnp.int32)
+    before = jnp.take_along_axis(goes, jnp.maximum(order - budget, 0), axis=1)
+    before = jnp.where(is_kept & (order >= budget), before, column)
+    for _ in range(count.bit_length()):
+        before = jnp.take_along_axis(before, before, axis=1)
+    slot = jnp.where(is_kept, jnp.take_along_axis(order, before, axis=1), budget)
+
+    block = jnp.arange(evicted_at.shape[0])[:, None]
+    arrivals = jnp.full((evicted_at.shape[0], count, budget), EMPTY, jnp.int32)
+    arrivals = arrivals.at[block, jnp.broadcast_to(enters, slot.shape), slot].set(column, mode="drop")
+    kept = jax.lax.cummax(arrivals, axis=1)
+    boundary = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    last = jnp.take_along_axis(leaves, jnp.maximum(kept, 0).reshape(kept.shape[0], -1), axis=1).reshape(kept.shape)
+    return SlotTable(slot, jnp.where(boundary < last, kept, EMPTY))
+
+
+def segment_attention(
+    q: Float[Array, "batch heads tokens head_dim"],
+    k: Float[Array, "batch kv_heads tokens head_dim"],
+    v: Float[Array, "batch kv_heads tokens head_dim"],
+    evicted_at: Int[Array, "batch kv_heads tokens"],
+    segments: Segments,
+    kernel: BlockKernel,
+    together: int = 64,
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, for a mask that keeps to its segments.
+
+    Args:
+      evicted_at: int32; 0 for padding. More than `segments.budget` keys visible at a boundary give wrong results.
+      kernel: does the arithmetic. together: segments gathered at once; bounds the memory. All three static.
+
+    Returns:
+      In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
+    """
+    kv_heads = k.shape[1]
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v, evicted_at.astype(jnp.int32)))
+    plan = _Plan(segments, kernel, min(together, max(segments.count(q.shape[2]), 1)))
+    return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The static arguments."""
+
+    segments: Segments
+    kernel: BlockKernel
+    together: int
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class _Tokens(NamedTuple):
+    """Every row and KV head of a batch is one block.
+
+    Attributes:
+      rows: `[blocks, tokens, group, head_dim]` queries. k, v: `[blocks, tokens, head_dim]`.
+      evicted_at: `[blocks, tokens]`.
+    """
+
+    rows: Float[Array, "blocks tokens group head_dim"]
+    k: Float[Array, "blocks tokens head_dim"]
+    v: Float[Array, "blocks tokens head_dim"]
+    evicted_at: Int[Array, "blocks tokens"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, tokens: _Tokens) -> Array:
+    return _forward(plan, tokens)[0]
+
+
+def _forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, tuple[_Tokens, SlotTable, Array, Array]]:
+    table = slot_table(tokens.evicted_at, plan.segments)
+    out, lse = _prompt_forward(plan, tokens)
+    if table.kept.shape[1]:
+        padded, kept = _Tokens(*(_pad_response(plan, x) for x in tokens)), _pad_segments(plan, table.kept)
+        parts = jax.lax.map(lambda i: plan.kernel.forward(_chunk(plan, tokens, padded, kept, i)), _chunks(kept, plan))
+        response = (_join(plan, x, tokens.rows.shape) for x in parts)
+        out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), response, strict=True))
+    return out, (tokens, table, out, lse)
+
+
+def _backward(plan: _Plan, saved: tuple[_Tokens, SlotTable, Array, Array], d_out: Array) -> tuple[_Tokens]:
+    tokens, table, out, lse = saved
+    dq, dk, dv = _prompt_backward(plan, tokens, out, lse, d_out)
+    if table.kept.shape[1]:
+        (ck, cv), (rq, rk, rv) = _response_backward(plan, tokens, table, out, lse, d_out)
+        slot = table.slot[:, : plan.segments.first]
+        dk, dv = dk + _from_slots(ck, slot), dv + _from_slots(cv, slot)
+        dq, dk, dv = (jnp.concatenate(pair, axis=1) for pair in ((dq, rq), (dk, rk), (dv, rv)))
+    integers = no_gradient(tokens.evicted_at)
+    return (_Tokens(dq, dk.astype(tokens.k.dtype), dv.astype(tokens.v.dtype), integers),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _prompt(plan: _Plan, tokens: _Tokens) -> Blocks:
+    first, (count, _, group, head_dim) = plan.segments.first, tokens.rows.shape
+    column = jnp.arange(first, dtype=jnp.int32)[None]
+    k, v, evicted_at = (x[:, :first] for x in tokens[1:])
+    q = tokens.rows[:, :first].reshape(count, first * group, head_dim)
+    rows = jnp.broadcast_to(jnp.repeat(column, group, axis=1), q.shape[:2])
+    return Blocks(q, k, v, rows, jnp.broadcast_to(column, evicted_at.shape), evicted_at)
+
+
+def _prompt_forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, Array]:
+    """Output and log-denominators of the prompt, by token and group."""
+    shape = (tokens.rows.shape[0], plan.segments.first, *tokens.rows.shape[2:])
+    if not plan.segments.first:
+        return jnp.zeros(shape, tokens.rows.dtype), jnp.zeros(shape[:3], jnp.promote_types(jnp.float32, tokens.k.dtype))
+    out, lse = plan.kernel.forward(_prompt(plan, tokens))
+    return out.reshape(shape), lse.reshape(shape[:3])
+
+
+def _prompt_backward(plan: _Plan, tokens: _Tokens, out: Array, lse: Array, d_out: Array) -> tuple[Array, Array, Array]:
+    first, rows = plan.segments.first, tokens.rows
+    if not first:
+        nothing = jnp.zeros((rows.shape[0], 0, rows.shape[-1]), lse.dtype)
+        return jnp.zeros_like(rows[:, :0]), nothing, nothing
+    flat = (x[:, :first].reshape(rows.shape[0], -1, *x.shape[3:]) for x in (out, lse, d_out))
+    dq, dk, dv = plan.kernel.backward(_prompt(plan, tokens), *flat)
+    return dq.reshape(rows[:, :first].shape), dk, dv
+
+
+def _pad_response(plan: _Plan, x: Array) -> Array:
+    """The response's part of `[blocks, tokens, ...]`, up to a whole number of chunks."""
+    return pad_rows(x[:, plan.segments.first :], plan.segments.length * plan.together, 0)
+
+
+def _pad_segments(plan: _Plan, kept: Array) -> Array:
+    return pad_rows(kept, plan.together, EMPTY)
+
+
+def _chunks(kept: Array, plan: _Plan) -> Array:
+    return jnp.arange(kept.shape[1] // plan.together)
+
+
+def _part(plan: _Plan, x: Array, chunk: Array) -> Array:
+    """A chunk of padded `[blocks, tokens, ...]` by its segments: `[blocks * together, length, ...]`."""
+    size = plan.together * plan.segments.length
+    part = jax.lax.dynamic_slice_in_dim(x, chunk * size, size, axis=1)
+    return part.reshape(-1, plan.segments.length, *x.shape[2:])
+
+
+def _join(plan: _Plan, parts: Array, shape: tuple[int, ...]) -> Array:
+    """`[chunks, blocks * together, length * group, ...]` -> `[blocks, response tokens, group, ...]`."""
+    count, tokens, group, _ = shape
+    parts = parts.reshape(parts.shape[0], count, -1, group, *parts.shape[3:]).swapaxes(0, 1)
+    return parts.reshape(count, -1, *parts.shape[3:])[:, : tokens - plan.segments.first]
+
+
+def _chunk(plan: _Plan, tokens: _Tokens, padded: _Tokens, kept: Array, chunk: Array) -> Blocks:
+    """The segments of one chunk, each with the keys that its boundary kept and its own."""
+    together, length, group = plan.together, plan.segments.length, padded.rows.shape[2]
+    rows, own_k, own_v, own_evicted_at = (_part(plan, x, chunk) for x in padded)
+    column = plan.segments.first + chunk * together * length + jnp.arange(together * length, dtype=jnp.int32)
+    column = jnp.tile(column.reshape(together, length), (padded.rows.shape[0], 1))
+    kept = jax.lax.dynamic_slice_in_dim(kept, chunk * together, together, axis=1)
+
+    def gathered(x: Array, own: Array) -> Array:
+        index = jnp.maximum(kept, 0).reshape(kept.shape[0], -1, *(1,) * (x.ndim - 2))
+        found = jnp.take_along_axis(x, index, axis=1).reshape(-1, kept.shape[2], *x.shape[2:])
+        return jnp.concatenate([found, own], axis=1)
+
+    kept_column = kept.reshape(-1, kept.shape[2])
+    return Blocks(
+        q=rows.reshape(rows.shape[0], length * group, -1),
+        k=gathered(tokens.k, own_k),
+        v=gathered(tokens.v, own_v),
+        column=jnp.repeat(column, group, axis=1),
+        born=jnp.concatenate([jnp.where(kept_column == EMPTY, LATEST, kept_column), column], axis=1),
+        evicted_at=gathered(tokens.evicted_at, own_evicted_at),
+    )
+
+
+def _response_backward(
+    plan: _Plan, tokens: _Tokens, table: SlotTable, out: Array, lse: Array, d_out: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    """Gradients of the keys and values in the slots of the first boundary, and of the response's q, k and v."""
+    padded, kept = _Tokens(*(_pad_response(plan, x) for x in tokens)), _pad_segments(plan, table.kept)
+    rows = [_pad_response(plan, x) for x in (out, lse, d_out)]
+    slot, stays = _pad_response(plan, table.slot), _stays(kept)
+    count, budget = kept.shape[0], plan.segments.budget
+
+    def one(carry: tuple[Array, Array], chunk: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+        blocks = _chunk(plan, tokens, padded, kept, chunk)
+        flat = (x.reshape(*blocks.q.shape[:2], *x.shape[3:]) for x in (_part(plan, x, chunk) for x in rows))
+        dq, *d_keys = plan.kernel.backward(blocks, *flat)
+        moves = (
+            _part(plan, slot, chunk).reshape(count, plan.together, -1),
+            jax.lax.dynamic_slice_in_dim(stays, chunk * plan.together, plan.together, axis=1),
+        )
+        by_segment = (x.reshape(count, plan.together, *x.shape[1:]) for x in d_keys)
+        carry, own = _walk_back(carry, tuple(by_segment), *moves)
+        return carry, (dq, *own)
+
+    nothing = jnp.zeros((count, budget, tokens.k.shape[-1]), lse.dtype)
+    carry, (dq, dk, dv) = jax.lax.scan(one, (nothing, nothing), _chunks(kept, plan), reverse=True)
+    response = tokens.rows.shape[1] - plan.segments.first
+    dk, dv = (x.swapaxes(0, 1).reshape(count, -1, x.shape[-1])[:, :response] for x in (dk, dv))
+    return carry, (_join(plan, dq, tokens.rows.shape), dk, dv)
+
+
+def _stays(kept: Array) -> Array:
+    """Whether the key in a slot is still there at the next boundary."""
+    following = jnp.pad(kept[:, 1:], [(0, 0), (0, 1), (0, 0)], constant_values=EMPTY)
+    return (kept == following) & (kept != EMPTY)
+
+
+def _walk_back(
+    carry: tuple[Array, Array], d_keys: tuple[Array, Array], slot: Array, stays: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Sums the gradients of every kept key along its slot, from the last segment to the one that it came from.
+
+    Args:
+      carry: `[blocks, budget, head_dim]` for k and v: gradients of what the boundary after the last segment keeps.
+      d_keys: `[blocks, segments, budget + length, head_dim]`. slot: `[blocks, segments, length]` of each segment's
+        own keys at the next boundary. stays: `[blocks, segments, budget]`.
+
+    Returns:
+      The carry for the boundary of the first segment, and `[blocks, segments * length, head_dim]` of the own keys.
+    """
+    budget = stays.shape[2]
+
+    def one(carry: tuple[Array, Array], at: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        gradients, slot, stays = at
+        own = tuple(x[:, budget:] + _from_slots(c, slot) for x, c in zip(gradients, carry, strict=True))
+        kept = tuple(x[:, :budget] + jnp.where(stays[..., None], c, 0) for x, c in zip(gradients, carry, strict=True))
+        return kept, own
+
+    by_segment = jax.tree.map(lambda x: x.swapaxes(0, 1), (d_keys, slot, stays))
+    carry, own = jax.lax.scan(one, carry, by_segment, reverse=True)
+    dk, dv = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[-1]) for x in own)
+    return carry, (dk, dv)
+
+
+def _from_slots(gradient: Array, slot: Array) -> Array:
+    """`[blocks, budget, head_dim]` at the slots of some keys; zeros for keys that are in none."""
+    outside = slot >= gradient.shape[1]
+    found = jnp.take_along_axis(gradient, jnp.where(outside, 0, slot)[..., None], axis=1)
+    return jnp.where(outside[..., None], 0, found)

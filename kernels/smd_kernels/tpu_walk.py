@@ -1,0 +1,190 @@
+"""How the TPU kernels walk over blocks: tiles, what is fetched for each, and the tables that tell live tiles from dead.
+
+A pass runs over the grid (blocks, outer tiles, inner tiles), in order. Vectors with one number a row or key travel as
+`[blocks, 1, length]`, along lanes, where they take no padding: as `[blocks, length, 1]`, or copied over the 128 lanes,
+they would weigh more than q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from smd_kernels.blocks import Blocks, key_extremes, live_tiles, row_extremes
+
+LANES = 128
+SCALAR_MEMORY = 2**20 - 2**14  # bytes: 1 MiB on TPU v5e, less what the compiler needs itself; v6e takes as much
+
+
+class Spans(NamedTuple):
+    """Which score tiles a pass visits, from the extremes of each tile; read from scalar memory inside the kernel.
+
+    Flat, because scalar memory gives every row of a table with two axes 128 words.
+
+    Attributes:
+      first, last: `[blocks * outer_tiles]` int32, first and last live inner tile; both 0 where none is live.
+      column_low, column_high: `[blocks * row_tiles]` int32, lowest and highest column of the rows that are no padding.
+      born_low, evicted_high: `[blocks * key_tiles]` int32, lowest `born`, highest `evicted_at` of keys ever visible.
+    """
+
+    first: Any
+    last: Any
+    column_low: Any
+    column_high: Any
+    born_low: Any
+    evicted_high: Any
+
+
+def spans(blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Spans:
+    """The tables for tiles of `rows` × `keys`, which divide the blocks."""
+    column_low, column_high = row_extremes(blocks.column, rows)
+    born_low, evicted_high = key_extremes(blocks.born, blocks.evicted_at, keys)
+    live = live_tiles(blocks, rows, keys)
+    first, after = live.of_rows() if rows_outside else live.of_keys()
+    last = jnp.maximum(after - 1, 0)
+    return Spans(*(x.reshape(-1) for x in (first, last, column_low, column_high, born_low, evicted_high)))
+
+
+def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
+    """Inside a kernel: whether some row may see some key in the score tile of this grid step."""
+    block = pl.program_id(0)
+    row_tile = block * pl.num_programs(row_axis) + pl.program_id(row_axis)
+    key_tile = block * pl.num_programs(key_axis) + pl.program_id(key_axis)
+    return (spans.born_low[key_tile] <= spans.column_high[row_tile]) & (
+        spans.column_low[row_tile] < spans.evicted_high[key_tile]
+    )
+
+
+def even(length: int, most: int) -> int:
+    """Length of a tile: as many tiles as tiles of `most` would make, all alike, and a multiple of LANES."""
+    tiles = max(1, pl.cdiv(length, most))
+    return max(1, pl.cdiv(length, tiles * LANES)) * LANES
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One pass over blocks of whole tiles.
+
+    Attributes:
+      rows, keys: tile lengths.
+      row_tiles, key_tiles: how many there are in a block.
+      rows_outside: whether row tiles are the outer axis and key tiles the inner one, or the other way round.
+      stages: buffers of an input that changes with the inner tile.
+    """
+
+    rows: int
+    keys: int
+    row_tiles: int
+    key_tiles: int
+    rows_outside: bool
+    stages: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return (self.row_tiles, self.key_tiles) if self.rows_outside else (self.key_tiles, self.row_tiles)
+
+    def _spec(self, of_rows: bool, shape: tuple[int, ...], place: Callable[..., Any]) -> pl.BlockSpec:
+        """Tiles of the rows or the keys; an inner one is held within the live span, so that dead ends stay unread."""
+        if of_rows == self.rows_outside:
+            return pl.BlockSpec((None, *shape), lambda block, outer, inner, spans: (block, *place(outer)))
+        outer_tiles = self.grid[0]
+
+        def held(block, outer, inner, spans):
+            at = block * outer_tiles + outer
+            return block, *place(jnp.clip(inner, spans.first[at], spans.last[at]))
+
+        return pl.BlockSpec((None, *shape), held, pipeline_mode=pl.Buffered(self.stages))
+
+    def matrix(self, of_rows: bool, head_dim: int) -> pl.BlockSpec:
+        """Tiles of `[blocks, length, head_dim]`."""
+        return self._spec(of_rows, (self.rows if of_rows else self.keys, head_dim), lambda tile: (tile, 0))
+
+    def vector(self, of_rows: bool) -> pl.BlockSpec:
+        """Tiles of `[blocks, 1, length]`."""
+        return self._spec(of_rows, (1, self.rows if of_rows else self.keys), lambda tile: (0, tile))
+
+    def blocks(self, head_dim: int) -> Blocks:
+        """Tiles of blocks, their vectors along lanes: specs in the place of arrays."""
+        q: Any = self.matrix(True, head_dim)
+        k: Any = self.matrix(False, head_dim)
+        column: Any = self.vector(True)
+        born: Any = self.vector(False)
+        return Blocks(q, k, k, column, born, born)
+
+
+class Operand(NamedTuple):
+    """An array, or the shape and dtype of one to come, and the tiles that a grid step sees of it."""
+
+    value: Any
+    spec: pl.BlockSpec
+
+
+def along_lanes(blocks: Blocks) -> Blocks:
+    """The vectors as `[blocks, 1, length]`."""
+    column, born, evicted_at = (x[:, None] for x in (blocks.column, blocks.born, blocks.evicted_at))
+    return Blocks(blocks.q, blocks.k, blocks.v, column, born, evicted_at)
+
+
+def cost(blocks: Blocks, products: int, arrays: Any) -> pl.CostEstimate:
+    """What a pass takes when every tile is live, with so many matrix products a tile: an upper bound, for XLA."""
+    (count, rows, head_dim), keys = blocks.q.shape, blocks.k.shape[1]
+    moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    pairs = count * rows * keys
+    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+def check_scalar_memory(count: int, walk: Walk) -> None:
+    """Raises ValueError if the tables of `Spans` do not fit."""
+    needed = 4 * count * (2 * walk.grid[0] + 2 * walk.row_tiles + 2 * walk.key_tiles)
+    if needed > SCALAR_MEMORY:
+        tiles = f"{count} blocks of {walk.row_tiles} row tiles and {walk.key_tiles} key tiles"
+        raise ValueError(
+            f"expected tables of at most {SCALAR_MEMORY} bytes of scalar memory; {tiles} need {needed}: "
+            "take larger tiles or fewer blocks at a time"
+        )
+
+
+def run(
+    kernel: Callable[..., None],
+    walk: Walk,
+    blocks: Blocks,
+    inputs: tuple[Operand, ...],
+    outputs: tuple[Operand, ...],
+    scratch: tuple[Any, ...],
+    products: int,
+    interpret: bool,
+) -> Any:
+    """Calls `kernel(spans, blocks, *inputs, *outputs, *scratch, scale=…)` at each grid step; returns the outputs.
+
+    `blocks` are whole tiles; the kernel makes `products` matrix products for a tile of scores.
+
+    Raises:
+      ValueError: more tiles than scalar memory has room for.
+    """
+    count, _, head_dim = blocks.q.shape
+    check_scalar_memory(count, walk)
+    shapes, values = tuple(x.value for x in outputs), tuple(x.value for x in inputs)
+    call = pl.pallas_call(
+        partial(kernel, scale=head_dim**-0.5),
+        name=f"block_attention_{kernel.__name__}",
+        out_shape=shapes,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(count, *walk.grid),
+            in_specs=(walk.blocks(head_dim), *(x.spec for x in inputs)),
+            out_specs=tuple(x.spec for x in outputs),
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=cost(blocks, products, (blocks, values, shapes)),
+        interpret=interpret,
+    )
+    table = spans(blocks, walk.rows, walk.keys, rows_outside=walk.rows_outside)
+    return call(table, along_lanes(blocks), *values)

@@ -1,0 +1,196 @@
+"""Block attention in plain JAX: for CPUs, and wherever a hardware kernel cannot run.
+
+Scores never exist all at once: a few blocks are attended to together, and of a long block one tile of rows and keys at
+a time, with the running softmax of FlashAttention (arXiv 2205.14135). The backward pass computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks, pad_rows
+
+# Measured on two cores with 512 KiB of cache each: longer tiles fall out of the cache, and more keys skip fewer tiles.
+CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, segments=4)
+ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, segments=8)
+
+
+@dataclass(frozen=True)
+class XlaKernel:
+    """See `smd_kernels.blocks.BlockKernel`; uses `rows`, `keys` and `scores` of the sizes."""
+
+    sizes: BlockSizes = CPU_SIZES
+
+    def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
+        rows, tile = blocks.q.shape[1], self._tile(blocks)
+        if tile is None:
+            return self._in_groups(_whole_forward, blocks)
+        out, lse = self._in_groups(lambda part: _tiled_forward(tile, part), pad_blocks(blocks, *tile))
+        return out[:, :rows], lse[:, :rows]
+
+    def backward(
+        self,
+        blocks: Blocks,
+        out: Float[Array, "blocks rows head_dim"],
+        lse: Float[Array, "blocks rows"],
+        d_out: Float[Array, "blocks rows head_dim"],
+    ) -> tuple[Array, Array, Array]:
+        rows, keys, tile = blocks.q.shape[1], blocks.k.shape[1], self._tile(blocks)
+        delta = jnp.sum(out.astype(lse.dtype) * d_out.astype(lse.dtype), axis=-1)
+        if tile is None:
+            return self._in_groups(_whole_backward, blocks, lse, delta, d_out)
+        per_row = pad_rows(lse, tile.rows, jnp.inf), pad_rows(delta, tile.rows, 0.0), pad_rows(d_out, tile.rows, 0.0)
+        padded = pad_blocks(blocks, *tile)
+        dq, dk, dv = self._in_groups(lambda *part: _tiled_backward(tile, *part), padded, *per_row)
+        return dq[:, :rows], dk[:, :keys], dv[:, :keys]
+
+    def _tile(self, blocks: Blocks) -> Tile | None:
+        """Of long blocks; None for those small enough to be attended to in one piece."""
+        rows, keys = blocks.q.shape[1], blocks.k.shape[1]
+        if rows * keys < self.sizes.scores // 2:
+            return None
+        return Tile(_even(rows, self.sizes.rows), _even(keys, self.sizes.keys))
+
+    def _in_groups(self, f: Callable[..., Any], blocks: Blocks, *rest: Array) -> Any:
+        """`f` of as many blocks at a time as have `sizes.scores` scores in a tile."""
+        count, tile = blocks.q.shape[0], self._tile(blocks) or Tile(blocks.q.shape[1], blocks.k.shape[1])
+        group = _even(count, max(self.sizes.scores // (tile.rows * tile.keys), 1), 1)
+        if group >= count:
+            return f(blocks, *rest)
+        short = -count % group
+
+        def split(x: Array) -> Array:
+            return jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, group, *x.shape[1:])
+
+        parts = jax.lax.map(lambda part: f(*part), jax.tree.map(split, (blocks, *rest)))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], parts)
+
+
+class Tile(NamedTuple):
+    """A piece of a block's scores."""
+
+    rows: int
+    keys: int
+
+
+def _even(length: int, most: int, multiple: int = 8) -> int:
+    """The shortest tile that makes as few tiles as `most` would, in multiples: short of that, nothing is padded."""
+    return -(-length // (-(-length // most) * multiple)) * multiple
+
+
+def _wide(x: Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _visible(blocks: Blocks) -> Bool[Array, "blocks rows keys"]:
+    column = blocks.column[:, :, None]
+    return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
+
+
+def _scores(blocks: Blocks) -> Float[Array, "blocks rows keys"]:
+    """Scaled scores, -inf where a row does not see a key."""
+    scores = jnp.einsum("nrd,nsd->nrs", blocks.q, blocks.k, preferred_element_type=_wide(blocks.q))
+    return jnp.where(_visible(blocks), scores * blocks.q.shape[-1] ** -0.5, -jnp.inf)
+
+
+def _finish(total: Array, highest: Array, out: Array, dtype: Any) -> tuple[Array, Array]:
+    """Output and log of the denominator from sums relative to `exp(highest)`; a blind row has total 0."""
+    blind = total == 0
+    total = jnp.where(blind, 1.0, total)
+    return (out / total[..., None]).astype(dtype), jnp.where(blind, jnp.inf, highest + jnp.log(total))
+
+
+def _finite(highest: Array) -> Array:
+    """-inf, of a row that has seen nothing yet, would make -inf - -inf of its scores."""
+    return jnp.where(highest == -jnp.inf, 0.0, highest)
+
+
+def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
+    scores = _scores(blocks)
+    highest = _finite(scores.max(-1))
+    weights = jnp.exp(scores - highest[..., None])
+    out = jnp.einsum("nrs,nsd->nrd", weights.astype(blocks.v.dtype), blocks.v, preferred_element_type=scores.dtype)
+    return _finish(weights.sum(-1), highest, out, blocks.q.dtype)
+
+
+def _whole_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+    dq, dk, dv = _tile_backward(blocks, lse, delta, d_out)
+    return dq.astype(blocks.q.dtype), dk, dv
+
+
+def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+    """All three in float32 or wider."""
+    wide, narrow = lse.dtype, blocks.q.dtype
+    weights = jnp.exp(_scores(blocks) - lse[..., None])
+    d_weights = jnp.einsum("nrd,nsd->nrs", d_out, blocks.v, preferred_element_type=wide)
+    d_scores = (weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5).astype(narrow)
+    dq = jnp.einsum("nrs,nsd->nrd", d_scores, blocks.k, preferred_element_type=wide)
+    dk = jnp.einsum("nrs,nrd->nsd", d_scores, blocks.q, preferred_element_type=wide)
+    dv = jnp.einsum("nrs,nrd->nsd", weights.astype(narrow), d_out, preferred_element_type=wide)
+    return dq, dk, dv
+
+
+def _rows(x: Array, tile: Int[Array, ""], size: int) -> Array:
+    """Tile number `tile` of `size` rows (or keys)."""
+    return jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1)
+
+
+def _cut(size: Tile, blocks: Blocks, row: Int[Array, ""], key: Int[Array, ""]) -> Blocks:
+    q, column = (_rows(x, row, size.rows) for x in (blocks.q, blocks.column))
+    k, v, born, evicted_at = (_rows(x, key, size.keys) for x in blocks[1:3] + blocks[4:])
+    return Blocks(q, k, v, column, born, evicted_at)
+
+
+def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
+    count, rows, head_dim = blocks.q.shape
+    wide = _wide(blocks.q)
+    first, last = live_tiles(blocks, size.rows, size.keys).of_rows()
+
+    def one_row_tile(row: Int[Array, ""]) -> tuple[Array, Array]:
+        def add(key: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            highest, total, out = carry
+            tile = _cut(size, blocks, row, key)
+            scores = _scores(tile)
+            new = jnp.maximum(highest, scores.max(-1))
+            weights = jnp.exp(scores - _finite(new)[..., None])
+            shrink = jnp.exp(highest - _finite(new))
+            seen = jnp.einsum("nrs,nsd->nrd", weights.astype(tile.v.dtype), tile.v, preferred_element_type=wide)
+            return new, total * shrink + weights.sum(-1), out * shrink[..., None] + seen
+
+        nothing = jnp.full((count, size.rows), -jnp.inf, wide), jnp.zeros((count, size.rows), wide)
+        start = (*nothing, jnp.zeros((count, size.rows, head_dim), wide))
+        # All blocks of a group walk together, so the tiles of the one that needs most.
+        highest, total, out = jax.lax.fori_loop(first[:, row].min(), last[:, row].max(), add, start)
+        return _finish(total, highest, out, blocks.q.dtype)
+
+    out, lse = jax.lax.map(one_row_tile, jnp.arange(rows // size.rows))
+    return out.swapaxes(0, 1).reshape(count, rows, head_dim), lse.swapaxes(0, 1).reshape(count, rows)
+
+
+def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+    count, keys, head_dim = blocks.k.shape
+    wide = lse.dtype
+    first, last = live_tiles(blocks, size.rows, size.keys).of_keys()
+
+    def one_key_tile(dq: Array, key: Int[Array, ""]) -> tuple[Array, tuple[Array, Array]]:
+        def add(row: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq, dk, dv = carry
+            per_row = (_rows(x, row, size.rows) for x in (lse, delta, d_out))
+            dq_tile, dk_tile, dv_tile = _tile_backward(_cut(size, blocks, row, key), *per_row)
+            summed = _rows(dq, row, size.rows) + dq_tile
+            dq = jax.lax.dynamic_update_slice_in_dim(dq, summed, row * size.rows, axis=1)
+            return dq, dk + dk_tile, dv + dv_tile
+
+        zeros = jnp.zeros((count, size.keys, head_dim), wide)
+        dq, dk, dv = jax.lax.fori_loop(first[:, key].min(), last[:, key].max(), add, (dq, zeros, zeros))
+        return dq, (dk, dv)
+
+    dq, parts = jax.lax.scan(one_key_tile, jnp.zeros(blocks.q.shape, wide), jnp.arange(keys // size.keys))
+    dk, dv = (x.swapaxes(0, 1).reshape(blocks.k.shape) for x in parts)
+    return dq.astype(blocks.q.dtype), dk, dv

@@ -1,0 +1,100 @@
+"""Problems for every implementation of interval and segment attention: what hypothesis draws, and what is expected."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from smd_jax.masks import NEVER
+from smd_jax.testing import random_evictions
+from smd_kernels import reference
+from smd_kernels.segments import Segments
+from tests.under_test import QUICK
+
+
+class Case(NamedTuple):
+    """A problem: what the sampler could see, and arrays to attend to."""
+
+    heads: int
+    head_dim: int
+    segments: Segments
+    evicted_at: np.ndarray  # [batch, kv_heads, tokens]
+    seed: int
+
+    def arrays(self, dtype: Any = np.float32) -> list[jax.Array]:
+        """q, k, v and the gradient of the output."""
+        batch, kv_heads, tokens = self.evicted_at.shape
+        rng = np.random.default_rng(self.seed)
+        heads = (self.heads, kv_heads, kv_heads, self.heads)
+        return [jnp.asarray(rng.normal(size=(batch, n, tokens, self.head_dim)), dtype) for n in heads]
+
+
+def evict_at_every_step(shape: tuple[int, int, int], padding: tuple[int, ...], budget: int, seed: int) -> np.ndarray:
+    """A sampler that drops a random key after every query, once it holds more than `budget`."""
+    rng = np.random.default_rng(seed)
+    evicted_at = np.full(shape, NEVER, np.int32)
+    for row, head in np.ndindex(shape[:2]):
+        evicted_at[row, head, : padding[row]] = 0
+        held: list[int] = []
+        for column in range(padding[row], shape[2]):
+            held.append(column)
+            if len(held) > budget:
+                evicted_at[row, head, held.pop(rng.integers(len(held)))] = column + 1
+    return evicted_at
+
+
+class Drawn(NamedTuple):
+    """What hypothesis chooses."""
+
+    shape: tuple[int, int, int]  # batch, kv_heads, heads per kv_head
+    tokens: int
+    head_dim: int
+    segments: Segments
+    padding: tuple[int, ...]
+    every_step: bool
+    seed: int
+
+    def case(self) -> Case:
+        batch, kv_heads, group = self.shape
+        if self.every_step:
+            shape = (batch, kv_heads, self.tokens)
+            evicted_at = evict_at_every_step(shape, self.padding, self.segments.budget, self.seed)
+        else:
+            sizes: Any = {"batch": batch, "kv_heads": kv_heads, "padding": self.padding, "seed": self.seed}
+            evicted_at = np.asarray(random_evictions(self.tokens, self.segments, **sizes).evicted_at[:, 0])
+        return Case(kv_heads * group, self.head_dim, self.segments, evicted_at, self.seed)
+
+
+@st.composite
+def cases(draw: Any) -> Drawn:
+    shape = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (1, 2, 3), (2, 1, 4)]))
+    tokens = draw(st.integers(1, 60))
+    budget = draw(st.sampled_from([1, 2, 7, 16, tokens, tokens + 5]))
+    segments = Segments(draw(st.integers(0, tokens)), draw(st.integers(1, 20)), budget)
+    padding = tuple(draw(st.integers(0, tokens)) for _ in range(shape[0]))
+    head_dim = draw(st.sampled_from([64, 128]))
+    return Drawn(shape, tokens, head_dim, segments, padding, draw(st.booleans()), draw(st.integers(0, 999)))
+
+
+def with_gradients(f: Any, case: Case, dtype: Any = np.float32) -> list[np.ndarray]:
+    """out, dq, dk, dv."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+        out, pull = jax.vjp(f, q, k, v)
+        return out, *pull(d_out)
+
+    given = case.arrays(dtype)
+    compiled = jax.jit(run).lower(*given).compile(QUICK)
+    first, second = compiled(*given), compiled(*given)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+    return [np.asarray(x, np.float64) for x in first]
+
+
+def expected(case: Case) -> list[np.ndarray]:
+    visible = reference.interval_mask(jnp.asarray(case.evicted_at))
+    return with_gradients(lambda q, k, v: reference.attention(q, k, v, visible), case)

@@ -1,0 +1,225 @@
+"""Decode attention of every implementation against loops in numpy; Pallas kernels run interpreted and are lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smd_kernels import decode_gpu, decode_tpu, reference
+from smd_kernels.decode import decode_attention
+
+
+class Shape(NamedTuple):
+    """Of one call; `slots` need not fill whole tiles."""
+
+    heads: int
+    kv_heads: int
+    slots: int
+    head_dim: int
+
+
+GQA = Shape(heads=4, kv_heads=2, slots=77, head_dim=64)
+SHAPES = {
+    "GQA": GQA,
+    "MHA, one tile": Shape(heads=2, kv_heads=2, slots=128, head_dim=128),
+    "one KV head, few slots": Shape(heads=8, kv_heads=1, slots=5, head_dim=64),
+    "group of three": Shape(heads=6, kv_heads=2, slots=130, head_dim=128),
+}
+# The GPU kernel takes slots in eights. Two more tiles than stages, so that the ring turns over; less than one tile.
+ON_GPU = {
+    "GQA": Shape(heads=4, kv_heads=2, slots=384, head_dim=64),
+    "group of three, ragged": Shape(heads=3, kv_heads=1, slots=72, head_dim=128),
+    "full group, less than a tile": Shape(heads=8, kv_heads=1, slots=40, head_dim=64),
+}
+
+
+def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Two rows; empty slots anywhere, and all of them in the first row's last head."""
+    rng = np.random.default_rng(seed)
+    sizes = ((shape.heads, 1), (shape.kv_heads, shape.slots), (shape.kv_heads, shape.slots))
+    q, k, v = (jnp.asarray(rng.normal(size=(2, *size, shape.head_dim)), dtype) for size in sizes)
+    valid = rng.random((2, shape.kv_heads, shape.slots)) < 0.6
+    valid[0, -1] = False
+    valid[1, -1, -1] = True
+    return q, k, v, jnp.asarray(valid)
+
+
+def in_numpy(q: Any, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, received = np.zeros(q.shape), np.zeros(valid.shape)
+    group = q.shape[1] // k.shape[1]
+    for row, head in np.ndindex(q.shape[:2]):
+        seen = np.flatnonzero(valid[row, head // group])
+        if seen.size == 0:
+            continue
+        scores = k[row, head // group, seen] @ q[row, head, 0] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        out[row, head, 0] = weights @ v[row, head // group, seen]
+        received[row, head // group, seen] += weights
+    return out, received
+
+
+def on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return decode_tpu.decode_attention(q, k, v, valid, interpret=True)
+
+
+def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reading beyond the slots gives zeros, as TMA does; where nobody does, unwritten memory is NaN."""
+    ragged = k.shape[2] % decode_gpu.DecodeSizes().keys
+    params = InterpretGPUParams(
+        out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
+    )
+    return decode_gpu.decode_attention(q, k, v, valid, interpret=params)
+
+
+class Transposed:
+    """A reference seen as its transpose, which the interpreter does not know."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        assert index is Ellipsis
+        return self.ref[...].T
+
+    def __setitem__(self, index: Any, value: jax.Array) -> None:
+        assert index is Ellipsis
+        self.ref[...] = value.T
+
+
+@pytest.fixture
+def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
+    """What the interpreter of JAX 0.10 lacks: layouts, which mean nothing on a CPU, and transposed operands."""
+    multiply = plgpu.wgmma
+
+    def wgmma(acc: Any, a: Any, b: Any) -> None:
+        def copied(a_copy, b_copy):
+            a_copy[...], b_copy[...] = a[...], b[...]
+            multiply(acc, a_copy, b_copy)
+
+        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
+
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(decode_gpu, "_transposed", Transposed)
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+
+
+ANYWHERE = {"reference": reference.decode_attention, "xla": decode_attention, "tpu": on_tpu}
+
+
+def check(f: Callable[..., Any], args: tuple[jax.Array, ...]) -> None:
+    """Values, dtypes, and that a second run gives the same bits."""
+    compiled = jax.jit(f)
+    out, received = compiled(*args)
+    expected_out, expected_received = in_numpy(*args)
+    assert out.dtype == args[0].dtype and received.dtype == jnp.float32
+    rounding = 4 * float(jnp.finfo(out.dtype).eps)  # of the weights before the second product, and of the output
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=max(rounding, 1e-6), rtol=0)
+    np.testing.assert_allclose(received, expected_received, atol=2e-6, rtol=1e-5)
+    group = args[0].shape[1] // args[1].shape[1]
+    np.testing.assert_allclose(received.sum(-1), group * np.asarray(args[3]).any(-1), rtol=1e-5)
+    for first, second in zip((out, received), compiled(*args), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("f", ANYWHERE.values(), ids=ANYWHERE)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_against_loops(f: Any, shape: Shape, dtype: Any):
+    check(f, inputs(shape, dtype))
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+@pytest.mark.parametrize("shape", ON_GPU.values(), ids=ON_GPU)
+def test_gpu_against_loops(shape: Shape):
+    assert decode_gpu.why_not(jnp.bfloat16, shape.head_dim, shape.slots, shape.heads // shape.kv_heads) is None
+    check(on_gpu, inputs(shape, jnp.bfloat16))
+
+
+@settings(deadline=None, max_examples=25)
+@given(valid=arrays(bool, (2, 2, 11), elements=st.booleans()), seed=st.integers(0, 9))
+def test_any_slots_may_be_empty(valid: np.ndarray, seed: int):
+    q, k, v, _ = inputs(Shape(heads=4, kv_heads=2, slots=11, head_dim=64), jnp.float32, seed)
+    out, received = decode_attention(q, k, v, jnp.asarray(valid))
+    expected_out, expected_received = in_numpy(q, k, v, valid)
+    np.testing.assert_allclose(out, expected_out, atol=1e-6)
+    np.testing.assert_allclose(received, expected_received, atol=1e-6)
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+@pytest.mark.parametrize(("f", "dtype"), [(decode_attention, "float32"), (on_tpu, "float32"), (on_gpu, "bfloat16")])
+def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
+    q, k, v, valid = inputs(Shape(heads=2, kv_heads=2, slots=64, head_dim=64), jnp.dtype(dtype))
+    other = [jnp.where(valid[..., None], x, 1e4).astype(x.dtype) for x in (k, v)]
+    for left, right in zip(f(q, k, v, valid), f(q, *other, valid), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_hand_worked():
+    """Scores 0 and ln 3 weigh 1/4 and 3/4 for the first head, the other way round for the second."""
+    q = jnp.array([[[[2.0, 0.0, 0.0, 0.0]], [[-2.0, 0.0, 0.0, 0.0]]]])  # the two cancels 1 / sqrt(4)
+    k = jnp.array([[[[0.0, 9.0, 0.0, 0.0], [50.0, 0.0, 0.0, 0.0], [np.log(3.0), 0.0, 0.0, 0.0]]]])
+    v = jnp.array([[[[4.0, 0.0, 0.0, 0.0], [1e3, 1e3, 1e3, 1e3], [8.0, 4.0, 0.0, 0.0]]]])
+    for f in (reference.decode_attention, decode_attention):
+        out, received = f(q, k, v, jnp.array([[[True, False, True]]]))
+        np.testing.assert_allclose(out[0, :, 0], [[7.0, 3.0, 0.0, 0.0], [5.0, 1.0, 0.0, 0.0]], rtol=1e-6)
+        np.testing.assert_allclose(received, [[[1.0, 0.0, 1.0]]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("impl", "platform", "target"), [
+    ("mosaic_gpu", "cuda", "mosaic_gpu"),
+    ("mosaic_tpu", "tpu", "tpu_custom_call"),
+])  # fmt: skip
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lowers_on_any_machine(impl: Any, platform: str, target: str, head_dim: int):
+    args = inputs(Shape(heads=8, kv_heads=2, slots=1000, head_dim=head_dim), jnp.bfloat16)
+    exported = jax.export.export(jax.jit(partial(decode_attention, impl=impl)), platforms=[platform])(*args)
+    assert target in exported.mlir_module()
+    assert [x.shape for x in exported.out_avals] == [args[0].shape, args[3].shape]
+
+
+@pytest.mark.parametrize(("kernel", "arguments", "reason"), [
+    (decode_gpu, (jnp.bfloat16, 128, 4224, 8), None),
+    (decode_gpu, (jnp.float32, 128, 1024, 4), "bfloat16; got float32"),
+    (decode_gpu, (jnp.bfloat16, 96, 1024, 4), "(64, 128); got 96"),
+    (decode_gpu, (jnp.bfloat16, 128, 1023, 4), "multiple of 8, the rows of a TMA tile; got 1023"),
+    (decode_gpu, (jnp.bfloat16, 128, 1024, 9), "at most 8 query heads per KV head; got 9"),
+    (decode_gpu, (jnp.bfloat16, 128, 8192, 4), "8192 slots"),
+    (decode_tpu, (jnp.bfloat16, 128, 8192, 4), None),
+    (decode_tpu, (jnp.float16, 128, 1024, 4), "bfloat16 or float32; got float16"),
+    (decode_tpu, (jnp.bfloat16, 72, 1024, 4), "multiple of 16; got 72"),
+    (decode_tpu, (jnp.float32, 128, 16384, 4), "16384 slots"),
+])  # fmt: skip
+def test_why_not(kernel: Any, arguments: tuple[Any, ...], reason: str | None):
+    answer = kernel.why_not(*arguments)
+    assert answer is None if reason is None else reason in answer
+
+
+def test_a_named_implementation_that_cannot_run_says_why():
+    q, k, v, valid = inputs(GQA, jnp.float32)
+    with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
+        decode_attention(q, k, v, valid, impl="mosaic_gpu")
+    with pytest.raises(ValueError, match=r"impl='mosaic_tpu' cannot run: expected bfloat16 or float32; got float16"):
+        decode_attention(q.astype(jnp.float16), k, v, valid, impl="mosaic_tpu")
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"keys": 100}, "expected keys to be 64, 128, 192 or 256; got 100"),
+    ({"stages": 1}, "expected at least 2 stages; got 1"),
+])  # fmt: skip
+def test_sizes_are_checked(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        decode_gpu.DecodeSizes(**sizes)

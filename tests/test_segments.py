@@ -1,0 +1,165 @@
+"""Interval and segment attention in plain JAX against the float32 reference, and the tables behind them by counting."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smd_jax.masks import NEVER, ShadowMask
+from smd_kernels import reference
+from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks
+from smd_kernels.intervals import interval_attention
+from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
+from smd_kernels.xla import XlaKernel
+from tests.attention_cases import Case, Drawn, cases, evict_at_every_step, expected, with_gradients
+from tests.under_test import QUICK
+
+# Tiles and groups far smaller than the problems, so that every loop goes round more than once.
+SMALL = XlaKernel(BlockSizes(rows=16, keys=8, scores=300))
+WHOLE = XlaKernel()
+
+
+PORTABLE = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@PORTABLE
+@given(cases(), st.sampled_from([SMALL, WHOLE]))
+def test_interval_attention(drawn: Drawn, kernel: XlaKernel):
+    case = drawn.case()
+    evicted_at = jnp.asarray(case.evicted_at)
+    got = with_gradients(lambda q, k, v: interval_attention(q, k, v, evicted_at, kernel), case)
+    for x, y in zip(got, expected(case), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@PORTABLE
+@given(cases(), st.sampled_from([SMALL, WHOLE]), st.sampled_from([1, 2, 100]))
+def test_segment_attention(drawn: Drawn, kernel: XlaKernel, together: int):
+    case = drawn.case()
+    evicted_at = jnp.asarray(case.evicted_at)
+    attend = partial(segment_attention, segments=case.segments, kernel=kernel, together=together)
+    got = with_gradients(lambda q, k, v: attend(q, k, v, evicted_at), case)
+    for x, y in zip(got, expected(case), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(cases())
+def test_slots(drawn: Drawn):
+    """At every boundary the table holds exactly the keys that are visible across it, each where it always was."""
+    case = drawn.case()
+    segments, tokens = case.segments, case.evicted_at.shape[2]
+    ends = case.evicted_at.reshape(-1, tokens)
+    slot, kept = (np.asarray(x) for x in jax.jit(slot_table, static_argnums=1)(jnp.asarray(ends), segments))
+    assert kept.shape == (len(ends), segments.count(tokens), segments.budget)
+    ever = np.zeros(slot.shape, bool)
+    for block, i in np.ndindex(*kept.shape[:2]):
+        boundary = segments.first + i * segments.length
+        held = kept[block, i][kept[block, i] != EMPTY]
+        assert sorted(held) == list(np.flatnonzero(ends[block, :boundary] > boundary))
+        np.testing.assert_array_equal(kept[block, i, slot[block, held]], held)
+        ever[block, held] = True
+    np.testing.assert_array_equal(slot == segments.budget, ~ever)
+
+
+def test_slots_by_hand():
+    """Two slots, segments of two after a prompt of three: key 4 takes the slot of key 0, key 6 that of key 2."""
+    never = NEVER
+    #                key  0  1  2      3      4      5  6      7
+    ends = jnp.array([[5, 3, 7, 4, never, 6, never, never]], jnp.int32)
+    slot, kept = slot_table(ends, Segments(first=3, length=2, budget=2))
+    np.testing.assert_array_equal(kept, [[[0, 2], [4, 2], [4, 6]]])
+    np.testing.assert_array_equal(slot, [[0, 2, 1, 2, 0, 2, 1, 2]])
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(cases(), st.integers(1, 9), st.integers(1, 9))
+def test_live_tiles(drawn: Drawn, rows: int, keys: int):
+    """No tile with a visible key is left out, and causally none with only later keys is left in."""
+    case = drawn.case()
+    tokens = case.evicted_at.shape[2]
+    ends = jnp.asarray(case.evicted_at.reshape(-1, tokens))
+    column = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], ends.shape)
+    nothing = jnp.zeros((*ends.shape, 1))
+    blocks = pad_blocks(Blocks(nothing, nothing, nothing, column, column, ends), rows, keys)
+    live = live_tiles(blocks, rows, keys)
+    seen = (blocks.born[:, None] <= blocks.column[:, :, None]) & (
+        blocks.column[:, :, None] < blocks.evicted_at[:, None]
+    )
+    cut = np.asarray(seen).reshape(len(ends), live.live.shape[1], rows, live.live.shape[2], keys)
+    tiles: np.ndarray = np.any(cut, axis=(2, 4))
+    assert not (tiles & ~np.asarray(live.live)).any()
+    first, after = map(np.asarray, live.of_rows())
+    assert (after <= -(-(np.arange(live.live.shape[1]) + 1) * rows // keys)).all()
+    for block, row in np.ndindex(*first.shape):
+        assert set(np.flatnonzero(tiles[block, row])) <= set(range(first[block, row], after[block, row]))
+    first, after = map(np.asarray, live.of_keys())
+    for block, key in np.ndindex(*first.shape):
+        assert set(np.flatnonzero(tiles[block, :, key])) <= set(range(first[block, key], after[block, key]))
+
+
+CASE = Case(4, 64, Segments(5, 6, 7), evict_at_every_step((2, 2, 41), (3, 0), 7, 0), 1)
+FORMS = {
+    "interval": lambda q, k, v: interval_attention(q, k, v, jnp.asarray(CASE.evicted_at), SMALL),
+    "segments": lambda q, k, v: segment_attention(q, k, v, jnp.asarray(CASE.evicted_at), CASE.segments, SMALL, 2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float64(form: str):
+    with jax.enable_x64(True):
+        visible = reference.interval_mask(jnp.asarray(CASE.evicted_at))
+        exact = with_gradients(lambda q, k, v: reference.attention(q, k, v, visible), CASE, np.float64)
+        for x, y in zip(with_gradients(FORMS[form], CASE, np.float64), exact, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16(form: str):
+    """Within the rounding of inputs, weights and results; gradients are summed in float32."""
+    got = with_gradients(FORMS[form], CASE, jnp.bfloat16)
+    for x, y in zip(got, expected(CASE), strict=True):
+        np.testing.assert_allclose(x, y, atol=2**-6 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blind_rows_are_exactly_zero(form: str):
+    out, dq, _, _ = with_gradients(FORMS[form], CASE)
+    assert not out[0, :, :3].any() and not dq[0, :, :3].any() and out[0, :, 3].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_grows_with_the_length_only(form: str):
+    """From the compiled programs, forward and backward: four times the tokens, at most 4.5 times the memory."""
+
+    def temporary(tokens: int) -> int:
+        evicted_at = jnp.full((1, 2, tokens), NEVER, jnp.int32)
+        attend = partial(interval_attention, evicted_at=evicted_at, kernel=WHOLE)
+        if form == "segments":
+            attend = partial(segment_attention, evicted_at=evicted_at, segments=Segments(0, 64, 128), kernel=WHOLE)
+        arrays = [jax.ShapeDtypeStruct((1, 2, tokens, 64), jnp.float32)] * 3
+        run = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v).sum(), argnums=(0, 1, 2)))
+        memory: Any = run.lower(*arrays).compile(QUICK).memory_analysis()
+        return memory.temp_size_in_bytes
+
+    assert temporary(8192) <= 4.5 * temporary(2048)
+
+
+def test_segments_are_checked():
+    with pytest.raises(ValueError, match=r"expected first >= 0, length >= 1 and budget >= 1; got Segments\(first=0"):
+        Segments(0, 0, 4)
+    with pytest.raises(ValueError, match="expected rows >= 1; got 0"):
+        BlockSizes(rows=0)
+    mask = ShadowMask(jnp.full((1, 2, 1, 9), NEVER, jnp.int32))
+    with pytest.raises(ValueError, match=r"at most 4 earlier keys visible at column 6 .*; got 6 \(batch 0, layer 0"):
+        mask.with_segments((Segments(3, 3, 4),))
+    with pytest.raises(ValueError, match="expected segments of 1 or 2 layers; got 3"):
+        mask.with_segments((Segments(3, 3, 9),) * 3)
+    assert mask.with_segments((Segments(3, 3, 9),)).layer(1).segments == Segments(3, 3, 9)

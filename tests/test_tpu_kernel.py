@@ -1,0 +1,222 @@
+"""The TPU kernels in Pallas' interpreter against the reference, what they skip, and their export for a TPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax import export
+
+from smd_kernels import reference, tpu_walk
+from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes
+from smd_kernels.intervals import interval_attention
+from smd_kernels.segments import segment_attention
+from smd_kernels.tpu import TPU_SIZES, MosaicTpuKernel, why_not
+from tests.attention_cases import Drawn, cases, expected, with_gradients
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KERNEL = MosaicTpuKernel(interpret=True)
+COLUMNS = 300  # columns of the queries run from 0 to here
+SHAPES = {  # blocks, rows, keys, head_dim
+    "less than a tile": (2, 5, 3, 64),
+    "whole tiles": (1, 256, 128, 128),
+    "odd sizes": (2, 150, 301, 128),
+    "one row": (2, 1, 129, 64),
+}
+
+
+class Result(NamedTuple):
+    out: Any
+    lse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+def random_blocks(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> Blocks:
+    """Intervals of all kinds, some empty, in no order; row 1 is padding, and no key is born by column 0, of row 2."""
+    count, rows, keys, head_dim = shape
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.normal(size=(count, n, head_dim)), dtype) for n in (rows, keys, keys))
+    column = rng.integers(1, COLUMNS, size=(count, rows))
+    column[:, 1:2], column[:, 2:3] = -1, 0
+    born = rng.integers(1, COLUMNS, size=(count, keys))
+    evicted_at = born + rng.integers(-5, COLUMNS, size=(count, keys))
+    evicted_at[rng.random((count, keys)) < 0.2] = 0
+    column, born, evicted_at = (jnp.asarray(x, jnp.int32) for x in (column, born, evicted_at))
+    return Blocks(q, k, v, column, born, evicted_at)
+
+
+def cotangent(blocks: Blocks) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(9).normal(size=blocks.q.shape), blocks.q.dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def by_kernel(kernel: BlockKernel, blocks: Blocks, d_out: jax.Array) -> Result:
+    out, lse = kernel.forward(blocks)
+    return Result(out, lse, *kernel.backward(blocks, out, lse, d_out))
+
+
+def seen_by_each(blocks: Blocks) -> jax.Array:
+    column = blocks.column[:, :, None]
+    return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
+
+
+@jax.jit
+def by_reference(blocks: Blocks, d_out: jax.Array) -> Result:
+    """In float32, each block a batch row with one head."""
+    mask = seen_by_each(blocks)
+    q, k, v = (x[:, None].astype(jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
+    out, pull = jax.vjp(lambda q, k, v: reference.attention(q, k, v, mask[:, None]), q, k, v)
+    scores = jnp.where(mask, (q @ k.mT)[:, 0] * q.shape[-1] ** -0.5, -jnp.inf)
+    lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), jnp.inf)
+    d_inputs = (x[:, 0] for x in pull(d_out[:, None].astype(jnp.float32)))
+    return Result(out[:, 0], lse, *d_inputs)
+
+
+def assert_like_reference(kernel: BlockKernel, blocks: Blocks) -> Result:
+    d_out = cotangent(blocks)
+    got, expected = by_kernel(kernel, blocks, d_out), by_reference(blocks, d_out)
+    # bfloat16 has 8 bits: weights and the gradients of scores are rounded to it before the second products.
+    tolerance = 3e-2 if blocks.q.dtype == jnp.bfloat16 else 2e-5
+    for name, x, y in zip(Result._fields, got, expected, strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y)
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(np.isposinf(x), ~finite, err_msg=name)
+        np.testing.assert_allclose(x[finite], y[finite], atol=tolerance, rtol=tolerance, err_msg=name)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_like_the_reference(shape: tuple[int, ...], dtype: Any):
+    got = assert_like_reference(KERNEL, random_blocks(shape, dtype))
+    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, jnp.float32, jnp.float32]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tiles_of_all_sizes(seed: int):
+    """Each pass cuts rows and keys in its own way; a tile of 200 becomes one of 256, evenly filled."""
+    sizes = BlockSizes(rows=128, keys=256, rows_dq=200, keys_dq=128, rows_dkv=384, keys_dkv=128, stages=1)
+    assert_like_reference(MosaicTpuKernel(sizes, interpret=True), random_blocks((1, 380, 270, 64), seed=seed))
+
+
+def test_blocks_have_their_own_live_tiles():
+    """Two heads in column order, most tiles dead; keys run backwards in one block, rows in another; one is padding."""
+    blocks = random_blocks((4, 600, 300, 64))
+    rows, keys = jnp.repeat(jnp.arange(300, dtype=jnp.int32), 2), jnp.arange(300, dtype=jnp.int32)
+    column, born = jnp.stack([rows, rows, rows[::-1], 0 * rows - 1]), jnp.stack([keys, keys[::-1], keys, keys])
+    assert_like_reference(KERNEL, blocks._replace(column=column, born=born, evicted_at=born + 40))
+
+
+def test_scores_far_below_zero():
+    """About -1000 each: weights must come from the difference to the highest score that is seen, not to a fixed one."""
+    blocks = random_blocks((1, 130, 140, 64))
+    far = blocks._replace(q=10 + 0.1 * blocks.q, k=-12.5 + 0.1 * blocks.k)
+    got, expected = (f(far, cotangent(far)) for f in (partial(by_kernel, KERNEL), by_reference))
+    np.testing.assert_array_equal(np.isfinite(got.lse), np.isfinite(expected.lse))
+    np.testing.assert_allclose(got.out, expected.out, atol=1e-3)  # scores of 1000 have an error of 1e-4 themselves
+
+
+def test_second_run_gives_the_same_bits():
+    blocks = random_blocks((2, 150, 301, 128), jnp.bfloat16)
+    first, second = (by_kernel(KERNEL, blocks, cotangent(blocks)) for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+def test_blind_rows_and_unseen_keys_are_exact_zeros():
+    blocks = random_blocks((2, 150, 301, 128))
+    mask = seen_by_each(blocks)
+    blind, unseen = ~mask.any(2), ~mask.any(1)
+    assert blind.any() and unseen.any()
+    got = by_kernel(KERNEL, blocks, cotangent(blocks))
+    assert jnp.all(got.lse[blind] == jnp.inf)
+    for x in (got.out[blind], got.dq[blind], got.dk[unseen], got.dv[unseen]):
+        np.testing.assert_array_equal(x, 0.0)
+
+
+def test_dead_tiles_are_not_computed():
+    """What is not a number there would spread: 0 * NaN is NaN. Tile 1 lies between live ones, tile 3 behind them."""
+    blocks = random_blocks((1, 128, 512, 64))
+    tile = jnp.arange(512)[None] // 128
+    born = jnp.array([0, 500, 0, 500])[tile]
+    dead = born == 500
+    blocks = blocks._replace(born=born, evicted_at=jnp.full_like(born, 600))
+    poisoned = blocks._replace(
+        k=jnp.where(dead[..., None], jnp.nan, blocks.k), v=jnp.where(dead[..., None], jnp.inf, blocks.v)
+    )
+    clean, got = (by_kernel(KERNEL, x, cotangent(blocks)) for x in (blocks, poisoned))
+    for x, y in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_dead_ends_are_not_fetched():
+    """The key tile that each step asks for, first and last live ones being 1 and 2 in row tile 1 and none in tile 0."""
+    column = jnp.repeat(jnp.array([-1, 50], jnp.int32), 128)[None]
+    born = jnp.repeat(jnp.array([90, 10, 20, 60], jnp.int32), 128)[None]
+    x = jnp.zeros((1, 1, 64))
+    blocks = Blocks(x, x, x, column, born, born + 1000)
+    walk = tpu_walk.Walk(128, 128, 2, 4, rows_outside=True, stages=2)
+    table = tpu_walk.spans(blocks, 128, 128, rows_outside=True)
+    index_map: Any = walk.matrix(False, 64).index_map
+    fetched = [[int(index_map(0, i, j, table)[1]) for j in range(4)] for i in range(2)]
+    assert fetched == [[0, 0, 0, 0], [1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("rows_outside", [True, False])
+def test_spans_enclose_all_that_is_visible(rows_outside: bool):
+    blocks = random_blocks((3, 512, 384, 64))
+    table = tpu_walk.spans(blocks, 128, 128, rows_outside=rows_outside)
+    live: np.ndarray = np.any(np.asarray(seen_by_each(blocks)).reshape(3, 4, 128, 3, 128), axis=(2, 4))
+    live = live if rows_outside else live.swapaxes(1, 2)
+    for first, last, inner in zip(table.first, table.last, live.reshape(-1, live.shape[2]), strict=True):
+        assert set(np.flatnonzero(inner)) <= set(range(int(first), int(last) + 1))
+
+
+def test_even_tiles():
+    """1,152 keys in tiles of at most 512 are three of 384, not two and a quarter."""
+    assert [tpu_walk.even(n, 512) for n in (1152, 1024, 100, 0, 513)] == [384, 512, 128, 128, 384]
+
+
+@pytest.mark.parametrize("sizes", [BlockSizes(), TPU_SIZES], ids=["default sizes", "TPU sizes"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_export_for_tpu(dtype: Any, sizes: BlockSizes):
+    blocks = jax.eval_shape(lambda: random_blocks((16, 1024, 1152, 128), dtype))
+    exported = export.export(jax.jit(partial(by_kernel, MosaicTpuKernel(sizes))), platforms=["tpu"])(blocks, blocks.q)
+    assert exported.mlir_module().count("@tpu_custom_call") == 3
+
+
+def test_refusals():
+    assert why_not(jnp.bfloat16, 128) is None and why_not(jnp.float32, 64) is None
+    assert "bfloat16 or float32, got float16" in str(why_not(jnp.float16, 128))
+    assert "head_dim 64 or 128, got 96" in str(why_not(jnp.float32, 96))
+    with pytest.raises(ValueError, match="stages 1 or 2 on TPU, got 3"):
+        MosaicTpuKernel(BlockSizes(stages=3))
+    shapes = jax.eval_shape(lambda: random_blocks((1, 1024, 1152, 128)))
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5243, *x.shape[1:]), x.dtype), shapes)
+    with pytest.raises(ValueError, match="5243 blocks of 8 row tiles and 9 key tiles need 1048600"):
+        jax.eval_shape(KERNEL.forward, many)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.booleans())
+def test_drawn_masks(drawn: Drawn, over_segments: bool):
+    """Any mask, gathered by segments or whole, as the learner calls the kernel."""
+    case = drawn.case()
+    evicted_at = jnp.asarray(case.evicted_at)
+    kernel = MosaicTpuKernel(BlockSizes(), interpret=True)
+    if over_segments:
+        attend = partial(segment_attention, evicted_at=evicted_at, segments=case.segments, kernel=kernel)
+    else:
+        attend = partial(interval_attention, evicted_at=evicted_at, kernel=kernel)
+    got = with_gradients(lambda q, k, v: attend(q, k, v), case)
+    for x, y in zip(got, expected(case), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)
