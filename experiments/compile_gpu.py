@@ -1,11 +1,13 @@
 """Do the GPU kernels compile to machine code for Hopper, on a machine without a GPU?
 
 Question   Does the compiler accept the forward and backward kernels for an H100, do they multiply on tensor cores
-           (wgmma), and do their registers suffice?
+           (wgmma), and do their registers suffice? How much memory does the attention of a whole layer take at 32,768
+           tokens, 64 query and 8 KV heads, head_dim 128 and a budget of 1,024 + 128, forward and backward?
 Command    python experiments/compile_gpu.py
-           (needs: pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12 absl-py, in JAX's version)
+           (in the environment of `make compile-kernels`)
 Cost       about half a minute on two CPU cores
-Result     one JSON object a line; the exit status is 1 if a kernel did not compile, spills, or has no wgmma.
+Result     one JSON object a line; the exit status is 1 if a kernel did not compile, spills, or has no wgmma, or if a
+           layer takes more than 2.5 GB.
 
 `registers` is what a thread gets when the kernel starts; warpgroups then pass some on to each other. `serialized` says
 that the compiler had to wait for every wgmma before the next. `temp_bytes` is main memory beside arguments and results.
@@ -38,11 +40,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from smd_kernels.blocks import Blocks
 from smd_kernels.gpu import GPU_SIZES, MosaicGpuKernel
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.segments import Segments, segment_attention
 
 TARGETS = {"h100": Path(__file__).parent / "targets" / "h100.txtpb"}
 HEAD_DIMS = (64, 128)
 GROUP, BUFFER, BUDGET = 8, 128, 1024
 COUNT, ROWS, KEYS = 64, GROUP * BUFFER, BUDGET + BUFFER
+TOKENS, MOST_BYTES = 32768, 2.5e9
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Row:
 
     @property
     def good(self) -> bool:
+        if self.kernel.startswith("layer"):
+            return self.temp_bytes is not None and self.temp_bytes <= MOST_BYTES
         return self.compiled and self.spill_bytes == 0 and bool(self.wgmma) and not self.serialized
 
 
@@ -103,6 +109,27 @@ def facts(code: str, log: str) -> dict[str, Any]:
     }
 
 
+def layer(sharding: NamedSharding) -> Row:
+    """Gathering, kernels and all, forward and backward, at the sizes of the question."""
+
+    def shaped(heads: int) -> Any:
+        return jax.ShapeDtypeStruct((1, heads, TOKENS, 128), jnp.bfloat16, sharding=sharding)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
+        segments, kernel = Segments(0, BUFFER, BUDGET), MosaicGpuKernel()
+        attend = partial(segment_attention, segments=segments, kernel=kernel, together=GPU_SIZES.segments)
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
+        return out, pull(q)
+
+    evicted_at = jax.ShapeDtypeStruct((1, 8, TOKENS), jnp.int32, sharding=sharding)
+    arguments = (shaped(64), shaped(8), shaped(8), evicted_at)
+    program = jax.jit(run, out_shardings=sharding).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    memory = program.memory_analysis()
+    return Row(
+        "layer, forward and backward", "h100", "bfloat16", 128, True, temp_bytes=memory and memory.temp_size_in_bytes
+    )
+
+
 def rows() -> Iterator[Row]:
     for target, description in TARGETS.items():
         topology = topologies.get_topology_desc(
@@ -116,6 +143,7 @@ def rows() -> Iterator[Row]:
                     yield row(compiled=True, **compiled(function, arguments, sharding))
                 except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
                     yield row(compiled=False, error=str(error).splitlines()[0])
+        yield layer(sharding)
 
 
 def main() -> int:

@@ -30,6 +30,10 @@ from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
+# What a score over gathered keys costs beside one of the causal triangle, from the break-even of
+# experiments/results/attention_cpu_budgets.json; on GPU and TPU not measured.
+GATHERED_SCORE = 1.6
+
 Implementation = Literal["reference", "xla", "interval", "segments", "mosaic_gpu", "mosaic_tpu"]
 
 
@@ -101,11 +105,12 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
 
 
 def pays(segments: Segments | None, tokens: int) -> bool:
-    """Whether gathered segments have fewer scores than the causal triangle: about budget + length < tokens / 2."""
+    """Whether gathering segments is cheaper than the causal triangle: about budget + length < 0.3 tokens."""
     if segments is None:
         return False
     prompt = min(segments.first, tokens)
-    return (tokens - prompt) * (segments.budget + segments.length) + prompt**2 / 2 < tokens**2 / 2
+    gathered = (tokens - prompt) * (segments.budget + segments.length)
+    return GATHERED_SCORE * gathered + prompt**2 / 2 < tokens**2 / 2
 
 
 def _not_on(platform: str) -> str | None:

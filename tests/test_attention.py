@@ -203,8 +203,8 @@ class Accelerator:
 MASKS = {
     "booleans": (jnp.ones((1, 1, 600, 600), bool), "xla", False),
     "small budget": (interval(2048, Segments(64, 32, 128)), "segments", True),
-    # Gathering 1,072 keys where the causal triangle has 1,024 on average does not pay.
-    "large budget": (interval(2048, Segments(64, 32, 1040)), "interval", True),
+    # Gathering 732 keys where the causal triangle has 1,024 on average does not pay.
+    "large budget": (interval(2048, Segments(64, 32, 700)), "interval", True),
     "no segments": (interval(2048), "interval", True),
     "short, small budget": (interval(512, Segments(64, 32, 128)), "segments", True),
 }
