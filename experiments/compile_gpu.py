@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Nothing can be timed here, so XLA must not try to choose its own kernels by their speed.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -47,6 +48,7 @@ HEAD_DIMS = (64, 128)
 GROUP, BUFFER, BUDGET = 8, 128, 1024
 COUNT, ROWS, KEYS = 64, GROUP * BUFFER, BUDGET + BUFFER
 TOKENS, MOST_BYTES = 32768, 2.5e9
+DUMP = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,7 @@ def jobs(head_dim: int, dtype: Any, sharding: NamedSharding) -> Iterator[tuple[s
 
 def compiled(function: Callable[..., Any], arguments: tuple, sharding: NamedSharding) -> dict[str, Any]:
     """Fields of `Row` that the compiler reports. Raises what it raises."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {**DUMP, "MOSAIC_GPU_DUMP_TO": folder}):
         lowered = jax.jit(function, out_shardings=sharding).trace(*arguments).lower(lowering_platforms=("cuda",))
         program = lowered.compile()
         (code,), (log,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("ptx", "ptxas"))
