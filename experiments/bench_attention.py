@@ -17,7 +17,6 @@ T × T mask fits, it is cuDNN's dense causal attention, which computes another a
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -42,8 +41,10 @@ from smd_jax.progress import summary_table
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
+from smd_kernels.gpu import GPU_SIZES
 from smd_kernels.segments import EMPTY, segment_attention, slot_table
-from smd_kernels.xla import CPU_SIZES, XlaKernel
+from smd_kernels.tpu import TPU_SIZES
+from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
 Attention = Callable[[Array, Array, Array, KeyInterval], Array]
 
@@ -157,8 +158,9 @@ def stock_segments(q: Array, k: Array, v: Array, mask: KeyInterval, implementati
 def xla_segments(together: int | None, q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
     """`segments` with another number of them gathered at once; None: all, which is the vectorised form."""
     assert mask.segments is not None
-    count = together or mask.segments.count(q.shape[2])
-    return segment_attention(q, k, v, mask.evicted_at, mask.segments, XlaKernel(CPU_SIZES), count)
+    sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
+    most = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
+    return segment_attention(q, k, v, mask.evicted_at, segments=mask.segments, kernel=XlaKernel(sizes), most=most)
 
 
 def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
@@ -189,6 +191,14 @@ def can_run(name: str, args: Args, tokens: int, q: Array, k: Array, mask: KeyInt
         return args.device == "gpu"
     impl = name if name.startswith("mosaic") or name == "interval" else "segments"
     return why_not(impl, q, k, mask) is None
+
+
+# What a compiler or a device says of a program that it cannot take; the others are measured all the same.
+FAILURES = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
 
 
 def inputs(args: Args, tokens: int, budget: int) -> tuple[Array, Array, Array, Array, KeyInterval]:
@@ -223,8 +233,15 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
     q, k, v, weights, mask = inputs(args, tokens, budget)
     given = (q, k, v, mask)
     names = [n for n in table if (not args.impls or n in args.impls) and can_run(n, args, tokens, q, k, mask)]
-    forward = {n: jax.jit(table[n]).lower(*given).compile() for n in names}
-    both = {n: jax.jit(forward_and_backward(table[n])).lower(*given, weights).compile() for n in names}
+    forward, both = {}, {}
+    for n in list(names):
+        try:
+            forward[n] = jax.jit(table[n]).lower(*given).compile()
+            both[n] = jax.jit(forward_and_backward(table[n])).lower(*given, weights).compile()
+            jax.block_until_ready(both[n](*given, weights))
+        except FAILURES as error:
+            names.remove(n)
+            print(json.dumps({"failed": n, "T": tokens, "budget": budget, "reason": first_line(error)}), flush=True)
     times: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in names}
     for turn in range(args.rounds + 1):
         for n in names:
@@ -282,8 +299,11 @@ def check(args: Args) -> None:
         if name == CAUSAL or not can_run(name, args, 1024, q, k, mask):
             continue
         run = jax.jit(forward_and_backward(f))
-        got = run(q, k, v, mask, weights)
-        again = run(q, k, v, mask, weights)
+        try:
+            got, again = run(q, k, v, mask, weights), run(q, k, v, mask, weights)
+        except FAILURES as error:
+            print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
+            continue
         bitwise = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), got, again)))
         # numpy's maximum, unlike XLA's on CPU, does not pass over NaN.
         off = jax.tree.map(lambda x, y: float(np.abs(np.asarray(x - y)).max() / np.abs(y).max()), got, expected)
@@ -294,15 +314,16 @@ def check(args: Args) -> None:
 
 def tuning_table(args: Args) -> dict[str, Attention]:
     """The platform's kernel with other block sizes."""
-    impl = {"cpu": "segments", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}[args.device]
     if args.device == "cpu":
-        sizes = [BlockSizes(512, 512, scores=s, segments=c) for s in (2**18, 2**20, 2**22) for c in (2, 8, 32)]
-    else:
-        sizes = [
-            BlockSizes(r, k, r, k, k, r, stages=stages, segments=c)
-            for r, k, stages, c in itertools.product((64, 128, 256), (64, 128), (2, 3), (32, 128))
-        ]
-    return {str(s): named(impl, s) for s in sizes}
+        tiles = [replace(CPU_SIZES, rows=r, keys=k) for r in (192, 384, 768) for k in (64, 96, 192)]
+        groups = [replace(CPU_SIZES, scores=s, blocks=b) for s in (2**17, 2**19, 2**21) for b in (4, 16, 64)]
+        tables = {f"interval {s}": named("interval", s) for s in tiles}
+        return tables | {f"segments {s}": named("segments", s) for s in groups}
+    default, lengths = (GPU_SIZES, (64, 128)) if args.device == "gpu" else (TPU_SIZES, (256, 512, 1024))
+    impl = "mosaic_gpu" if args.device == "gpu" else "mosaic_tpu"
+    tiles = [replace(default, rows=r, keys=k, rows_dq=r, keys_dq=k, keys_dkv=k) for r in lengths for k in lengths]
+    groups = [replace(default, stages=s, blocks=b) for s in (1, 2, 3) for b in (64, 256, 1024)]
+    return {str(s): named(impl, s) for s in (default, *tiles, *groups) if impl == "mosaic_gpu" or s.stages < 3}
 
 
 def tune(args: Args) -> list[Row]:
@@ -313,8 +334,8 @@ def tune(args: Args) -> list[Row]:
         try:
             jax.jit(forward_and_backward(f)).lower(q, k, v, mask, weights).compile()
             fits[name] = f
-        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-            print(json.dumps({"sizes": name, "does not fit": str(error).splitlines()[0][:200]}), flush=True)
+        except FAILURES as error:
+            print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
     return sorted(time_size(args, args.lengths[0], args.budgets[0], fits), key=lambda r: r.fwd_bwd_ms)
 
 
@@ -344,15 +365,19 @@ def main(args: Args) -> None:
         found.append(r)
         if args.json:
             print(json.dumps(asdict(r)), flush=True)
+        if args.out is not None:
+            write(args.out, found)
     if not args.json:
-        columns = ("T", "budget", "implementation", "fwd ms", "fwd + bwd ms", "temp MB", "x faster", "memory")
+        columns = ["T", "budget", "implementation", "fwd ms", "fwd + bwd ms", "temp MB"]
+        ratios = ["speedup_vs_mask", "temp_vs_mask"]
+        if args.device != "cpu":  # the break-even with a dense learner: where these fall below 1
+            ratios = ["fwd_speedup_vs_causal", "bwd_speedup_vs_causal"]
         cells = [
-            (r.T, r.budget, r.impl, r.fwd_ms, r.fwd_bwd_ms, r.temp_bytes / 1e6, r.speedup_vs_mask, r.temp_vs_mask)
+            (r.T, r.budget, r.impl, r.fwd_ms, r.fwd_bwd_ms, r.temp_bytes / 1e6, *(vars(r)[name] for name in ratios))
             for r in found
         ]
+        columns += [name.replace("_", " ") for name in ratios]
         summary_table(f"Attention on {args.device}, {args.dtype}, buffer {args.buffer}", columns, cells)
-    if args.out is not None:
-        write(args.out, found)
 
 
 def write(path: Path, found: list[Row]) -> None:

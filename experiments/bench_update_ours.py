@@ -211,6 +211,8 @@ def run_check(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfig
     row = {"check": "compact mask against booleans", "tokens": args.tokens, "budget": args.budget}
     row |= {"loss_difference": abs(loss - expected_loss), "relative_gradient_difference": float(off)}
     print(json.dumps(row), flush=True)
+    if not (row["loss_difference"] <= 1e-5 and row["relative_gradient_difference"] <= 1e-4):
+        raise SystemExit("expected the same loss (1e-5) and gradients (1e-4) under both forms of the mask; see above")
 
 
 def main() -> None:

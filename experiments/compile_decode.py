@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 # Read when the compilers are loaded. Without a GPU nothing can be timed, hence no autotuning.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -41,6 +42,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from smd_jax import attention
 from smd_jax import cache as kv_cache
 from smd_jax.cache import LayerCache
 from smd_jax.config import ModelConfig
@@ -140,7 +142,7 @@ def records(target: Target, sharding: NamedSharding) -> Iterator[Record]:
     # XLA's own form in the same loop shows what the kernels' demands on layout cost, if anything.
     for impl in (target.impl, "xla"):
         yield compile_loop(f"decode loop, {impl}", target, *decode_loop(impl, sharding))
-    yield compile_loop("rollout", target, *whole_rollout(sharding))
+    yield compile_loop("rollout", target, *whole_rollout(target, sharding))
 
 
 def abstract(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -216,7 +218,7 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
     return jax.jit(segments, donate_argnums=1).trace(x, (layer,) * LAYERS), kv.size * kv.dtype.itemsize
 
 
-def whole_rollout(sharding: NamedSharding) -> tuple[Any, int]:
+def whole_rollout(target: Target, sharding: NamedSharding) -> tuple[Any, int]:
     """`smd_jax.rollout.rollout` of a small bfloat16 model with the cache of `ROLLOUT`; and its bytes of keys."""
     array, shape = partial(abstract, sharding), ROLLOUT
     config = ModelConfig(
@@ -231,7 +233,7 @@ def whole_rollout(sharding: NamedSharding) -> tuple[Any, int]:
         tie_embeddings=True,
         dtype="bfloat16",
     )
-    model, width = Decoder(config), shape.slots
+    model, width = Decoder(config, decode_impl=target.impl), shape.slots
     tokens, visible = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 1, 1, 2, 2), bool)
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, visible))
     params = jax.tree.map(lambda x: array(x.shape, x.dtype), variables["params"])
@@ -239,7 +241,9 @@ def whole_rollout(sharding: NamedSharding) -> tuple[Any, int]:
     key = array((), jax.random.key(0).dtype)
     sizes = RolloutConfig(max_new_tokens=STEPS, budget=BUDGET, buffer=BUFFER)
     cache_bytes = shape.batch * shape.kv_heads * shape.slots * shape.head_dim * 2
-    return rollout.trace(model, params, prompts, key, policy=H2O(), config=sizes), cache_bytes
+    # The devices of this machine are not those that it compiles for.
+    with mock.patch.object(attention, "wrong_device", lambda impl: None):
+        return rollout.trace(model, params, prompts, key, policy=H2O(), config=sizes), cache_bytes
 
 
 def compile_loop(name: str, target: Target, traced: Any, cache_bytes: int) -> Record:

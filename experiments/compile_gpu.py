@@ -118,7 +118,7 @@ def layer(sharding: NamedSharding) -> Row:
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
         segments, kernel = Segments(0, BUFFER, BUDGET), MosaicGpuKernel()
-        attend = partial(segment_attention, segments=segments, kernel=kernel, together=GPU_SIZES.segments)
+        attend = partial(segment_attention, segments=segments, kernel=kernel, most=GPU_SIZES.blocks)
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
         return out, pull(q)
 

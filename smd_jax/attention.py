@@ -5,6 +5,7 @@
     xla           any mask                     scores and mask of T × T, matrices multiplied in the dtype of the inputs
     interval      a KeyInterval                scores tile by tile, in plain JAX: memory O(T)
     segments      a KeyInterval with segments  gathers what each segment could see: time O(T · budget), memory O(T)
+    portable      a KeyInterval                `segments` where gathering pays, else `interval`
     mosaic_gpu    a KeyInterval                a Pallas kernel for Hopper GPUs, over segments where gathering pays
     mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments where gathering pays
 
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.masks import KeyInterval, LayerMask, to_visible
-from smd_jax.sharding import over_heads
-from smd_kernels import decode as decode_kernels
+from smd_jax.sharding import over_heads, split_heads
 from smd_kernels import decode_gpu, decode_tpu, gpu, reference, tpu
 from smd_kernels.blocks import BlockKernel, BlockSizes
+from smd_kernels.decode import Implementation as DecodeImplementation
+from smd_kernels.decode import decode_attention
 from smd_kernels.intervals import interval_attention
 from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
@@ -34,7 +36,7 @@ from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 # experiments/results/attention_cpu_budgets.json; on GPU and TPU not measured.
 GATHERED_SCORE = 1.6
 
-Implementation = Literal["reference", "xla", "interval", "segments", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["reference", "xla", "interval", "segments", "portable", "mosaic_gpu", "mosaic_tpu"]
 
 
 def attend(
@@ -50,7 +52,10 @@ def attend(
     Args:
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
       impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget. Static.
-      sizes: of the tiles; None takes the defaults of the implementation. Static.
+      sizes: of the tiles; None takes the defaults of the implementation. "reference" and "xla" have none. Static.
+
+    All but "reference" and "xla" bring their own backward pass: for forward-mode or second derivatives take "xla".
+    Inside a `jax.shard_map` of your own they need `check_vma=False`.
 
     Raises:
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
@@ -64,11 +69,12 @@ def attend(
     if impl == "xla" or not isinstance(mask, KeyInterval):
         return attend_and_observe(q, k, v, to_visible(mask))[0]
     evicted_at = jnp.broadcast_to(mask.evicted_at, k.shape[:3])
-    kernel, together = _kernel(impl, sizes)
+    k, v, evicted_at = (split_heads(x, q.shape[1]) for x in (k, v, evicted_at))
+    kernel, most = _kernel(impl, sizes)
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
         return over_heads(partial(interval_attention, kernel=kernel), q, k, v, evicted_at)
-    compacted = partial(segment_attention, segments=segments, kernel=kernel, together=together)
+    compacted = partial(segment_attention, segments=segments, kernel=kernel, most=most)
     return over_heads(compacted, q, k, v, evicted_at)
 
 
@@ -79,9 +85,7 @@ def best(q: Array, k: Array, mask: LayerMask) -> Implementation:
     for impl in ("mosaic_gpu", "mosaic_tpu"):
         if why_not(impl, q, k, mask) is None:
             return impl
-    if pays(mask.segments, k.shape[2]):
-        return "segments"
-    return "interval"
+    return "portable"
 
 
 def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
@@ -98,9 +102,9 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
     if impl == "mosaic_gpu":
-        return _not_hopper() or gpu.why_not(q.dtype, q.shape[3])
+        return wrong_device(impl) or gpu.why_not(q.dtype, q.shape[3])
     if impl == "mosaic_tpu":
-        return _not_on("tpu") or tpu.why_not(q.dtype, q.shape[3])
+        return wrong_device(impl) or tpu.why_not(q.dtype, q.shape[3])
     return None
 
 
@@ -113,28 +117,35 @@ def pays(segments: Segments | None, tokens: int) -> bool:
     return GATHERED_SCORE * gathered + prompt**2 / 2 < tokens**2 / 2
 
 
-def _not_on(platform: str) -> str | None:
-    found = jax.default_backend()
-    return None if found == platform else f"expected JAX to run on a {platform.upper()}; got {found!r}"
-
-
-def _not_hopper() -> str | None:
-    if (reason := _not_on("gpu")) is not None:
-        return reason
+def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
+    """Why a kernel cannot run on the device that JAX computes on, or None if it can."""
+    found, needed = _platform(), "gpu" if impl == "mosaic_gpu" else "tpu"
+    if found != needed:
+        return f"expected JAX to run on a {needed.upper()}; got {found!r}"
+    if impl == "mosaic_tpu":
+        return None
     capability = jax.devices()[0].compute_capability
     return None if capability == "9.0" else f"expected a Hopper GPU (compute capability 9.0); got {capability}"
 
 
+def _platform() -> str:
+    """That of `jax.default_device`, or else of JAX's default backend."""
+    device = jax.config.values["jax_default_device"]
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
 def _kernel(impl: Implementation, sizes: BlockSizes | None) -> tuple[BlockKernel, int]:
-    """What does the arithmetic, and how many segments it gathers at once."""
+    """What does the arithmetic, and how many blocks are gathered at once."""
     if impl == "mosaic_gpu":
         sizes = sizes or gpu.GPU_SIZES
-        return gpu.MosaicGpuKernel(sizes), sizes.segments
+        return gpu.MosaicGpuKernel(sizes), sizes.blocks
     if impl == "mosaic_tpu":
         sizes = sizes or tpu.TPU_SIZES
-        return tpu.MosaicTpuKernel(sizes), sizes.segments
-    sizes = sizes or (CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
-    return XlaKernel(sizes), sizes.segments
+        return tpu.MosaicTpuKernel(sizes), sizes.blocks
+    sizes = sizes or (CPU_SIZES if _platform() == "cpu" else ACCELERATOR_SIZES)
+    return XlaKernel(sizes), sizes.blocks
 
 
 def decode(
@@ -142,15 +153,38 @@ def decode(
     k: Float[Array, "batch kv_heads slots head_dim"],
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
+    impl: DecodeImplementation | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """One query per row against the slots of a cache, and the attention that each slot received from the group.
 
-    Takes a kernel where one can run, by platform, dtype and sizes; see `smd_kernels.decode`.
+    Args:
+      impl: see `smd_kernels.decode`. None takes a kernel where one can run, by platform, dtype and sizes, else "xla".
+
+    Raises:
+      ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
+    if impl is None:
+        impl = best_decode(q, k)
+    if (reason := why_not_decode(impl, q, k)) is not None:
+        raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
+    if impl == "xla":
+        return decode_attention(q, k, v, valid, impl)
+    return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
+
+
+def best_decode(q: Array, k: Array) -> DecodeImplementation:
+    """The implementation that `decode` takes for `impl=None`."""
+    for impl in ("mosaic_gpu", "mosaic_tpu"):
+        if why_not_decode(impl, q, k) is None:
+            return impl
+    return "xla"
+
+
+def why_not_decode(impl: str, q: Array, k: Array) -> str | None:
+    """Why an implementation of `decode` cannot run these inputs here, or None if it can."""
     shape = (q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
-    impl: decode_kernels.Implementation = "xla"
-    if (_not_hopper() or decode_gpu.why_not(*shape)) is None:
-        impl = "mosaic_gpu"
-    elif (_not_on("tpu") or decode_tpu.why_not(*shape)) is None:
-        impl = "mosaic_tpu"
-    return over_heads(partial(decode_kernels.decode_attention, impl=impl), q, k, v, valid)
+    if impl == "mosaic_gpu":
+        return wrong_device(impl) or decode_gpu.why_not(*shape)
+    if impl == "mosaic_tpu":
+        return wrong_device(impl) or decode_tpu.why_not(*shape)
+    return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"

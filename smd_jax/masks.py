@@ -55,7 +55,8 @@ class ShadowMask(struct.PyTreeNode):
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
         for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
       segments: of every layer, or of one for all: where the sampler compressed its cache, and to how many keys. With
-        it the learner's attention need not look at every key. Empty if unknown; see `with_segments`. Static.
+        it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
+        whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]

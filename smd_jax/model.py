@@ -24,7 +24,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax import cache as kv_cache
-from smd_jax.attention import BlockSizes, Implementation, attend
+from smd_jax.attention import BlockSizes, DecodeImplementation, Implementation, attend
 from smd_jax.attention import decode as decode_attention
 from smd_jax.cache import KVCache, LayerCache
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
@@ -207,14 +207,16 @@ class Decoder(nn.Module):
     Attributes:
       config: its shape.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      impl, sizes: attention implementation of the teacher-forced pass and its block sizes, see
+      impl, sizes: attention implementation of the teacher-forced pass and of prefill, and its block sizes, see
         `smd_jax.attention.attend`. None takes the best that can run.
+      decode_impl: attention implementation of decoding, see `smd_jax.attention.decode`.
     """
 
     config: ModelConfig
     remat: bool = False
     impl: Implementation | None = None
     sizes: BlockSizes | None = None
+    decode_impl: DecodeImplementation | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -265,7 +267,10 @@ class Decoder(nn.Module):
         newest = kv_cache.newest_columns(tokens.shape[1] - 1, query_window) if query_window else None
 
         def attend_fn(q: Heads, k: KVHeads, v: KVHeads, mask: LayerMask):
-            out, received = attend_and_observe(q, k, v, to_visible(mask)) if observe else (attend(q, k, v, mask), None)
+            if observe:
+                out, received = attend_and_observe(q, k, v, to_visible(mask))
+            else:
+                out, received = attend(q, k, v, mask, self.impl, self.sizes), None
             # Windows longer than the prompt hold queries that do not exist; their positions say so.
             queries = None if newest is None else q[:, :, jnp.maximum(newest, 0)]
             return out, PrefillLayer(k, v, received, queries)
@@ -295,7 +300,8 @@ class Decoder(nn.Module):
 
         def attend_fn(q: Heads, k: KVHeads, v: KVHeads, layer_cache: LayerCache, slot: Int[Array, ""]):
             layer_cache = kv_cache.write(layer_cache, slot, k, v, column, live)
-            out, received = decode_attention(q, layer_cache.keys, layer_cache.values, layer_cache.valid)
+            cached = (layer_cache.keys, layer_cache.values, layer_cache.valid)
+            out, received = decode_attention(q, *cached, self.decode_impl)
             return out, kv_cache.observe(layer_cache, received, q, column)
 
         rope = rope_tables(self.config, positions)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,6 +118,20 @@ def over_heads(f: Callable[..., Any], *arrays: Array) -> Any:
     return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 
 
+def split_heads(x: Array, heads: int) -> Array:
+    """KV heads `[batch, kv_heads, ...]`, repeated so that the tensor axis divides them, if it divides the query heads.
+
+    Without this, every device would attend with all heads. The groups of query heads become smaller by as much.
+    """
+    mesh = _mesh()
+    if mesh is None:
+        return x
+    ways, kv_heads = mesh.shape["tensor"], x.shape[1]
+    if kv_heads % ways == 0 or ways % kv_heads or heads % ways:
+        return x
+    return jnp.repeat(x, ways // kv_heads, axis=1)
+
+
 def gathered_embedding(table: Array) -> Array:
     """The embedding table with its rows still sharded, its columns gathered from fsdp: ready to be looked up."""
     mesh = _mesh()
@@ -127,8 +142,10 @@ def gathered_embedding(table: Array) -> Array:
 
 
 def _mesh() -> AbstractMesh | None:
+    """The mesh in `jax.set_mesh` if it is one of ours (`make_mesh`); somebody else's is left to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if "data" in mesh.axis_names else None
+    ours = set(AXES) <= set(mesh.axis_names) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if ours else None
 
 
 def constrain_tree(tree: Any) -> Any:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from smd_jax.attention import attend, best, why_not
+from smd_jax import attention
+from smd_jax.attention import attend, best, best_decode, decode, pays, why_not
 from smd_jax.masks import NEVER, KeyInterval, Segments
 from smd_jax.sharding import make_mesh
 from smd_jax.testing import random_evictions
@@ -202,17 +204,16 @@ class Accelerator:
 
 MASKS = {
     "booleans": (jnp.ones((1, 1, 600, 600), bool), "xla", False),
-    "small budget": (interval(2048, Segments(64, 32, 128)), "segments", True),
-    # Gathering 732 keys where the causal triangle has 1,024 on average does not pay.
-    "large budget": (interval(2048, Segments(64, 32, 700)), "interval", True),
-    "no segments": (interval(2048), "interval", True),
-    "short, small budget": (interval(512, Segments(64, 32, 128)), "segments", True),
+    "small budget": (interval(2048, Segments(64, 32, 128)), "portable", True),
+    "large budget": (interval(2048, Segments(64, 32, 700)), "portable", True),
+    "no segments": (interval(2048), "portable", True),
+    "short": (interval(64, Segments(16, 8, 8)), "portable", True),
 }
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_the_best_implementation(name: str, monkeypatch: pytest.MonkeyPatch):
-    """By length and budget on CPUs; a kernel wherever one can run."""
+    """Plain JAX on CPUs, a kernel wherever one can run."""
     mask, portable, has_kernel = MASKS[name]
     tokens = (mask.evicted_at if isinstance(mask, KeyInterval) else mask).shape[-1]
     assert best(*shaped(tokens), mask) == portable
@@ -224,6 +225,59 @@ def test_the_best_implementation(name: str, monkeypatch: pytest.MonkeyPatch):
     assert best(*shaped(tokens, jnp.float32), mask) == portable  # wgmma multiplies 16 bits
     monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
     assert best(*shaped(tokens), mask) == portable
+
+
+def test_gathering_pays_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch):
+    """732 keys of 2,048 are too many: the causal triangle has 1,024 on average. The default takes what pays."""
+    assert pays(Segments(64, 32, 128), 2048) and not pays(Segments(64, 32, 700), 2048)
+    assert not pays(None, 2048) and not pays(Segments(2048, 32, 8), 2048)
+    taken = []
+    for name in ("segment_attention", "interval_attention"):
+        real = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *x, real=real, name=name, **y: taken.append(name) or real(*x, **y))
+    q, k = shaped(256)
+    for segments in (Segments(16, 16, 16), Segments(16, 16, 200), None):
+        jax.eval_shape(lambda q, k, segments=segments: attend(q, k, k, interval(256, segments)), q, k)
+    assert taken == ["segment_attention", "interval_attention", "interval_attention"]
+
+
+def test_the_device_that_jax_computes_on_decides(monkeypatch: pytest.MonkeyPatch):
+    """Not the first of the machine."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert best(*shaped(64), interval(64)) == "mosaic_tpu"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert best(*shaped(64), interval(64)) == "portable"
+
+
+def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
+    q, k = jnp.zeros((1, 4, 1, 64), jnp.bfloat16), jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
+    assert best_decode(q, k) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert best_decode(q, k) == "mosaic_tpu"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
+    assert best_decode(q, k) == "mosaic_gpu"
+    assert best_decode(q.astype(jnp.float32), k.astype(jnp.float32)) == "xla"
+    monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
+    assert best_decode(q, k) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"), [("mosaic_gpu", "expected JAX to run on a GPU; got 'cpu'"), ("flash", "expected one of xla")]
+)
+def test_decoding_by_name(impl: Any, reason: str):
+    q, k = jnp.zeros((1, 4, 1, 64)), jnp.zeros((1, 2, 64, 64))
+    with pytest.raises(ValueError, match=reason):
+        inspect.unwrap(decode)(q, k, k, jnp.ones((1, 2, 64), bool), impl)
+
+
+def test_somebody_elses_mesh_is_left_to_the_compiler():
+    q, k, v = inputs(4, 2)
+    mask = KeyInterval(jnp.full((1, 1, T), NEVER, jnp.int32))
+    expected = attend(q, k, v, mask)
+    for mesh in (jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), jax.make_mesh((2,), ("x",))):
+        with jax.set_mesh(mesh):
+            np.testing.assert_allclose(jax.jit(attend)(q, k, v, mask), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -265,18 +319,21 @@ def test_a_mask_that_all_heads_and_rows_share(impl: Any):
 
 
 @pytest.mark.parametrize("impl", ["interval", "segments"])
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1), (1, 1, 2), (1, 1, 4), (3, 1, 2)], ids=str)
 def test_on_a_mesh_every_device_has_its_own_rows_and_heads(impl: Any, mesh: tuple[int, int, int]):
-    """The same values, and nothing is sent; eight rows, two KV heads."""
+    """The same values, and nothing is sent; eight rows, four query and two KV heads. Three devices cannot share eight
+    rows, so each does them all; four share two KV heads, repeated."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(8, n, 40, 8)), jnp.float32) for n in (4, 2, 2))
     mask = random_evictions(40, Segments(5, 4, 6), batch=8, kv_heads=2).layer(0)
     attending = jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(attend(q, k, v, mask, impl) ** 2), (0, 1, 2)))
     expected = attending(q, k, v)
     with jax.set_mesh(make_mesh(*mesh)):
-        spread = [jax.device_put(x, P(("data", "fsdp"), "tensor")) for x in (q, k, v)]
+        rows = ("data", "fsdp") if mesh[0] != 3 else None
+        spread = [jax.device_put(x, P(rows, "tensor" if x.shape[1] % mesh[2] == 0 else None)) for x in (q, k, v)]
         got = attending(*spread)
         program = str(attending.lower(*spread).compile().as_text())
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
-    assert not re.findall(r"all-gather|all-to-all|collective-permute", program)
+    if mesh[2] != 4:  # there K and V are whole on every device to begin with
+        assert not re.findall(r"all-gather|all-to-all|collective-permute", program)

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax import export
 
 from smd_jax.masks import NEVER, ShadowMask
 from smd_kernels import reference
 from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks
+from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
+from smd_kernels.tpu import MosaicTpuKernel
 from smd_kernels.xla import XlaKernel
 from tests.attention_cases import Case, Drawn, cases, evict_at_every_step, expected, with_gradients
 from tests.under_test import QUICK
@@ -40,11 +43,11 @@ def test_interval_attention(drawn: Drawn, kernel: XlaKernel):
 
 
 @PORTABLE
-@given(cases(), st.sampled_from([SMALL, WHOLE]), st.sampled_from([1, 2, 100]))
-def test_segment_attention(drawn: Drawn, kernel: XlaKernel, together: int):
+@given(cases(), st.sampled_from([SMALL, WHOLE]), st.sampled_from([1, 8, 100]))
+def test_segment_attention(drawn: Drawn, kernel: XlaKernel, most: int):
     case = drawn.case()
     evicted_at = jnp.asarray(case.evicted_at)
-    attend = partial(segment_attention, segments=case.segments, kernel=kernel, together=together)
+    attend = partial(segment_attention, segments=case.segments, kernel=kernel, most=most)
     got = with_gradients(lambda q, k, v: attend(q, k, v, evicted_at), case)
     for x, y in zip(got, expected(case), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
@@ -108,7 +111,7 @@ def test_live_tiles(drawn: Drawn, rows: int, keys: int):
 CASE = Case(4, 64, Segments(5, 6, 7), evict_at_every_step((2, 2, 41), (3, 0), 7, 0), 1)
 FORMS = {
     "interval": lambda q, k, v: interval_attention(q, k, v, jnp.asarray(CASE.evicted_at), SMALL),
-    "segments": lambda q, k, v: segment_attention(q, k, v, jnp.asarray(CASE.evicted_at), CASE.segments, SMALL, 2),
+    "segments": lambda q, k, v: segment_attention(q, k, v, jnp.asarray(CASE.evicted_at), CASE.segments, SMALL, 8),
 }
 
 
@@ -163,3 +166,81 @@ def test_segments_are_checked():
     with pytest.raises(ValueError, match="expected segments of 1 or 2 layers; got 3"):
         mask.with_segments((Segments(3, 3, 9),) * 3)
     assert mask.with_segments((Segments(3, 3, 9),)).layer(1).segments == Segments(3, 3, 9)
+
+
+def window(tokens: int, width: int) -> jax.Array:
+    """Every query sees its own key and the `width` before: one key goes and one comes at every step."""
+    return jnp.arange(tokens, dtype=jnp.int32)[None] + width + 1
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 33, 63])
+def test_one_slot_passes_from_key_to_key(tokens: int):
+    """The longest chain of predecessors there can be, `tokens - 1`: as many doublings as its length has bits."""
+    slot, kept = slot_table(window(tokens, 1), Segments(0, 1, 1))
+    np.testing.assert_array_equal(kept[0, :, 0], [EMPTY, *range(tokens - 1)])
+    np.testing.assert_array_equal(slot[0, :-1], 0)
+
+
+def test_a_tile_that_is_gone_is_not_live():
+    """Keys 0 … 3 are gone from column 4 on, keys 4 … 7 stay: also within what causality would let be seen."""
+    ends = jnp.asarray([[4, 4, 4, 4, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER]], jnp.int32)
+    column = jnp.arange(12, dtype=jnp.int32)[None]
+    nothing = jnp.zeros((1, 12, 1))
+    live = live_tiles(Blocks(nothing, nothing, nothing, column, column, ends), 4, 4)
+    np.testing.assert_array_equal(live.live[0], [[1, 0, 0], [0, 1, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(live.of_rows(), [[[0, 1, 1]], [[1, 2, 3]]])
+    np.testing.assert_array_equal(live.of_keys(), [[[0, 1, 2]], [[1, 3, 3]]])
+
+
+@pytest.mark.parametrize("count", [32, 33, 64])
+def test_groups_of_segments_are_even(count: int):
+    """33 segments in groups of 32 are two of 17, not one of 32 and 31 of padding."""
+    seen = []
+
+    class Spy(XlaKernel):
+        def forward(self, blocks: Blocks) -> Any:
+            seen.append(blocks.q.shape[0])
+            return super().forward(blocks)
+
+    q = jnp.ones((1, 1, 2 * count, 8))
+    jax.eval_shape(
+        lambda q: segment_attention(
+            q, q, q, jnp.full((1, 1, 2 * count), NEVER, jnp.int32), segments=Segments(0, 2, 4), kernel=Spy(), most=32
+        ),
+        q,
+    )
+    assert set(seen) == {{32: 32, 33: 17, 64: 32}[count]}
+
+
+def test_a_prompt_alone():
+    """Segments that begin behind the last token: all of it is prompt, causal."""
+    q, k, v, _ = CASE.arrays()
+    ends = jnp.asarray(CASE.evicted_at)
+    got = segment_attention(q, k, v, ends, segments=Segments(50, 4, 7), kernel=SMALL)
+    np.testing.assert_allclose(got, reference.attention(q, k, v, reference.interval_mask(ends)), atol=1e-6)
+
+
+def test_under_vmap():
+    q, k, v, _ = CASE.arrays()
+    ends = jnp.asarray(CASE.evicted_at)
+    for attend in (
+        partial(interval_attention, kernel=SMALL),
+        partial(segment_attention, segments=CASE.segments, kernel=SMALL),
+    ):
+        one = jax.vmap(lambda *x, attend=attend: attend(*(y[None] for y in x))[0])(q, k, v, ends)
+        np.testing.assert_allclose(one, attend(q, k, v, ends), atol=1e-6)
+
+
+@pytest.mark.parametrize(("kernel", "platform"), [(MosaicGpuKernel(), "cuda"), (MosaicTpuKernel(), "tpu")])
+def test_export_with_gradients(kernel: Any, platform: str):
+    """Gathering, kernels, the sums along the slots: all of it lowers for a device that is not here."""
+    segments = Segments(100, 64, 128)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> jax.Array:
+        out = segment_attention(q, k, v, evicted_at, segments=segments, kernel=kernel)
+        return out.astype(jnp.float32).sum()
+
+    q, k = (jax.ShapeDtypeStruct((1, heads, 1000, 64), jnp.bfloat16) for heads in (4, 2))
+    evicted_at = jax.ShapeDtypeStruct((1, 2, 1000), jnp.int32)
+    exported = export.export(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), platforms=[platform])(q, k, k, evicted_at)
+    assert "mosaic_gpu" in exported.mlir_module() or "tpu_custom_call" in exported.mlir_module()

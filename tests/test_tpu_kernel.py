@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import export
 
 from smd_kernels import reference, tpu_walk
-from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes
+from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes, even
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import segment_attention
 from smd_kernels.tpu import TPU_SIZES, MosaicTpuKernel, why_not
@@ -22,7 +22,7 @@ from tests.attention_cases import Drawn, cases, expected, with_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-KERNEL = MosaicTpuKernel(interpret=True)
+KERNEL = MosaicTpuKernel(BlockSizes(), interpret=True)
 COLUMNS = 300  # columns of the queries run from 0 to here
 SHAPES = {  # blocks, rows, keys, head_dim
     "less than a tile": (2, 5, 3, 64),
@@ -183,7 +183,7 @@ def test_spans_enclose_all_that_is_visible(rows_outside: bool):
 
 def test_even_tiles():
     """1,152 keys in tiles of at most 512 are three of 384, not two and a quarter."""
-    assert [tpu_walk.even(n, 512) for n in (1152, 1024, 100, 0, 513)] == [384, 512, 128, 128, 384]
+    assert [even(n, 512, 128) for n in (1152, 1024, 100, 513)] == [384, 512, 128, 384]
 
 
 @pytest.mark.parametrize("sizes", [BlockSizes(), TPU_SIZES], ids=["default sizes", "TPU sizes"])
@@ -196,14 +196,19 @@ def test_export_for_tpu(dtype: Any, sizes: BlockSizes):
 
 def test_refusals():
     assert why_not(jnp.bfloat16, 128) is None and why_not(jnp.float32, 64) is None
-    assert "bfloat16 or float32, got float16" in str(why_not(jnp.float16, 128))
-    assert "head_dim 64 or 128, got 96" in str(why_not(jnp.float32, 96))
+    assert "bfloat16 or float32; got float16" in str(why_not(jnp.float16, 128))
+    assert "expected head_dim in (64, 128); got 96" in str(why_not(jnp.float32, 96))
     with pytest.raises(ValueError, match="stages 1 or 2 on TPU, got 3"):
         MosaicTpuKernel(BlockSizes(stages=3))
     shapes = jax.eval_shape(lambda: random_blocks((1, 1024, 1152, 128)))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5243, *x.shape[1:]), x.dtype), shapes)
-    with pytest.raises(ValueError, match="5243 blocks of 8 row tiles and 9 key tiles need 1048600"):
-        jax.eval_shape(KERNEL.forward, many)
+    # More blocks than scalar memory has tables for are done in groups; one block that is too long by itself is refused.
+    assert jax.eval_shape(KERNEL.forward, many)[0].shape == (5243, 1024, 128)
+    long = jax.eval_shape(lambda: random_blocks((1, 2**23, 128, 128)))
+    with pytest.raises(ValueError, match="1 blocks of 65536 row tiles and 1 key tiles need"):
+        jax.eval_shape(MosaicTpuKernel(BlockSizes(), interpret=True).forward, long)
+    with pytest.raises(ValueError, match="expected bfloat16 or float32; got float16"):
+        jax.eval_shape(KERNEL.forward, jax.eval_shape(lambda: random_blocks((1, 8, 8, 64), jnp.float16)))
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

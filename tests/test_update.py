@@ -13,11 +13,13 @@ from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O
 from smd_jax.learner import score
 from smd_jax.losses import LossConfig, k3, token_weights
+from smd_jax.masks import Segments
 from smd_jax.model import Decoder, apply_model
 from smd_jax.prompts import PromptBatch
 from smd_jax.rollout import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
-from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
+from smd_jax.trajectory import Trajectory
 from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -357,3 +359,23 @@ def test_bfloat16_computes_and_float32_stays():
     assert 1e-4 < metrics["sampling/sampling_logp_difference/max"] < 1.0, "bfloat16 must be at work, and near float32"
     assert all(np.isfinite(value) for value in metrics.values())
     assert distance(state.params, PARAMS) > 1e-3
+
+
+def test_under_a_shadow_mask_no_scores_of_all_tokens_by_all_tokens():
+    """The default path: four bytes a key for the mask, and nothing in the compiled update that is T × T."""
+    tokens, response = 1024, 960
+    mask = random_evictions(tokens, Segments(tokens - response, 32, 64), batch=1, layers=1, kv_heads=2)
+    assert isinstance(mask.evicted_at, jax.Array) and mask.evicted_at.nbytes == 4 * mask.evicted_at.size
+    ids = jnp.ones((1, tokens), jnp.int32)
+    logprobs = jnp.zeros((1, response))
+    compact = Trajectory(ids, ids > 0, logprobs, jnp.zeros(1, bool), mask)
+    model = Decoder(tiny_model_config(num_layers=1))
+
+    def squares(trajectory: Trajectory) -> bool:
+        state = init_state(random_params(model.config), optax.sgd(0.1), jax.random.key(0))
+        batch = TrainBatch(trajectory, jnp.ones(1), None)
+        program = str(make_update(model, optax.sgd(0.1), UpdateConfig()).lower(state, batch).compile().as_text())
+        return f"{tokens},{tokens}]" in program
+
+    assert not squares(compact)
+    assert squares(compact.replace(mask=mask.to_boolean()))

@@ -11,9 +11,11 @@ nothing of grouped heads. Rows in column order let it skip tiles that no row of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -66,7 +68,8 @@ class BlockSizes:
       rows_dkv, keys_dkv: tile of the backward pass that makes dk and dv, which walks the rows of one key tile.
       stages: tiles in flight between main and on-chip memory.
       scores: that the plain JAX form may hold at once, over several blocks.
-      segments: of a rollout, gathered and attended to in one call of a kernel; more cost memory, fewer cost launches.
+      blocks: gathered and attended to in one call of a kernel, one for each segment, KV head and row of the batch; more
+        cost memory, fewer cost launches.
     """
 
     rows: int = 128
@@ -77,7 +80,7 @@ class BlockSizes:
     keys_dkv: int = 128
     stages: int = 2
     scores: int = 2**27
-    segments: int = 64
+    blocks: int = 256
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -143,3 +146,23 @@ def pad_rows(x: Array, multiple: int, fill: int | float) -> Array:
     """`[blocks, rows, ...]` with rows up to a multiple."""
     missing = -x.shape[1] % multiple
     return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=fill) if missing else x
+
+
+def even(length: int, most: int, multiple: int = 1) -> int:
+    """The shortest piece that makes as few pieces of a length as `most` would: what is left to pad is least."""
+    return -(-length // (-(-length // most) * multiple)) * multiple
+
+
+def in_groups(f: Callable[..., Any], most: int, blocks: Blocks, *rest: Array) -> Any:
+    """`f(blocks, *rest)`, at most so many blocks at a time, one group after another."""
+    count = blocks.q.shape[0]
+    group = even(count, most)
+    if group >= count:
+        return f(blocks, *rest)
+    short = -count % group
+
+    def split(x: Array) -> Array:
+        return jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, group, *x.shape[1:])
+
+    parts = jax.lax.map(lambda part: f(*part), jax.tree.map(split, (blocks, *rest)))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], parts)

@@ -37,8 +37,8 @@ def why_not(q_dtype: Any, head_dim: int) -> str | None:
 
 
 # The pass for dk and dv holds two sums and two tiles of scores at once: longer row tiles would spill.
-# 32 segments of 1,024 rows and 1,152 keys, from 8 KV heads, cost 2.2 GB, forward and backward.
-GPU_SIZES = BlockSizes(rows_dkv=64, segments=32)
+# 256 blocks of 1,024 rows and 1,152 keys cost 2.2 GB, forward and backward.
+GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ once per segment, so time and memory are O(tokens · (budget + length)) in place
 within a segment: the interval test is made again on what was gathered. The prompt attends to itself, causally.
 
 A kept key stays in one slot from boundary to boundary, as in the sampler's cache. Its gradient is then a sum along
-the segments of its slot, in a fixed order, where scattering it back would take atomic additions.
+the segments of its slot, in a fixed order, where scattering it back would take atomic additions. Segments are gathered
+and attended to in groups of bounded memory (all at once: the vectorised form). Carrying the cache itself from segment
+to segment instead, one after another, would leave nothing to do side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_kernels.blocks import LATEST, BlockKernel, Blocks, pad_rows
+from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
 from smd_kernels.intervals import fold, no_gradient, unfold
 
 EMPTY = -1  # column of a slot that holds no key
@@ -94,6 +96,7 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     return SlotTable(slot, jnp.where(boundary < last, kept, EMPTY))
 
 
+@partial(jax.jit, static_argnames=("segments", "kernel", "most"))
 def segment_attention(
     q: Float[Array, "batch heads tokens head_dim"],
     k: Float[Array, "batch kv_heads tokens head_dim"],
@@ -101,20 +104,23 @@ def segment_attention(
     evicted_at: Int[Array, "batch kv_heads tokens"],
     segments: Segments,
     kernel: BlockKernel,
-    together: int = 64,
+    most: int = 256,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, for a mask that keeps to its segments.
 
     Args:
       evicted_at: int32; 0 for padding. More than `segments.budget` keys visible at a boundary give wrong results.
-      kernel: does the arithmetic. together: segments gathered at once; bounds the memory. All three static.
+      kernel: does the arithmetic. most: blocks gathered at once, one for each segment, KV head and row of the batch;
+        bounds the memory. All three static.
 
     Returns:
       In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
     """
-    kv_heads = k.shape[1]
+    kv_heads, tokens = k.shape[1], q.shape[2]
+    segments = replace(segments, first=min(segments.first, tokens))
     flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v, evicted_at.astype(jnp.int32)))
-    plan = _Plan(segments, kernel, min(together, max(segments.count(q.shape[2]), 1)))
+    together = max(most // (k.shape[0] * kv_heads), 1)
+    plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))
     return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
 
 

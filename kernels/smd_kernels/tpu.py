@@ -9,7 +9,8 @@ Per-row and per-key numbers arrive along lanes (`tpu_walk`). The side of a score
 them there: each outer tile turns its own over once, and the dk pass computes its scores transposed, `[keys, rows]`.
 
 The tables for skipping lie in scalar memory: `8 * blocks * (row_tiles + key_tiles + outer_tiles)` bytes have to fit
-into 1 MiB less 16 KiB. With 1,024 rows and 1,152 keys that is 4,962 blocks in tiles of 128, and 16,128 in `TPU_SIZES`.
+into 1 MiB less 16 KiB. With 1,024 rows and 1,152 keys that is 4,962 blocks in tiles of 128, and 16,128 in `TPU_SIZES`;
+more are done in groups.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks, pad_rows
-from smd_kernels.tpu_walk import LANES, Operand, Spans, Walk, even, is_live, run
+from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, pad_blocks, pad_rows
+from smd_kernels.tpu_walk import LANES, SCALAR_MEMORY, Operand, Spans, Walk, is_live, run, table_bytes
 
 LOWEST = -1e30  # a row's highest score before its first visible key: finite, so that exp(-inf - LOWEST) is 0, not NaN
 HEAD_DIMS = (64, 128)
@@ -37,10 +38,15 @@ TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=51
 def why_not(q_dtype: Any, head_dim: int) -> str | None:
     """Why the kernel cannot run on queries of this dtype and head dim, or None if it can."""
     if jnp.dtype(q_dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"the TPU kernel takes bfloat16 or float32, got {jnp.dtype(q_dtype).name}"
+        return f"expected bfloat16 or float32; got {jnp.dtype(q_dtype).name}"
     if head_dim not in HEAD_DIMS:
-        return f"the TPU kernel takes head_dim {' or '.join(map(str, HEAD_DIMS))}, got {head_dim}"
+        return f"expected head_dim in {HEAD_DIMS}; got {head_dim}"
     return None
+
+
+def _check(blocks: Blocks) -> None:
+    if reason := why_not(blocks.q.dtype, blocks.q.shape[2]):
+        raise ValueError(reason)
 
 
 def turned_down(x: Any) -> Any:
@@ -191,26 +197,41 @@ class MosaicTpuKernel:
 
     Attributes:
       sizes: largest tiles. Rows and keys are cut into as many tiles as these would make, all alike, in multiples of
-        128; `stages` is 1 or 2. `TPU_SIZES` suits the hardware.
+        128; `stages` is 1 or 2.
       interpret: run in Pallas' interpreter, on any device: slow, for tests.
     """
 
-    sizes: BlockSizes = BlockSizes()
+    sizes: BlockSizes = TPU_SIZES
     interpret: bool = False
 
     def __post_init__(self) -> None:
         if self.sizes.stages not in (1, 2):
             raise ValueError(f"expected sizes.stages 1 or 2 on TPU, got {self.sizes.stages}")
 
+    def _walk(self, blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Walk:
+        """How to walk over the blocks in tiles of at most `rows` × `keys`."""
+        rows, keys = even(blocks.q.shape[1], rows, LANES), even(blocks.k.shape[1], keys, LANES)
+        row_tiles, key_tiles = pl.cdiv(blocks.q.shape[1], rows), pl.cdiv(blocks.k.shape[1], keys)
+        return Walk(rows, keys, row_tiles, key_tiles, rows_outside, self.sizes.stages)
+
     def _cut(self, blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> tuple[Walk, Blocks]:
-        """How to walk over the blocks in tiles of at most `rows` × `keys`, and the blocks in whole tiles."""
-        rows, keys = even(blocks.q.shape[1], rows), even(blocks.k.shape[1], keys)
-        blocks = pad_blocks(blocks, rows, keys)
-        tiles = blocks.q.shape[1] // rows, blocks.k.shape[1] // keys
-        return Walk(rows, keys, *tiles, rows_outside, self.sizes.stages), blocks
+        """The same, and the blocks in whole tiles."""
+        walk = self._walk(blocks, rows, keys, rows_outside=rows_outside)
+        return walk, pad_blocks(blocks, walk.rows, walk.keys)
+
+    def _most(self, blocks: Blocks) -> int:
+        """Blocks whose tables fit into scalar memory together, in every pass; at least one, to be refused by `run`."""
+        s = self.sizes
+        passes = (s.rows, s.keys, True), (s.rows_dq, s.keys_dq, True), (s.rows_dkv, s.keys_dkv, False)
+        walks = (self._walk(blocks, rows, keys, rows_outside=outside) for rows, keys, outside in passes)
+        return max(min(SCALAR_MEMORY // table_bytes(1, walk) for walk in walks), 1)
 
     def forward(self, blocks: Blocks) -> tuple[Any, Any]:
-        """See `BlockKernel`; lse is float32. Raises ValueError if there are too many tiles for scalar memory."""
+        """See `BlockKernel`; lse is float32. Raises ValueError if a block has too many tiles for scalar memory."""
+        _check(blocks)
+        return in_groups(self._forward, self._most(blocks), blocks)
+
+    def _forward(self, blocks: Blocks) -> tuple[Any, Any]:
         length = blocks.q.shape[1]
         walk, blocks = self._cut(blocks, self.sizes.rows, self.sizes.keys, rows_outside=True)
         count, rows, head_dim = blocks.q.shape
@@ -223,8 +244,11 @@ class MosaicTpuKernel:
 
     def backward(self, blocks: Blocks, out: Any, lse: Any, d_out: Any) -> tuple[Any, Any, Any]:
         """See `BlockKernel`; dk and dv are float32. Raises ValueError as `forward` does."""
+        _check(blocks)
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-        d_out = d_out.astype(blocks.q.dtype)
+        return in_groups(self._backward, self._most(blocks), blocks, lse, delta, d_out.astype(blocks.q.dtype))
+
+    def _backward(self, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Any, Any, Any]:
         return self._dq(blocks, lse, delta, d_out), *self._dkv(blocks, lse, delta, d_out)
 
     def _dq(self, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> Array:

@@ -62,12 +62,6 @@ def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
     )
 
 
-def even(length: int, most: int) -> int:
-    """Length of a tile: as many tiles as tiles of `most` would make, all alike, and a multiple of LANES."""
-    tiles = max(1, pl.cdiv(length, most))
-    return max(1, pl.cdiv(length, tiles * LANES)) * LANES
-
-
 @dataclass(frozen=True)
 class Walk:
     """One pass over blocks of whole tiles.
@@ -140,9 +134,14 @@ def cost(blocks: Blocks, products: int, arrays: Any) -> pl.CostEstimate:
     return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved)
 
 
+def table_bytes(count: int, walk: Walk) -> int:
+    """Of the tables of `Spans`."""
+    return 4 * count * (2 * walk.grid[0] + 2 * walk.row_tiles + 2 * walk.key_tiles)
+
+
 def check_scalar_memory(count: int, walk: Walk) -> None:
     """Raises ValueError if the tables of `Spans` do not fit."""
-    needed = 4 * count * (2 * walk.grid[0] + 2 * walk.row_tiles + 2 * walk.key_tiles)
+    needed = table_bytes(count, walk)
     if needed > SCALAR_MEMORY:
         tiles = f"{count} blocks of {walk.row_tiles} row tiles and {walk.key_tiles} key tiles"
         raise ValueError(

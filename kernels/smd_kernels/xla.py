@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks, pad_rows
+from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
 
 # Measured on two cores with 512 KiB of cache each: longer tiles fall out of the cache, and more keys skip fewer tiles.
-CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, segments=4)
-ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, segments=8)
+CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=16)
+ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, blocks=64)
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,12 @@ class XlaKernel:
         rows, keys = blocks.q.shape[1], blocks.k.shape[1]
         if rows * keys < self.sizes.scores // 2:
             return None
-        return Tile(_even(rows, self.sizes.rows), _even(keys, self.sizes.keys))
+        return Tile(even(rows, self.sizes.rows, 8), even(keys, self.sizes.keys, 8))
 
     def _in_groups(self, f: Callable[..., Any], blocks: Blocks, *rest: Array) -> Any:
         """`f` of as many blocks at a time as have `sizes.scores` scores in a tile."""
-        count, tile = blocks.q.shape[0], self._tile(blocks) or Tile(blocks.q.shape[1], blocks.k.shape[1])
-        group = _even(count, max(self.sizes.scores // (tile.rows * tile.keys), 1), 1)
-        if group >= count:
-            return f(blocks, *rest)
-        short = -count % group
-
-        def split(x: Array) -> Array:
-            return jnp.pad(x, [(0, short), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, group, *x.shape[1:])
-
-        parts = jax.lax.map(lambda part: f(*part), jax.tree.map(split, (blocks, *rest)))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], parts)
+        tile = self._tile(blocks) or Tile(blocks.q.shape[1], blocks.k.shape[1])
+        return in_groups(f, max(self.sizes.scores // (tile.rows * tile.keys), 1), blocks, *rest)
 
 
 class Tile(NamedTuple):
@@ -77,11 +68,6 @@ class Tile(NamedTuple):
 
     rows: int
     keys: int
-
-
-def _even(length: int, most: int, multiple: int = 8) -> int:
-    """The shortest tile that makes as few tiles as `most` would, in multiples: short of that, nothing is padded."""
-    return -(-length // (-(-length // most) * multiple)) * multiple
 
 
 def _wide(x: Array) -> Any:
