@@ -2,61 +2,89 @@
 
 Every loss is a weighted sum over tokens, `sum(weights * per_token)`. The weights are made from the whole batch at once,
 so the sum over microbatches, in any split and on any number of devices, is the loss of the batch.
+
+    mask ─ mask_truncated_completions ─► token_weights ─┐
+    log-probabilities, advantages, corrections ─────────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import Literal, get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-LossType = Literal["grpo", "bnpo", "dr_grpo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The clipped policy-gradient loss.
+    """The policy-gradient loss, with the names of TRL's GRPOConfig.
 
     Attributes:
-      loss_type: how tokens are weighted, see `token_weights`.
-      epsilon: the ratio is clipped from below at `1 - epsilon`. epsilon_high: from above at `1 + epsilon_high`; None
-        takes `epsilon`.
+      loss_type: how tokens are weighted, see `token_weights`; "cispo" has a surrogate of its own, see `policy_loss`.
+      epsilon: the ratio is clipped from below at `1 - epsilon`; cispo has no lower bound. epsilon_high: from above at
+        `1 + epsilon_high`; None takes `epsilon`. So it is for cispo too, as MiniMax-M1 writes it (arXiv:2506.13585
+        eq. 5); TRL means the bound itself there, so that its epsilon_high 5.0 is our 4.0.
       beta: coefficient of the k3 KL to the reference policy; 0 needs no reference.
+      importance_sampling_level: "token": every token has its own ratio. "sequence": all tokens of a sequence have the
+        geometric mean of theirs (GSPO, arXiv:2507.18071 eq. 7; there with loss_type "grpo", epsilon 3e-4 and
+        epsilon_high 4e-4).
+      delta: dual clip: where the advantage is negative, the ratio has no gradient above this (arXiv:1912.09729,
+        INTELLECT-2 arXiv:2505.07291); None: no such bound. Not for cispo, whose ratio is bounded for either sign.
     """
 
     loss_type: LossType = "bnpo"
     epsilon: float = 0.2
     epsilon_high: float | None = None
     beta: float = 0.0
+    importance_sampling_level: Level = "token"
+    delta: float | None = None
 
     def __post_init__(self) -> None:
+        _check_name("loss_type", self.loss_type, get_args(LossType))
+        _check_name("importance_sampling_level", self.importance_sampling_level, get_args(Level))
         if not 0 < self.epsilon < 1:
             raise ValueError(f"expected 0 < epsilon < 1; got {self.epsilon}")
         if self.epsilon_high is not None and self.epsilon_high <= 0:
             raise ValueError(f"expected epsilon_high > 0; got {self.epsilon_high}")
         if self.beta < 0:
             raise ValueError(f"expected beta >= 0; got {self.beta}")
+        if self.delta is not None and self.loss_type == "cispo":
+            raise ValueError(f"expected delta None with loss_type 'cispo', which bounds the ratio; got {self.delta}")
+        if self.delta is not None and self.delta <= self.bounds[1]:
+            raise ValueError(f"expected delta above the upper bound {self.bounds[1]} of the ratio; got {self.delta}")
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest ratio that still has a gradient."""
-        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        """Lowest and highest ratio that still has a gradient; for cispo, 0 and the highest weight."""
+        high = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        return (0.0 if self.loss_type == "cispo" else 1 - self.epsilon), high
+
+
+def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ValueError(f"expected {field} to be one of {', '.join(names)}; got {name!r}")
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
 class LossInputs(struct.PyTreeNode):
-    """What a policy loss looks at; all float32 (or wider) `[batch, response]`, but for the advantages.
+    """What a policy loss looks at; all float32 (or wider) `[batch, response]`, but for the advantages and `keep`.
 
     Attributes:
       logprobs: of the policy being trained; the only input with a gradient.
       old_logprobs: of the policy that the ratio is taken to.
       reference_logprobs: of the reference policy; None where beta is 0.
       advantages: `[batch]`.
-      weights: weight of each token in the loss, 0 outside the response.
+      weights: weight of each token in the loss, above 0 in the response and 0 outside. Also the mask of the response:
+        what a correction does belongs into the next two.
+      correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
+        truncated importance weights; None: all 1.
+      keep: bool, false where a correction rejects a token; None: all true.
     """
 
     logprobs: Float[Array, "batch response"]
@@ -64,6 +92,8 @@ class LossInputs(struct.PyTreeNode):
     reference_logprobs: Float[Array, "batch response"] | None
     advantages: Float[Array, " batch"]
     weights: Float[Array, "batch response"]
+    correction_weights: Float[Array, "batch response"] | None = None
+    keep: Bool[Array, "batch response"] | None = None
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -71,9 +101,11 @@ class LossTerms(struct.PyTreeNode):
     """Per-token terms for the metrics, `[batch, response]`.
 
     Attributes:
-      ratio: new over old probability.
+      ratio: new over old probability, at the sequence level that of the sequence; 1 outside the response and where a
+        token is rejected.
       kl: k3 estimate of KL(policy ‖ reference), zeros without a reference.
-      clipped_low, clipped_high: where clipping took the gradient away.
+      clipped_low, clipped_high: where the bounds of the ratio took the gradient away; for cispo, where the upper bound
+        cut the weight of a token with a positive advantage, as TRL counts. `delta` is not counted.
     """
 
     ratio: Float[Array, "batch response"]
@@ -82,21 +114,46 @@ class LossTerms(struct.PyTreeNode):
     clipped_high: Bool[Array, "batch response"]
 
 
-def token_weights(mask: Bool[Array, "batch response"], loss_type: LossType) -> Float[Array, "batch response"]:
+def mask_truncated_completions(
+    mask: Bool[Array, "batch response"], terminated: Bool[Array, " batch"]
+) -> Bool[Array, "batch response"]:
+    """The response mask without completions that the length limit cut off (overlong filtering, arXiv:2503.14476).
+
+    Their reward says little about the tokens that stand there. Apply it before `token_weights`: then truncated tokens
+    count in no denominator, while their rows still count as sequences of grpo and dr_grpo; both as in TRL.
+    """
+    return mask & terminated[:, None]
+
+
+def token_weights(
+    mask: Bool[Array, "batch response"], loss_type: LossType, max_length: int | None = None
+) -> Float[Array, "batch response"]:
     """Each token's weight in the loss, made from the mask of the whole batch; weights outside the mask are 0.
 
-    grpo     mean over sequences of the mean over a sequence's tokens (arXiv:2402.03300)
-    bnpo     mean over all tokens of the batch (also DAPO's token-level loss, arXiv:2503.14476)
-    dr_grpo  sum over tokens / (sequences * longest response, the columns of the mask) (arXiv:2503.20783)
+    grpo               mean over sequences of the mean over a sequence's tokens (arXiv:2402.03300 eq. 3)
+    dapo, bnpo, cispo  mean over all tokens of the batch (arXiv:2503.14476 eq. 8)
+    dr_grpo            sum over tokens / (sequences * max_length) (arXiv:2503.20783); by default max_length is the
+                       columns of the mask, which in a Trajectory are the longest response allowed
+
+    The batch is what one optimizer step sees, in however many microbatches. Two of TRL's denominators are others by
+    design: bnpo's are the tokens of each microbatch, so that its loss depends on their size and becomes ours (dapo's)
+    without accumulation; those of dapo and cispo are the mean over the steps of a rollout, so that its loss is ours
+    times tokens of the step / mean tokens of a step, and ours where a rollout feeds one step.
 
     An empty sequence weighs nothing; if all are empty, all weights are 0.
+
+    Raises:
+      ValueError: if there is no such loss type, or max_length is below 1 or given to another loss than dr_grpo.
     """
+    _check_name("loss_type", loss_type, get_args(LossType))
+    if max_length is not None and (loss_type != "dr_grpo" or max_length < 1):
+        raise ValueError(f"expected max_length >= 1, with dr_grpo alone; got {max_length} with {loss_type}")
     tokens = mask.astype(jnp.float32)
     if loss_type == "grpo":
         return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * mask.shape[0])
-    if loss_type == "bnpo":
-        return tokens / jnp.maximum(tokens.sum(), 1.0)
-    return tokens / mask.size
+    if loss_type == "dr_grpo":
+        return tokens / (mask.shape[0] * (mask.shape[1] if max_length is None else max_length))
+    return tokens / jnp.maximum(tokens.sum(), 1.0)
 
 
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
@@ -106,7 +163,12 @@ def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Fl
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:
-    """Clipped surrogate (arXiv:1707.06347 eq. 7) plus beta times the k3 KL to the reference.
+    """`sum(weights * (beta * k3 - correction * surrogate))`, A the advantage and r the ratio of new to old probability:
+
+    surrogate        min(r A, clip(r) A), PPO's (arXiv:1707.06347 eq. 7), with the first r at most `delta`
+    cispo surrogate  sg(min(r, high)) A log p: clipped weights, but no token loses its gradient (arXiv:2506.13585 eq. 4)
+
+    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL.
 
     Raises:
       ValueError: if beta is positive and there are no reference log-probabilities.
@@ -116,15 +178,61 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
     # arithmetic: a `where` after an exp that overflows would still give NaN gradients.
     inside = inputs.weights > 0
+    active = inside if inputs.keep is None else inside & inputs.keep
     logprobs = jnp.where(inside, inputs.logprobs, 0.0)
-    ratio = jnp.exp(logprobs - jnp.where(inside, inputs.old_logprobs, 0.0))
-    surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-    kl = jnp.zeros_like(ratio)
-    if config.beta:
-        if inputs.reference_logprobs is None:
-            raise ValueError(f"expected reference log-probabilities, because beta is {config.beta}; got None")
-        kl = k3(logprobs, jnp.where(inside, inputs.reference_logprobs, 0.0))
+    log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
+    if config.importance_sampling_level == "sequence":
+        log_ratio = _sequence_mean(log_ratio, inside)
+    ratio = jnp.exp(jnp.where(active, log_ratio, 0.0))
+    surrogate = _corrected(_surrogate(ratio, logprobs, advantages, config), inputs.correction_weights, active)
+    kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
     loss = jnp.sum(inputs.weights * (config.beta * kl - surrogate))
-    clipped_low = inside & (ratio < low) & (advantages < 0)
-    clipped_high = inside & (ratio > high) & (advantages > 0)
+    clipped_low = active & (ratio < low) & (advantages < 0)
+    clipped_high = active & (ratio > high) & (advantages > 0)
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, clipped_low, clipped_high))
+
+
+def _sequence_mean(
+    values: Float[Array, "batch response"], inside: Bool[Array, "batch response"]
+) -> Float[Array, "batch response"]:
+    """The mean over a row's response, at each of its columns; `values` are 0 outside."""
+    mean = values.sum(1, keepdims=True) / jnp.maximum(inside.sum(1, keepdims=True), 1)
+    return jnp.broadcast_to(mean, values.shape)
+
+
+def _surrogate(
+    ratio: Float[Array, "batch response"],
+    logprobs: Float[Array, "batch response"],
+    advantages: Float[Array, "batch 1"],
+    config: LossConfig,
+) -> Float[Array, "batch response"]:
+    """What each token adds to the objective, before corrections."""
+    low, high = config.bounds
+    if config.loss_type == "cispo":
+        return jax.lax.stop_gradient(jnp.minimum(ratio, high)) * advantages * logprobs
+    free = ratio if config.delta is None else jnp.minimum(ratio, config.delta)
+    return jnp.minimum(free * advantages, jnp.clip(ratio, low, high) * advantages)
+
+
+def _corrected(
+    surrogate: Float[Array, "batch response"],
+    correction_weights: Float[Array, "batch response"] | None,
+    active: Bool[Array, "batch response"],
+) -> Float[Array, "batch response"]:
+    """The surrogate times its correction, 0 where a token is rejected; weights there may be anything."""
+    if correction_weights is None:
+        return jnp.where(active, surrogate, 0.0)
+    return surrogate * jax.lax.stop_gradient(jnp.where(active, correction_weights, 0.0))
+
+
+def _reference_kl(
+    logprobs: Float[Array, "batch response"],
+    reference_logprobs: Float[Array, "batch response"] | None,
+    inside: Bool[Array, "batch response"],
+    beta: float,
+) -> Float[Array, "batch response"]:
+    if beta == 0:
+        return jnp.zeros_like(logprobs)
+    if reference_logprobs is None:
+        raise ValueError(f"expected reference log-probabilities, because beta is {beta}; got None")
+    return k3(logprobs, jnp.where(inside, reference_logprobs, 0.0))

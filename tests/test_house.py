@@ -29,6 +29,7 @@ LEVELS = {
     "advantages": 1,
     "corrections": 1,
     "losses": 1,
+    "mismatch": 1,
     "distillation": 1,
     "sharding": 1,
     "metrics": 1,

@@ -1,12 +1,30 @@
-"""The policy loss on numbers worked out by hand, and against a NumPy reference with numerical gradients."""
+"""The policy loss by hand, against a NumPy reference with numerical gradients, and against TRL's own loss.
+
+`golden/make_losses.py` says how `golden/losses.json` was made and what stands in it.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.losses import LossConfig, LossInputs, k3, policy_loss, token_weights
+from smd_jax.advantages import group_relative
+from smd_jax.losses import (
+    LossConfig,
+    LossInputs,
+    LossType,
+    k3,
+    mask_truncated_completions,
+    policy_loss,
+    token_weights,
+)
 
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text(encoding="utf-8"))
+LOSS_TYPES = get_args(LossType)
 MASK = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]], bool)  # 3, 1, 0 and 2 tokens
 
 
@@ -68,6 +86,109 @@ def test_the_upper_bound_by_itself(ratio, advantage, loss, slope):
 def test_bounds():
     assert LossConfig(epsilon=0.25).bounds == (0.75, 1.25)
     assert LossConfig(epsilon=0.25, epsilon_high=0.5).bounds == (0.75, 1.5)
+    assert LossConfig("cispo", epsilon=0.25, epsilon_high=0.5).bounds == (0.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (2.5, -1.0, 2.5, 2.5),  # bad and likelier: PPO lets the ratio grow without a bound
+        (3.5, -1.0, 3.0, 0.0),  # but not above delta
+        (0.5, -1.0, 0.8, 0.0),
+        (3.5, 1.0, -1.2, 0.0),  # the upper bound of a good token comes first
+    ],
+)
+def test_the_dual_clip_by_hand(ratio, advantage, loss, slope):
+    inputs, config = one_token(ratio, advantage), LossConfig(delta=3.0)
+    np.testing.assert_allclose(policy_loss(inputs, config)[0], loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient(inputs, config), [[slope]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [(0.1, 1.0, 0.1, False), (0.1, -1.0, 0.1, False), (1.5, 2.0, 1.5, False), (4.0, 2.0, 3.0, True)],
+)
+def test_cispo_by_hand(ratio, advantage, weight, clipped):
+    """The clipped ratio weighs the token's log-probability and has no gradient itself."""
+    inputs, config = one_token(ratio, advantage), LossConfig("cispo", epsilon_high=2.0)
+    value, terms = policy_loss(inputs, config)
+    np.testing.assert_allclose(value, -weight * advantage * np.log(0.25 * ratio), rtol=1e-6)
+    np.testing.assert_allclose(gradient(inputs, config), [[-weight * advantage]], rtol=1e-6)
+    assert (bool(terms.clipped_low[0, 0]), bool(terms.clipped_high[0, 0])) == (False, clipped)
+
+
+def test_the_ratio_of_a_sequence_by_hand():
+    # Ratios 0.5 and 4.5, geometric mean 1.5; each token moves it by half. The third column is padding.
+    old = jnp.log(jnp.array([[0.2, 0.1, 0.5]]))
+    new = old + jnp.log(jnp.array([[0.5, 4.5, 7.0]]))
+    inputs = LossInputs(new, old, None, jnp.array([-2.0]), jnp.array([[0.5, 0.5, 0.0]]))
+    config = LossConfig("grpo", importance_sampling_level="sequence")
+    value, terms = policy_loss(inputs, config)
+    np.testing.assert_allclose(terms.ratio, [[1.5, 1.5, 1.0]], rtol=1e-6)
+    np.testing.assert_allclose(value, 1.5 * 2, rtol=1e-6)
+    np.testing.assert_allclose(gradient(inputs, config), [[1.5, 1.5, 0.0]], rtol=1e-6)
+    good = inputs.replace(advantages=jnp.array([2.0]))
+    np.testing.assert_allclose(policy_loss(good, config)[0], -1.2 * 2, rtol=1e-6)
+    np.testing.assert_array_equal(gradient(good, config), np.zeros((1, 3)))
+    np.testing.assert_array_equal(policy_loss(good, config)[1].clipped_high, [[True, True, False]])
+
+
+# --- corrections
+
+
+def corrected(weights, keep=None) -> LossInputs:
+    """Two tokens with ratios 1.1 and 0.9, advantage 1, and a reference half as likely."""
+    old = jnp.log(jnp.full((1, 2), 0.25))
+    new = old + jnp.log(jnp.array([[1.1, 0.9]]))
+    weights = None if weights is None else jnp.array([weights])
+    keep = None if keep is None else jnp.array([keep])
+    return LossInputs(new, old, new + jnp.log(0.5), jnp.array([1.0]), jnp.full((1, 2), 0.5), weights, keep)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("weights", "keep", "factors"),
+    [
+        (None, None, [1, 1]),
+        ([0.5, 3.0], None, [0.5, 3.0]),
+        (None, [True, False], [1, 0]),
+        ([0.5, 3.0], [False, True], [0, 3.0]),
+        ([0.5, np.inf], [True, False], [0.5, 0]),
+    ],
+)
+def test_corrections_multiply_the_surrogate_and_not_the_kl(weights, keep, factors, beta):
+    inputs, config = corrected(weights, keep), LossConfig(beta=beta)
+    kl = 0.5 - 1 + np.log(2)
+    value, terms = policy_loss(inputs, config)
+    # The denominator stays 2 tokens, rejected ones included.
+    np.testing.assert_allclose(value, beta * kl - 0.5 * (1.1 * factors[0] + 0.9 * factors[1]), rtol=1e-6)
+    slopes = [0.5 * (beta * 0.5 - 1.1 * factors[0]), 0.5 * (beta * 0.5 - 0.9 * factors[1])]
+    np.testing.assert_allclose(gradient(inputs, config), [slopes], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(terms.ratio, [[1.1 if factors[0] else 1, 0.9 if factors[1] else 1]], rtol=1e-6)
+
+
+def test_no_gradient_flows_through_the_correction():
+    inputs = corrected(None)
+    both = jax.grad(lambda x: loss_of(x, inputs.replace(correction_weights=jnp.exp(x)), LossConfig()))
+    fixed = inputs.replace(correction_weights=jnp.exp(inputs.logprobs))
+    np.testing.assert_array_equal(both(inputs.logprobs), gradient(fixed, LossConfig()))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["bnpo", "cispo"])
+def test_a_rejected_token_may_have_any_ratio(loss_type, level):
+    """What a veto rejects is just what overflows: 200 nats."""
+    inputs = corrected([2.0, 2.0], [level == "token", False])
+    inputs = inputs.replace(old_logprobs=inputs.old_logprobs.at[0, 1].add(-200.0))
+    config = LossConfig(loss_type, importance_sampling_level=level)
+    value, grad = jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)
+    assert np.isfinite(value) and np.isfinite(grad).all()
+    assert float(grad[0, 1]) == 0.0 and bool(grad[0, 0] != 0.0) == (level == "token")
+
+
+def test_rejected_tokens_are_not_counted_as_clipped():
+    inputs = one_token(1.5, 1.0).replace(keep=jnp.array([[False]]))
+    assert not policy_loss(inputs, LossConfig())[1].clipped_high[0, 0]
 
 
 # --- the KL to the reference
@@ -111,15 +232,30 @@ def test_grpo_is_the_mean_over_sequences_of_means_over_tokens():
     np.testing.assert_allclose(token_weights(MASK, "grpo"), expected, rtol=1e-6)
 
 
-def test_bnpo_is_the_mean_over_tokens():
-    np.testing.assert_allclose(token_weights(MASK, "bnpo"), np.asarray(MASK) / 6, rtol=1e-6)
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo"])
+def test_the_mean_over_tokens(loss_type):
+    np.testing.assert_allclose(token_weights(MASK, loss_type), np.asarray(MASK) / 6, rtol=1e-6)
 
 
 def test_dr_grpo_divides_by_a_constant():
     np.testing.assert_allclose(token_weights(MASK, "dr_grpo"), np.asarray(MASK) / (4 * 4), rtol=1e-6)
+    np.testing.assert_allclose(token_weights(MASK, "dr_grpo", 10), np.asarray(MASK) / (4 * 10), rtol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize(("loss_type", "length"), [("dr_grpo", 0), ("dapo", 4)])
+def test_a_length_that_means_nothing(loss_type, length):
+    with pytest.raises(ValueError, match=f"max_length >= 1, with dr_grpo alone; got {length} with {loss_type}"):
+        token_weights(MASK, loss_type, length)
+
+
+def test_truncated_completions_leave_the_mask():
+    kept = mask_truncated_completions(MASK, jnp.array([False, True, True, True]))
+    np.testing.assert_array_equal(kept, np.asarray(MASK) & np.array([[0], [1], [1], [1]], bool))
+    assert float(token_weights(kept, "dapo")[3, 0]) == pytest.approx(1 / 3)
+    assert float(token_weights(kept, "grpo")[3, 0]) == pytest.approx(1 / 2 / 4), "the row still counts"
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_batch_without_tokens_weighs_nothing(loss_type):
     np.testing.assert_array_equal(token_weights(jnp.zeros((2, 3), bool), loss_type), np.zeros((2, 3)))
 
@@ -198,8 +334,206 @@ def test_what_lies_outside_the_mask_does_not_leak(name, junk):
         ({"epsilon": 1.0}, "expected 0 < epsilon < 1; got 1.0"),
         ({"epsilon_high": 0.0}, "expected epsilon_high > 0; got 0.0"),
         ({"beta": -0.1}, "expected beta >= 0; got -0.1"),
+        ({"delta": 1.2}, "expected delta above the upper bound 1.2 of the ratio; got 1.2"),
+        ({"delta": 1.4, "epsilon_high": 0.5}, "expected delta above the upper bound 1.5 of the ratio; got 1.4"),
+        ({"delta": 4.0, "loss_type": "cispo"}, "expected delta None with loss_type 'cispo'.*; got 4.0"),
     ],
 )
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "message"),
+    [
+        ("loss_type", "gspo", "expected loss_type to be one of grpo, bnpo, dr_grpo, dapo, cispo; got 'gspo'"),
+        ("importance_sampling_level", "row", "importance_sampling_level to be one of token, sequence; got 'row'"),
+    ],
+)
+def test_unknown_names(field, name, message):
+    config = LossConfig()
+    object.__setattr__(config, field, name)  # behind the type checker, which users do not have
+    with pytest.raises(ValueError, match=message):
+        config.__post_init__()
+
+
+# --- against TRL
+
+TRL_MASK = jnp.arange(6)[None] < jnp.array(GOLDEN["inputs"]["lengths"])[:, None]
+
+
+def config_of(case: dict) -> LossConfig:
+    """Our configuration for TRL's: its epsilon_high is the bound itself where the loss is cispo."""
+    names = ("loss_type", "epsilon", "epsilon_high", "beta", "importance_sampling_level", "delta")
+    ours = {name: case[name] for name in names}
+    if case["loss_type"] == "cispo":
+        ours["epsilon_high"] -= 1
+    return LossConfig(**ours)
+
+
+def golden_inputs(loss_type: LossType, correction: str | None = None, old: bool = True, mask=TRL_MASK) -> LossInputs:
+    arrays = {name: jnp.array(value) for name, value in GOLDEN["inputs"].items()}
+    return LossInputs(
+        logprobs=arrays["logprobs"],
+        old_logprobs=arrays["old_logprobs" if old else "logprobs"],
+        reference_logprobs=arrays["reference_logprobs"],
+        advantages=arrays["advantages"],
+        weights=token_weights(mask, loss_type),
+        correction_weights=None if correction is None else jnp.array(GOLDEN["corrections"][correction]),
+    )
+
+
+def default_config(loss_type: LossType) -> LossConfig:
+    """That of the golden cases which differ in their batches."""
+    return LossConfig(loss_type, epsilon_high=0.28, beta=0.1)
+
+
+def assert_loss(inputs: LossInputs, config: LossConfig, loss, grad, rtol=1e-5) -> None:
+    value, slopes = jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)
+    np.testing.assert_allclose(value, loss, rtol=rtol)
+    np.testing.assert_allclose(slopes, grad, rtol=rtol, atol=1e-8)
+
+
+def case_id(case: dict) -> str:
+    return "-".join(str(value) for value in case["config"].values())
+
+
+@pytest.mark.parametrize("case", GOLDEN["losses"], ids=case_id)
+def test_loss_and_gradient_are_those_of_trl(case):
+    config = case["config"]
+    inputs = golden_inputs(config["loss_type"], config["correction"], config["old"])
+    assert_loss(inputs, config_of(config), case["loss"], case["grad"])
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN["losses"] if case["metrics"]], ids=case_id)
+def test_clipping_is_counted_as_in_trl(case):
+    config = case["config"]
+    inputs = golden_inputs(config["loss_type"], config["correction"], config["old"])
+    terms = policy_loss(inputs, config_of(config))[1]
+    for side, clipped in (("low", terms.clipped_low), ("high", terms.clipped_high)):
+        # TRL counts sequences where the ratio belongs to a sequence.
+        tokens = config["importance_sampling_level"] == "token"
+        share = clipped.sum() / TRL_MASK.sum() if tokens else clipped[:, 0].mean()
+        np.testing.assert_allclose(share, case["metrics"][f"clip_ratio/{side}_mean"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", [c for c in GOLDEN["losses"] if "mask" in str(c["config"]["correction"])], ids=case_id)
+def test_rejecting_a_token_is_weighing_it_with_zero(case):
+    config = case["config"]
+    inputs = golden_inputs(config["loss_type"], config["correction"])
+    weights = jnp.array(GOLDEN["corrections"][config["correction"]])
+    inputs = inputs.replace(correction_weights=jnp.where(weights > 0, weights, 9.0), keep=weights > 0)
+    assert_loss(inputs, config_of(config), case["loss"], case["grad"])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_truncated_completions_are_masked_as_in_trl(loss_type):
+    terminated = jnp.array([False, True, True, False])
+    inputs = golden_inputs(loss_type, mask=mask_truncated_completions(TRL_MASK, terminated))
+    assert_loss(inputs, default_config(loss_type), **GOLDEN["truncated"][loss_type])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_accumulation_against_trl(loss_type):
+    """Two microbatches of a step. TRL's bnpo is the mean of the means over each; ours does not depend on the split."""
+    expected = GOLDEN["accumulation"][loss_type]
+    inputs = golden_inputs(loss_type)
+    if loss_type == "bnpo":
+        halves = [token_weights(TRL_MASK[rows], "bnpo") / 2 for rows in (slice(0, 2), slice(2, 4))]
+        inputs = inputs.replace(weights=jnp.concatenate(halves))
+        assert abs(policy_loss(golden_inputs("bnpo"), default_config("bnpo"))[0] - sum(expected["losses"])) > 0.01
+    assert_loss(inputs, default_config(loss_type), sum(expected["losses"]), expected["grad"])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_minibatches_against_trl(loss_type):
+    """Two steps of a rollout. TRL divides dapo and cispo by the mean tokens of a step, we by those of this one."""
+    expected = GOLDEN["minibatches"][loss_type]
+    for index, rows in enumerate((slice(0, 2), slice(2, 4))):
+        weights = token_weights(TRL_MASK[rows], loss_type)
+        if loss_type in ("dapo", "cispo"):
+            weights = weights * TRL_MASK[rows].sum() / (TRL_MASK.sum() / 2)
+        inputs = jax.tree.map(lambda x, rows=rows: x[rows], golden_inputs(loss_type)).replace(weights=weights)
+        assert_loss(inputs, default_config(loss_type), expected["losses"][index], expected["grad"][rows])
+
+
+# --- invariance
+
+EVERY_LOSS = pytest.mark.parametrize(
+    "config",
+    [LossConfig(t, beta=0.1, importance_sampling_level=level) for t in LOSS_TYPES for level in ("token", "sequence")],
+    ids=lambda config: f"{config.loss_type}-{config.importance_sampling_level}",
+)
+
+
+def hard_inputs(loss_type: LossType) -> LossInputs:
+    """With weights and rejections that differ from token to token."""
+    inputs = golden_inputs(loss_type, "token_truncate")
+    return inputs.replace(keep=jnp.array(GOLDEN["corrections"]["token_mask"]) > 0)
+
+
+def loss_and_gradient(inputs: LossInputs, config: LossConfig):
+    return jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("size", [1, 2])
+def test_microbatches_change_nothing(config, size):
+    inputs = hard_inputs(config.loss_type)
+    starts = range(0, 4, size)
+    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + size], inputs), config) for i in starts]
+    whole = loss_and_gradient(inputs, config)
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole[0], rtol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([grad for _, grad in parts]), whole[1], rtol=1e-6)
+
+
+@EVERY_LOSS
+def test_the_order_of_rows_changes_nothing(config):
+    inputs, order = hard_inputs(config.loss_type), jnp.array([2, 0, 3, 1])
+    shuffled = jax.tree.map(lambda x: x[order], inputs)
+    shuffled = shuffled.replace(weights=token_weights(TRL_MASK[order], config.loss_type))
+    one, other = loss_and_gradient(inputs, config), loss_and_gradient(shuffled, config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-6)
+
+
+def padded(x, fill):
+    """Three more columns on the right."""
+    return jnp.pad(x, ((0, 0), (0, 3)), constant_values=fill)
+
+
+@EVERY_LOSS
+def test_padding_changes_nothing(config):
+    """dr_grpo must be told the longest response allowed: from the columns of the mask it cannot know."""
+    length = 6 if config.loss_type == "dr_grpo" else None
+    inputs = hard_inputs(config.loss_type)
+    wide = LossInputs(
+        logprobs=padded(inputs.logprobs, -jnp.inf),
+        old_logprobs=padded(inputs.old_logprobs, jnp.nan),
+        reference_logprobs=padded(inputs.reference_logprobs, 1e4),
+        advantages=inputs.advantages,
+        weights=token_weights(padded(TRL_MASK, False), config.loss_type, length),
+        correction_weights=padded(inputs.correction_weights, jnp.nan),
+        keep=padded(inputs.keep, True),
+    )
+    one, other = loss_and_gradient(inputs, config), loss_and_gradient(wide, config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], padded(one[1], 0.0), rtol=1e-6)
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_layout_of_groups_changes_nothing(config, scale):
+    """Groups in another order, and completions in another order within theirs."""
+    order = jnp.array([3, 2, 0, 1])
+    rewards = jnp.array([0.0, 1.0, 0.25, 0.5])
+
+    def layout(rows) -> LossInputs:
+        inputs = jax.tree.map(lambda x: x[rows], hard_inputs(config.loss_type))
+        weights = token_weights(TRL_MASK[rows], config.loss_type)
+        return inputs.replace(advantages=group_relative(rewards[rows], 2, scale), weights=weights)
+
+    one, other = loss_and_gradient(layout(jnp.arange(4)), config), loss_and_gradient(layout(order), config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-5)

@@ -1,0 +1,495 @@
+"""Corrections: by hand, against TRL's, verl's and slime's definitions, and what must not matter.
+
+The numbers of others are in golden/corrections.json, made by golden/make_corrections.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import (
+    DPPOTV,
+    MIS,
+    OPSM,
+    TIS,
+    Bypass,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    GeometricRejection,
+    IcePop,
+    Naive,
+    Rejection,
+    Shadow,
+    SparseRL,
+    SparseRLPaper,
+    Veto,
+)
+from smd_jax.mismatch import (
+    MISMATCH_METRICS,
+    chi2_metrics,
+    correction_metrics,
+    effective_sample_size,
+    lower_percentile,
+    overlap,
+)
+
+# Every correction gets a row, and thereby all tests of invariance.
+CORRECTIONS: dict[str, Correction] = {
+    "Naive": Naive(),
+    "Bypass": Bypass(),
+    "Shadow": Shadow(),
+    "token TIS": TIS("token"),
+    "sequence TIS": TIS("sequence"),
+    "token TIS, normalised": TIS("token", batch_normalize=True),
+    "sequence TIS, normalised": TIS("sequence", batch_normalize=True),
+    "token MIS": MIS("token", clip_min=0.5, clip_max=2.0),
+    "sequence MIS": MIS("sequence"),
+    "IcePop": IcePop(),
+    "token rejection": Rejection("token"),
+    "sequence rejection": Rejection("sequence"),
+    "geometric rejection": GeometricRejection(),
+    "Veto": Veto(),
+    "OPSM": OPSM(),
+    "DPPO-TV": DPPOTV(),
+    "Sparse-RL": SparseRL(),
+    "Sparse-RL, paper": SparseRLPaper(),
+    "geometric rejection and token TIS": Chain((GeometricRejection(), TIS("token"))),
+    "bypass and geometric rejection": Chain((Bypass(), GeometricRejection())),
+}
+EVERY = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("corrections.json").read_text(encoding="utf-8"))
+NEVER_LOOK_AT_THE_SAMPLER = (Naive, Bypass, Shadow)
+
+
+def inputs_of(xi: Any, r: Any = 1.0, *, sampler=0.2, advantages=None, mask: Any = None) -> CorrectionInputs:
+    """The tokens have these mismatch and staleness ratios, and the sampler's probability of each is `sampler`."""
+    xi = np.atleast_2d(np.asarray(xi, np.float64))
+    before = np.log(np.broadcast_to(sampler, xi.shape))
+    old = before + np.log(xi)
+    return CorrectionInputs(
+        sampler_logprobs=jnp.asarray(before, jnp.float32),
+        old_logprobs=jnp.asarray(old, jnp.float32),
+        logprobs=jnp.asarray(old + np.log(np.broadcast_to(r, xi.shape)), jnp.float32),
+        advantages=jnp.ones(len(xi)) if advantages is None else jnp.asarray(advantages, jnp.float32),
+        mask=jnp.ones(xi.shape, bool) if mask is None else jnp.asarray(mask, bool),
+    )
+
+
+def golden_inputs() -> CorrectionInputs:
+    arrays = {name: jnp.asarray(x, bool if name == "mask" else jnp.float32) for name, x in GOLDEN["inputs"].items()}
+    return CorrectionInputs(**arrays)
+
+
+def statistics(inputs: CorrectionInputs):
+    assert inputs.sampler_logprobs is not None
+    return chi2_metrics(inputs.sampler_logprobs, inputs.old_logprobs, inputs.mask)
+
+
+def check(correction: Correction, inputs: CorrectionInputs, weights, keep):
+    terms = correction.terms(inputs)
+    np.testing.assert_allclose(terms.weights, np.atleast_2d(weights), rtol=2e-5)
+    np.testing.assert_array_equal(terms.keep, np.atleast_2d(keep).astype(bool))
+
+
+# --- by hand
+
+
+@pytest.mark.parametrize("correction", [Naive(), Bypass(), Shadow()])
+def test_three_leave_everything_as_it_is(correction):
+    check(correction, inputs_of([0.1, 7.0, 1e-9]), [1, 1, 1], [1, 1, 1])
+
+
+def test_what_the_loss_is_told():
+    """The ratio's anchor, whether it is clipped, and whether rows may be split."""
+    assert {name for name, c in CORRECTIONS.items() if c.anchor == "sampler"} == {
+        "Bypass",
+        "DPPO-TV",
+        "bypass and geometric rejection",
+    }
+    assert {name for name, c in CORRECTIONS.items() if not c.clips} == {"DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.whole_batch} == {
+        "token TIS, normalised",
+        "sequence TIS, normalised",
+        "Sparse-RL",
+    }
+
+
+def test_tis_and_mis():
+    xi = [0.25, 0.8, 3.0]  # product 0.6
+    check(TIS("token"), inputs_of(xi), [0.25, 0.8, 2.0], [1, 1, 1])
+    check(TIS("token", clip_min=0.5), inputs_of(xi), [0.5, 0.8, 2.0], [1, 1, 1])
+    check(TIS("token", clip_max=None), inputs_of(xi), xi, [1, 1, 1])
+    check(TIS("sequence", clip_max=0.5), inputs_of(xi), [0.5] * 3, [1, 1, 1])
+    check(MIS("token", clip_max=2.0), inputs_of(xi), [0.25, 0.8, 0], [1, 1, 1])
+    check(MIS("sequence"), inputs_of(xi), [0.6] * 3, [1, 1, 1])
+    check(MIS("sequence", clip_min=0.7), inputs_of(xi), [0, 0, 0], [1, 1, 1])
+    check(IcePop(), inputs_of([0.4, 0.8, 4.9, 5.1]), [0, 0.8, 4.9, 0], [1, 1, 1, 1])
+
+
+def test_normalised_over_tokens_or_over_responses():
+    inputs = inputs_of([[1.0, 3.0, 9.0], [0.5, 1.0, 1.0]], mask=[[1, 0, 0], [1, 1, 1]])
+    # Tokens 1, 0.5, 1, 1: mean 3.5 / 4. Responses 1 and 0.5: mean 0.75.
+    check(TIS("token", batch_normalize=True), inputs, np.array([[8, 0, 0], [4, 8, 8]]) / 7, inputs.mask)
+    check(TIS("sequence", batch_normalize=True), inputs, np.array([[4, 0, 0], [2, 2, 2]]) / 3, inputs.mask)
+
+
+def test_token_and_sequence_rejection():
+    xi = [[0.4, 3.0, 1.0], [1.5, 1.5, 1.0]]  # products 1.2 and 2.25
+    check(Rejection("token"), inputs_of(xi), np.ones((2, 3)), [[0, 0, 1], [1, 1, 1]])
+    check(Rejection("sequence"), inputs_of(xi), np.ones((2, 3)), [[1, 1, 1], [0, 0, 0]])
+
+
+def test_geometric_rejection():
+    """exp of the mean log: (1.1 * 0.9) ** (1/2) = 0.99499, and 1.002 ** (1/3) = 1.00067 whatever the others are."""
+    inputs = inputs_of([[1.1, 0.9, 55.0], [2.0, 0.5, 1.002]], mask=[[1, 1, 0], [1, 1, 1]])
+    check(GeometricRejection(), inputs, inputs.mask, [[0, 0, 0], [1, 1, 1]])
+    check(GeometricRejection(low=0.99, high=1.01), inputs, inputs.mask, inputs.mask)
+
+
+def test_veto():
+    """One token below 1e-4 takes its response along; other responses stay, and so do padding and large ratios."""
+    inputs = inputs_of(
+        [[1.0, 0.9e-4, 1.0], [1.1e-4, 1.1e-4, 1.0], [1.0, 1e-6, 500.0]], mask=[[1, 1, 1], [1, 1, 0], [1, 0, 1]]
+    )
+    check(Veto(), inputs, inputs.mask, [[0, 0, 0], [1, 1, 0], [1, 0, 1]])
+
+
+def test_sparse_rl_as_released():
+    """Weights min(xi, 1.5) over all 7 tokens: 0.4 + 1 + 1.5 + 1.2 + 1 + 1e-5 + 0.9 = 6.00001, rejected ones included.
+
+    Row 0 loses its tokens outside [0.5, 1.5]; row 1 has one below 1e-4 and loses all.
+    """
+    inputs = inputs_of([[0.4, 1.0, 6.0, 1.2], [1.0, 1e-5, 0.9, 1.0]], mask=[[1, 1, 1, 1], [1, 1, 1, 0]])
+    weights = np.array([[0.4, 1.0, 1.5, 1.2], [1.0, 1e-5, 0.9, 0]]) * 7 / 6.00001
+    check(SparseRL(), inputs, weights, [[0, 1, 0, 1], [0, 0, 0, 0]])
+
+
+def test_sparse_rl_as_the_text_has_it():
+    inputs = inputs_of([[0.4, 1.0, 6.0, 1.2], [1.0, 1e-5, 0.9, 1.0]], mask=[[1, 1, 1, 1], [1, 1, 1, 0]])
+    check(SparseRLPaper(), inputs, [[0.4, 1, 6, 1.2], [1, 1e-5, 0.9, 0]], [[1, 1, 1, 1], [0, 0, 0, 0]])
+
+
+def test_opsm():
+    """log(sampler / now) = -log(xi r): (log 4 + log 1.21) / 2 = 0.788 > 0.5 in row 0, 0.198 in row 1.
+
+    Row 2 mismatches but has no negative advantage; what mismatches in row 3 is padding.
+    """
+    inputs = inputs_of(
+        [[0.25, 1 / 1.1, 9], [1 / 1.1, 0.9, 1.0], [0.1, 0.1, 0.1], [1.0, 1.0, 1e-3]],
+        r=[[1.0, 1 / 1.1, 1.0], [0.9, 0.75, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        advantages=[-1.0, -1.0, 0.0, -2.0],
+        mask=[[1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 1, 0]],
+    )
+    check(OPSM(), inputs, [[0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 1, 0]], inputs.mask)
+    check(OPSM(0.8), inputs, inputs.mask, inputs.mask)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "advantage", "weight"),
+    [
+        (0.5, 0.7, 1.0, 0.0),  # further up than 0.15 and up again: masked
+        (0.5, 0.7, -1.0, 1.0),  # back
+        (0.5, 0.3, -1.0, 0.0),
+        (0.5, 0.3, 1.0, 1.0),
+        (0.5, 0.64, 1.0, 1.0),  # within
+        (0.01, 0.1, 1.0, 1.0),  # ratio 10: a ratio's clipping would have masked it
+        (0.001, 0.1, 1.0, 0.2),  # ratio 100, truncated to 20
+        (0.001, 0.9, -1.0, 20 / 900),
+    ],
+)
+def test_dppo_tv(before, now, advantage, weight):
+    inputs = inputs_of([[1.3]], r=now / before / 1.3, sampler=before, advantages=[advantage])
+    check(DPPOTV(), inputs, [[weight]], [[1]])
+    per_token = inputs.replace(advantages=inputs.advantages[:, None])
+    check(DPPOTV(), per_token, [[weight]], [[1]])
+
+
+def test_dppo_bounds_by_themselves():
+    up, down = (inputs_of([[1.0]], r=r, sampler=0.5, advantages=[a]) for r, a in ((1.4, 1.0), (0.6, -1.0)))
+    assert DPPOTV(low=0.1, high=0.3).terms(up).weights == 1 and DPPOTV(low=0.1, high=0.3).terms(down).weights == 0
+    assert DPPOTV(low=0.3, high=0.1).terms(up).weights == 0 and DPPOTV(low=0.3, high=0.1).terms(down).weights == 1
+
+
+def test_a_chain_multiplies_weights_and_keeps_what_all_keep():
+    inputs = inputs_of([[0.4, 3.0, 1.0], [1.0, 1e-5, 1.0]], advantages=[1.0, -1.0])
+    chain = Chain((Rejection("token"), TIS("token"), OPSM()))
+    check(chain, inputs, [[0.4, 2.0, 1.0], [0, 0, 0]], [[0, 0, 1], [1, 0, 1]])
+
+
+def test_ratios_stay_finite():
+    inputs = inputs_of([[1.0, 1.0]]).replace(old_logprobs=jnp.array([[-1e3, 1e3]]))
+    for correction in CORRECTIONS.values():
+        assert np.isfinite(correction.terms(inputs).weights).all()
+
+
+# --- against TRL, verl and slime
+
+CASES: dict[str, Correction] = {
+    "trl token_truncate None 3": TIS("token", clip_max=3.0),
+    "trl token_truncate 0.5 2": TIS("token", 0.5, 2.0),
+    "trl sequence_truncate None 3": TIS("sequence", clip_max=3.0),
+    "trl token_mask 0.5 2": MIS("token", 0.5, 2.0),
+    "trl sequence_mask None 3": MIS(),
+    "trl sequence_mask 0.2 3": MIS("sequence", 0.2, 3.0),
+    "trl off_policy_mask 0.5": OPSM(0.5),
+    "verl token 2": TIS("token"),
+    "verl sequence 2": TIS("sequence"),
+    "verl token 2 normalised": TIS("token", batch_normalize=True),
+    "verl sequence 2 normalised": TIS("sequence", batch_normalize=True),
+    "verl icepop 0.5 5": IcePop(),
+    "verl token_k1 0.5 2": Rejection("token"),
+    "verl seq_sum_k1 0.5 2": Rejection("sequence"),
+    "verl seq_mean_k1 0.999 1.001": GeometricRejection(),
+    "verl decoupled_seq_is_rs": Chain((TIS("sequence"), Rejection("sequence"))),
+    "slime sparse-rl": SparseRL(),
+}
+
+
+def test_every_golden_case_is_read():
+    assert CASES.keys() == GOLDEN["cases"].keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_definitions_of_others(name):
+    terms, expected = CASES[name].terms(golden_inputs()), GOLDEN["cases"][name]
+    np.testing.assert_allclose(terms.weights, expected["weights"], rtol=1e-5)
+    np.testing.assert_array_equal(terms.keep, expected["keep"])
+
+
+def test_dppo_gradient_against_verl():
+    """Weight times the unclipped surrogate has the gradient of verl's loss."""
+    inputs = golden_inputs()
+    weights = DPPOTV(0.15, 0.15, 20.0).terms(inputs).weights
+
+    def loss(logprobs):
+        ratio = jnp.exp(jnp.where(inputs.mask, logprobs - inputs.sampler_logprobs, 0.0))
+        return -jnp.sum(weights * ratio * inputs.advantages[:, None])
+
+    expected = GOLDEN["gradients"]["verl dppo_tv 0.15 0.15 20"]
+    np.testing.assert_allclose(jax.grad(loss)(inputs.logprobs), expected, rtol=1e-5, atol=1e-7)
+
+
+# --- what must hold for every correction
+
+
+@EVERY
+def test_without_mismatch_all_weights_are_one_and_everything_is_kept(correction):
+    inputs = inputs_of(np.ones((3, 5)), sampler=0.3, advantages=[1, -1, 0], mask=np.arange(5) < [[5], [2], [0]])
+    check(correction, inputs, inputs.mask, inputs.mask)
+
+
+@EVERY
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
+def test_padding_does_not_matter(correction, junk):
+    """Neither what it holds nor how much of it there is."""
+    clean = golden_inputs()
+    expected = correction.terms(clean)
+
+    def dirty(x):
+        return jnp.pad(jnp.where(clean.mask, x, junk), ((0, 0), (0, 2)), constant_values=junk)
+
+    wide = CorrectionInputs(
+        dirty(clean.sampler_logprobs),
+        dirty(clean.old_logprobs),
+        dirty(clean.logprobs),
+        clean.advantages,
+        jnp.pad(clean.mask, ((0, 0), (0, 2))),
+    )
+    terms = correction.terms(wide)
+    np.testing.assert_allclose(terms.weights[:, :-2], expected.weights, rtol=1e-6)
+    np.testing.assert_array_equal(terms.keep[:, :-2], expected.keep)
+    assert not terms.weights[:, -2:].any() and not terms.keep[:, -2:].any()
+
+
+@EVERY
+def test_the_order_of_rows_does_not_matter_and_empty_ones_change_nothing(correction):
+    inputs = golden_inputs()
+    expected = correction.terms(inputs)
+    order = jnp.array([4, 2, 0, 5, 1, 3, 0])
+    shuffled = jax.tree.map(lambda x: x[order], inputs)
+    shuffled = shuffled.replace(mask=shuffled.mask.at[-1].set(False))
+    terms = correction.terms(shuffled)
+    np.testing.assert_allclose(terms.weights[:-1], expected.weights[order[:-1]], rtol=1e-6)
+    np.testing.assert_array_equal(terms.keep[:-1], expected.keep[order[:-1]])
+    assert not terms.weights[-1].any() and not terms.keep[-1].any()
+
+
+@EVERY
+def test_rows_may_be_split_unless_it_says_otherwise(correction):
+    inputs = golden_inputs()
+    whole = correction.terms(inputs).weights
+    parts = [correction.terms(jax.tree.map(lambda x, i=i: x[i : i + 2], inputs)).weights for i in (0, 2, 4)]
+    assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.whole_batch)
+
+
+@EVERY
+def test_nothing_has_a_gradient(correction):
+    def total(inputs):
+        return correction.terms(inputs).weights.sum()
+
+    inputs = golden_inputs()
+    floats = jax.grad(lambda a, b, c: total(inputs.replace(sampler_logprobs=a, old_logprobs=b, logprobs=c)), (0, 1, 2))
+    for gradient in floats(inputs.sampler_logprobs, inputs.old_logprobs, inputs.logprobs):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(gradient))
+
+
+def test_corrections_are_static_arguments():
+    """Equal ones compile once."""
+    traces = []
+
+    def terms(correction, inputs):
+        traces.append(correction)
+        return correction.terms(inputs)
+
+    jitted = jax.jit(terms, static_argnums=0)
+    jitted(SparseRL(), golden_inputs())
+    jitted(SparseRL(), golden_inputs())
+    jitted(TIS(), golden_inputs())
+    assert traces == [SparseRL(), TIS()]
+
+
+# --- bad input
+
+
+@EVERY
+def test_without_sampler_logprobs_only_those_that_never_look_at_them(correction):
+    inputs = golden_inputs().replace(sampler_logprobs=None)
+    if isinstance(correction, NEVER_LOOK_AT_THE_SAMPLER):
+        correction.terms(inputs)
+        return
+    with pytest.raises(ValueError, match=r"expected the sampler's log-probabilities .* got None"):
+        jax.eval_shape(correction.terms, inputs)
+
+
+@pytest.mark.parametrize("correction", [OPSM(), DPPOTV()])
+def test_two_need_the_present_logprobs(correction):
+    with pytest.raises(ValueError, match=r"expected the learner's present log-probabilities .* got None"):
+        correction.terms(golden_inputs().replace(logprobs=None))
+
+
+def test_opsm_needs_one_advantage_a_response():
+    inputs = golden_inputs()
+    with pytest.raises(ValueError, match=r"expected one advantage per response, \[batch\]; got \(6, 8\)"):
+        OPSM().terms(inputs.replace(advantages=jnp.ones(inputs.mask.shape)))
+
+
+def test_the_base_class_has_no_terms():
+    with pytest.raises(TypeError, match="Correction has no terms"):
+        Correction().terms(golden_inputs())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TIS(clip_max=0.0), "expected clip_max > 0; got 0.0"),
+        (lambda: TIS(clip_min=-1.0), "expected clip_min > 0; got -1.0"),
+        (lambda: TIS(clip_min=3.0), "expected clip_min < clip_max; got 3.0 and 2.0"),
+        (lambda: TIS(clip_max=float("nan")), "expected clip_max > 0; got nan"),
+        (lambda: MIS(clip_min=3.0), "expected clip_min < clip_max; got 3.0 and 3.0"),
+        (lambda: IcePop(clip_min=6.0), "expected clip_min < clip_max; got 6.0 and 5.0"),
+        (lambda: Rejection("token", 0.0), "expected low > 0; got 0.0"),
+        (lambda: Rejection("sequence", 2.5), "expected low < high; got 2.5 and 2.0"),
+        (lambda: GeometricRejection(high=0.5), "expected low < high; got 0.999 and 0.5"),
+        (lambda: Veto(0.0), "expected threshold > 0; got 0.0"),
+        (lambda: OPSM(-0.5), "expected threshold > 0; got -0.5"),
+        (lambda: DPPOTV(low=0.0), "expected low > 0; got 0.0"),
+        (lambda: DPPOTV(high=-0.1), "expected high > 0; got -0.1"),
+        (lambda: DPPOTV(clip_max=0.0), "expected clip_max > 0; got 0.0"),
+        (lambda: Chain(()), "expected at least one correction in a Chain; got none"),
+        (lambda: Chain((TIS(), IcePop())), r"at most one .* weighs by xi in a Chain; got \['TIS', 'IcePop'\]"),
+        (lambda: Chain((SparseRL(), TIS())), "at most one .* weighs by xi in a Chain"),
+        (lambda: Chain((Bypass(), TIS())), r"ratio to the sampler, which contains xi already; got \['Bypass', 'TIS'\]"),
+        (lambda: Chain((DPPOTV(), MIS())), "ratio to the sampler, which contains xi already"),
+    ],
+)
+def test_bad_configurations(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- statistics
+
+
+def test_chi2_against_verl():
+    inputs = golden_inputs()
+    metrics = statistics(inputs)
+    for name in ("chi2_token", "chi2_seq"):
+        np.testing.assert_allclose(metrics[f"rollout_corr/{name}"], GOLDEN["metrics"][name], rtol=1e-5)
+    terms = TIS().terms(inputs)
+    size = correction_metrics(terms.weights, terms.keep, inputs.mask)["rollout_corr/rollout_is_eff_sample_size"]
+    np.testing.assert_allclose(size, GOLDEN["metrics"]["rollout_is_eff_sample_size"], rtol=1e-5)
+
+
+def test_chi2_by_hand():
+    """Tokens 2, 0.5, 1: mean square 5.25 / 3. Responses 2 * 0.5 and 1: both 1. ESS (3.5 / 3)^2 / (5.25 / 3)."""
+    inputs = inputs_of([[2.0, 0.5], [1.0, 8.0]], mask=[[1, 1], [1, 0]])
+    metrics = statistics(inputs)
+    expected = {"chi2_token": 0.75, "chi2_seq": 0.0, "eff_sample_size": 7 / 9, "agreement_p5": 0.55}
+    assert metrics.keys() == {f"rollout_corr/{name}" for name in expected}
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[f"rollout_corr/{name}"], value, rtol=1e-5, atol=1e-6)
+
+
+def test_rejected_fractions_by_hand():
+    """6 tokens: one not kept, one of weight 0, one both. Row 1 loses all of its tokens, row 2 none; row 3 is empty."""
+    mask = jnp.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
+    keep = mask.at[0, 0].set(False).at[1, 0].set(False)
+    weights = jnp.where(mask, 1.0, 0.0).at[0, 1].set(0.0).at[1, 0].set(0.0)
+    metrics = correction_metrics(weights, keep, mask)
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], 3 / 6)
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_masked_fraction"], 2 / 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_eff_sample_size"], 4 / 6, rtol=1e-6)
+
+
+def test_every_statistic_has_a_description():
+    inputs = golden_inputs()
+    terms = TIS().terms(inputs)
+    names = statistics(inputs).keys()
+    assert names | correction_metrics(terms.weights, terms.keep, inputs.mask).keys() == MISMATCH_METRICS.keys()
+
+
+def test_statistics_without_tokens_and_without_mismatch():
+    one = inputs_of(np.ones((2, 3)))
+    for mask in (one.mask, jnp.zeros((2, 3), bool)):
+        metrics = statistics(one.replace(mask=mask))
+        metrics |= correction_metrics(jnp.where(mask, 1.0, 0.0), mask, mask)
+        for name, value in metrics.items():
+            assert value == (1.0 if name.endswith(("size", "p5")) else 0.0), (name, value)
+
+
+def test_effective_sample_size():
+    mask = jnp.ones((1, 4), bool)
+    assert effective_sample_size(jnp.full((1, 4), 0.3), mask) == pytest.approx(1.0)
+    assert effective_sample_size(jnp.array([[0.0, 0.0, 5.0, 0.0]]), mask) == pytest.approx(0.25)
+    assert effective_sample_size(jnp.zeros((1, 4)), mask) == 0.0
+
+
+@pytest.mark.parametrize("percent", [0.0, 5.0, 37.0, 50.0, 100.0])
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_percentiles_are_numpys(percent, count):
+    rng = np.random.default_rng(count)
+    values, mask = rng.uniform(size=(5, 8)).astype(np.float32), np.zeros(40, bool)
+    mask[rng.permutation(40)[:count]] = True
+    mask = mask.reshape(5, 8)
+    junk = jnp.where(mask, values, jnp.nan)
+    result = lower_percentile(junk, jnp.asarray(mask), percent)
+    np.testing.assert_allclose(result, np.percentile(values[mask], percent), rtol=1e-5)
+
+
+def test_a_percentile_is_between_0_and_100():
+    with pytest.raises(ValueError, match="expected 0 <= percent <= 100; got 101"):
+        lower_percentile(jnp.ones((1, 1)), jnp.ones((1, 1), bool), 101.0)
+
+
+def test_overlap_is_one_minus_total_variation_and_the_mean_of_min_1_xi():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    exact = overlap(jnp.log(jnp.asarray(p)) + 3.0, jnp.log(jnp.asarray(q)))
+    np.testing.assert_allclose(exact, 1 - 0.5 * np.abs(p - q).sum(), rtol=1e-6)
+    np.testing.assert_allclose(exact, (q * np.minimum(1, p / q)).sum(), rtol=1e-6)
