@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
 
 # Measured on two cores with 512 KiB of cache each: longer tiles fall out of the cache, and more keys skip fewer tiles.
-CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=16)
+CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=8)
 ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, blocks=64)
 
 
