@@ -158,9 +158,7 @@ def products(*factors: Product, onto: Sequence[Any] = (), interpret: bool) -> tu
     if interpret:  # the interpreter of JAX 0.10 has no wgmma of arrays or of transposed buffers
         plain = tuple(map(_plain_product, factors))
         return tuple(x + y for x, y in zip(onto, plain, strict=True)) if onto else plain
-    pairs: list[tuple[Any, Any]] = [
-        (x.left, plgpu.transpose_ref(x.right, (1, 0)) if x.transposed else x.right) for x in factors
-    ]
+    pairs: list[tuple[Any, Any]] = [(x.left, x.right.transpose((1, 0)) if x.transposed else x.right) for x in factors]
 
     def multiply(sums: Sequence[Any]) -> None:
         for total, (left, right) in zip(sums, pairs, strict=True):
