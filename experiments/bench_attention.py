@@ -326,22 +326,10 @@ def tuning_table(args: Args) -> dict[str, Attention]:
     return {str(s): named(impl, s) for s in (default, *tiles, *groups) if impl == "mosaic_gpu" or s.stages < 3}
 
 
-def tune(args: Args) -> list[Row]:
-    """Sizes that do not fit on the device are skipped, with the compiler's reason."""
-    q, k, v, weights, mask = inputs(args, args.lengths[0], args.budgets[0])
-    fits = {}
-    for name, f in tuning_table(args).items():
-        try:
-            jax.jit(forward_and_backward(f)).lower(q, k, v, mask, weights).compile()
-            fits[name] = f
-        except FAILURES as error:
-            print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
-    return sorted(time_size(args, args.lengths[0], args.budgets[0], fits), key=lambda r: r.fwd_bwd_ms)
-
-
 def rows(args: Args) -> Iterator[Row]:
     if args.tune:
-        yield from tune(args)
+        tuned = time_size(args, args.lengths[0], args.budgets[0], tuning_table(args))
+        yield from sorted(tuned, key=lambda r: r.fwd_bwd_ms)
         return
     for tokens in args.lengths:
         for budget in args.budgets:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.mismatch import response_mean
+
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
 
@@ -182,7 +184,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     logprobs = jnp.where(inside, inputs.logprobs, 0.0)
     log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
     if config.importance_sampling_level == "sequence":
-        log_ratio = _sequence_mean(log_ratio, inside)
+        log_ratio = response_mean(log_ratio, inside)
     ratio = jnp.exp(jnp.where(active, log_ratio, 0.0))
     surrogate = _corrected(_surrogate(ratio, logprobs, advantages, config), inputs.correction_weights, active)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
@@ -190,14 +192,6 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     clipped_low = active & (ratio < low) & (advantages < 0)
     clipped_high = active & (ratio > high) & (advantages > 0)
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, clipped_low, clipped_high))
-
-
-def _sequence_mean(
-    values: Float[Array, "batch response"], inside: Bool[Array, "batch response"]
-) -> Float[Array, "batch response"]:
-    """The mean over a row's response, at each of its columns; `values` are 0 outside."""
-    mean = values.sum(1, keepdims=True) / jnp.maximum(inside.sum(1, keepdims=True), 1)
-    return jnp.broadcast_to(mean, values.shape)
 
 
 def _surrogate(

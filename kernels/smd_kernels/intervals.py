@@ -28,20 +28,24 @@ def interval_attention(
     Returns:
       In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
     """
-    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
-    columns = jnp.arange(tokens, dtype=jnp.int32)[None]
-    ends = evicted_at.reshape(-1, tokens).astype(jnp.int32)
     rows = fold(q, k.shape[1])
-    blocks = Blocks(
-        q=rows.reshape(-1, tokens * group, q.shape[-1]),
-        k=k.reshape(-1, *k.shape[2:]),
-        v=v.reshape(-1, *v.shape[2:]),
-        column=jnp.broadcast_to(jnp.repeat(columns, group, axis=1), (ends.shape[0], tokens * group)),
-        born=jnp.broadcast_to(columns, ends.shape),
-        evicted_at=ends,
-    )
-    out: Array = block_attention(kernel, blocks)
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v, evicted_at.astype(jnp.int32)))
+    out: Array = block_attention(kernel, whole_sequences(rows, *flat))
     return unfold(out.reshape(rows.shape), k.shape[1])
+
+
+def whole_sequences(
+    rows: Float[Array, "blocks tokens group head_dim"],
+    k: Float[Array, "blocks tokens head_dim"],
+    v: Float[Array, "blocks tokens head_dim"],
+    evicted_at: Int[Array, "blocks tokens"],
+) -> Blocks:
+    """Blocks of all tokens from column 0 on, each a query and a key."""
+    count, tokens, group, head_dim = rows.shape
+    columns = jnp.arange(tokens, dtype=jnp.int32)[None]
+    column = jnp.broadcast_to(jnp.repeat(columns, group, axis=1), (count, tokens * group))
+    q = rows.reshape(count, tokens * group, head_dim)
+    return Blocks(q, k, v, column, jnp.broadcast_to(columns, evicted_at.shape), evicted_at)
 
 
 def fold(q: Float[Array, "batch heads tokens head_dim"], kv_heads: int) -> Float[Array, "blocks tokens group head_dim"]:

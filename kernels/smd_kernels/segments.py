@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
-from smd_kernels.intervals import fold, no_gradient, unfold
+from smd_kernels.intervals import fold, no_gradient, unfold, whole_sequences
 
 EMPTY = -1  # column of a slot that holds no key
 
@@ -180,12 +180,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _prompt(plan: _Plan, tokens: _Tokens) -> Blocks:
-    first, (count, _, group, head_dim) = plan.segments.first, tokens.rows.shape
-    column = jnp.arange(first, dtype=jnp.int32)[None]
-    k, v, evicted_at = (x[:, :first] for x in tokens[1:])
-    q = tokens.rows[:, :first].reshape(count, first * group, head_dim)
-    rows = jnp.broadcast_to(jnp.repeat(column, group, axis=1), q.shape[:2])
-    return Blocks(q, k, v, rows, jnp.broadcast_to(column, evicted_at.shape), evicted_at)
+    return whole_sequences(*(x[:, : plan.segments.first] for x in tokens))
 
 
 def _prompt_forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, Array]:
