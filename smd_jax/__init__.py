@@ -36,6 +36,7 @@ from smd_jax.prompts import encode_prompts as encode_prompts
 from smd_jax.rollout import RolloutConfig as RolloutConfig
 from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig
+from smd_jax.schedules import CoefSchedule as CoefSchedule
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.update import TrainBatch as TrainBatch
 from smd_jax.update import TrainState as TrainState

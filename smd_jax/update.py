@@ -16,12 +16,13 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.distillation import DistillConfig, divergence, teacher_rows
+from smd_jax.distillation import DistillConfig
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
 from smd_jax.losses import LossConfig, LossInputs, LossTerms, policy_loss, token_weights
 from smd_jax.masks import Mask
 from smd_jax.metrics import mismatch_metrics
 from smd_jax.model import Decoder, Params
+from smd_jax.second_track import distill_term
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
 
@@ -219,8 +220,10 @@ def _objective(
         loss, terms = policy_loss(inputs, config.loss)
         distill = jnp.zeros(())
         if config.distill is not None:
-            distill = _distill(model, config.distill, state, params, trajectory, hidden, weights)
-            loss = loss + config.distill.coef * distill
+            distill = distill_term(
+                model, config.distill, params, state.reference, state.step, trajectory, hidden, weights
+            )
+            loss = loss + config.distill.coef_at(state.step) * distill
         kept = jax.lax.stop_gradient((distill, TokenTerms(scores.logprobs, scores.entropy, terms)))
         return loss, kept
 
@@ -234,36 +237,6 @@ def _reference_logprobs(
         return None
     mask = learner_mask(trajectory, config.visibility)
     return jax.lax.stop_gradient(score(model, state.reference, trajectory, mask).logprobs)
-
-
-def _distill(
-    model: Decoder,
-    config: DistillConfig,
-    state: TrainState,
-    params: Params,
-    trajectory: Trajectory,
-    hidden: Float[Array, "batch R hidden"],
-    weights: Float[Array, "batch R"],
-) -> Float[Array, ""]:
-    """The weighted divergence of the rows that get a dense forward pass, scaled up to all rows."""
-    rows = hidden.shape[0]
-    chosen = teacher_rows(rows, config.fraction)
-    if chosen < rows:
-        index = (state.step + jnp.arange(chosen) * rows // chosen) % rows
-        trajectory, hidden, weights = jax.tree.map(lambda x: x[index], (trajectory, hidden, weights))
-    if config.direction == "published":
-        teacher = params
-    else:
-        teacher = jax.lax.stop_gradient(state.reference if config.direction == "anchor" else params)
-    dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
-
-    @jax.checkpoint
-    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> Array:
-        shadow = response_logits(model, params, hidden, trajectory.temperature)
-        dense = response_logits(model, teacher, dense_hidden, trajectory.temperature)
-        return jnp.sum(weights * divergence(dense, shadow, config.direction))
-
-    return weighted(params, teacher, hidden, dense_hidden) * (rows / chosen)
 
 
 def _metrics(trajectory: Trajectory, terms: TokenTerms) -> Metrics:

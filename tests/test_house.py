@@ -31,6 +31,7 @@ LEVELS = {
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
+    "schedules": 1,
     "sharding": 1,
     "metrics": 1,
     "plots": 1,
@@ -44,6 +45,7 @@ LEVELS = {
     "model": 2,
     "learner": 3,
     "rollout": 3,
+    "second_track": 4,
     "update": 4,
     "grpo": 5,
     "supervised": 5,
@@ -60,6 +62,7 @@ NEVER = {
     "distillation": {"model"},
     "rollout": {"losses"},
     "learner": {"rollout", "eviction", "cache"},
+    "second_track": {"rollout", "eviction", "cache"},
     "update": {"rollout", "eviction", "cache"},
 }
 
