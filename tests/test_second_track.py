@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.distillation import DistillConfig
+from smd_jax.distillation import DistillConfig, Direction, Estimator
 from smd_jax.learner import response_hidden
 from smd_jax.masks import Segments
 from smd_jax.model import Decoder, apply_model
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, WIDTH, LENGTH, VOCAB = 4, 4, 6, 40
 TEMPERATURE = 0.9
 DIRECTIONS = ["forward", "reverse", "published", "anchor"]
-PARTS = {"fraction": 0.5, "position_fraction": 0.5}
 MODEL = Decoder(tiny_model_config(vocab_size=VOCAB, max_positions=16))
 
 
@@ -58,6 +57,11 @@ def make_trajectory() -> Trajectory:
 TRAJECTORY = make_trajectory()
 # Unequal, 0 outside the response.
 WEIGHTS = np.random.default_rng(1).uniform(0.5, 1.5, (ROWS, LENGTH)) * np.asarray(TRAJECTORY.response_mask)
+
+
+def half(direction: Direction = "forward", estimator: Estimator = "exact") -> DistillConfig:
+    """Half of the rows and half of the positions."""
+    return DistillConfig(direction, fraction=0.5, position_fraction=0.5, estimator=estimator)
 
 
 @functools.cache
@@ -158,7 +162,7 @@ def test_all_rows_and_positions(direction):
 )
 @pytest.mark.parametrize("direction", ["forward", "published"])
 def test_half_of_the_rows_and_half_of_the_positions(direction, step, rows, columns):
-    value, grads = run(DistillConfig(direction, **PARTS), step)
+    value, grads = run(half(direction), step)
     each, slopes = exact(direction)
     chosen = parts(rows, columns)
     np.testing.assert_allclose(value, (chosen * each).sum(), rtol=1e-4)
@@ -168,7 +172,7 @@ def test_half_of_the_rows_and_half_of_the_positions(direction, step, rows, colum
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_full_rotation_is_the_whole(direction):
     whole, whole_grads = run(DistillConfig(direction))
-    turns = [run(DistillConfig(direction, **PARTS), step) for step in range(ROWS * LENGTH)]
+    turns = [run(half(direction), step) for step in range(ROWS * LENGTH)]
     np.testing.assert_allclose(np.mean([value for value, _ in turns]), whole, rtol=1e-5)
     assert np.std([value for value, _ in turns]) > 1e-3 * abs(whole), "parts must differ"
     mean = jax.tree.map(lambda *leaves: np.mean(np.float64(leaves), axis=0), *[grads for _, grads in turns])
@@ -187,7 +191,7 @@ def test_a_full_rotation_is_the_whole(direction):
 )
 def test_estimates_look_at_the_sampled_tokens(direction, estimator, value, slope):
     """`value` and `slope` are functions of log rho."""
-    got, grads = run(DistillConfig(direction, estimator=estimator, **PARTS), step=1)
+    got, grads = run(half(direction, estimator), step=1)
     tokens = np.asarray(TRAJECTORY.response)[..., None]
     dense, shadow = (np.take_along_axis(x, tokens, -1)[..., 0] for x in policies(direction))
     chosen = parts([1, 3], [1, 3, 5])
@@ -196,15 +200,25 @@ def test_estimates_look_at_the_sampled_tokens(direction, estimator, value, slope
     assert distance(grads, expected(direction, (chosen * slope(dense - shadow))[..., None] * one_hot)) < 1e-4
 
 
-def logits_shapes(config: DistillConfig) -> set[str]:
-    """`rows,positions` of all logits in the program; no other array is as wide as the vocabulary."""
-    program = str(jax.make_jaxpr(term(config))(PARAMS, None, jnp.int32(0)))
-    return set(re.findall(rf"f32\[(\d+,\d+),{VOCAB}\]", program))
+def program(config: DistillConfig) -> str:
+    return str(jax.make_jaxpr(term(config))(PARAMS, reference_of(config.direction), jnp.int32(0)))
 
 
 def test_only_chosen_positions_are_projected_to_the_vocabulary():
-    assert logits_shapes(DistillConfig()) == {f"{ROWS},{LENGTH}"}
-    assert logits_shapes(DistillConfig(**PARTS)) == {f"{ROWS // 2},{LENGTH // 2}"}
+    # No other array is as wide as the vocabulary.
+    configs = DistillConfig(), half()
+    whole, part = (set(re.findall(rf"f32\[(\d+,\d+),{VOCAB}\]", program(config))) for config in configs)
+    assert whole == {f"{ROWS},{LENGTH}"}
+    assert part == {f"{ROWS // 2},{LENGTH // 2}"}
+
+
+@pytest.mark.parametrize("estimator", ["exact", "k1"])
+def test_a_teacher_that_does_not_learn_has_no_backward_pass(estimator):
+    published, forward, reverse, anchor = (
+        program(DistillConfig(direction, estimator=estimator)).count("dot_general")
+        for direction in ("published", "forward", "reverse", "anchor")
+    )
+    assert forward == reverse == anchor < 0.8 * published
 
 
 def test_a_missing_reference():
