@@ -81,5 +81,5 @@ def _per_token(
     """The divergence of each token, exact or from the token itself; logits that the temperature has divided."""
     if config.estimator == "exact":
         return divergence(dense, shadow, config.direction)
-    logprobs = (token_logprobs(logits, tokens, 1.0) for logits in (dense, shadow))
-    return sampled_divergence(*logprobs, config.direction, config.estimator)
+    of_dense, of_shadow = token_logprobs(dense, tokens, 1.0), token_logprobs(shadow, tokens, 1.0)
+    return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)
