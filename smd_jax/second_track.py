@@ -62,7 +62,7 @@ def distill_term(
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
     """Parameters of the dense policy, with a gradient for "published" alone."""
-    # The divergence stops it too; here, before the forward pass, its backward pass is never built.
+    # The divergence stops it as well; stopped before the forward pass, nothing of that is kept for it.
     if config.direction == "published":
         return params
     if config.direction != "anchor":

@@ -11,7 +11,7 @@ import pytest
 from smd_jax.distillation import Direction, DistillConfig, Estimator
 from smd_jax.learner import response_hidden
 from smd_jax.masks import Segments
-from smd_jax.model import Decoder, apply_model
+from smd_jax.model import Decoder, Params, apply_model
 from smd_jax.second_track import distill_term
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
@@ -80,7 +80,7 @@ def reference_of(direction):
     return REFERENCE if direction == "anchor" else None
 
 
-def run(config: DistillConfig, step: int = 0):
+def run(config: DistillConfig, step: int = 0) -> tuple[jax.Array, Params]:
     return term(config)(PARAMS, reference_of(config.direction), jnp.int32(step))
 
 
