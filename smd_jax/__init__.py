@@ -36,6 +36,7 @@ from smd_jax.grpo import GRPOLoop as GRPOLoop
 from smd_jax.importance import MIS as MIS
 from smd_jax.importance import TIS as TIS
 from smd_jax.importance import IcePop as IcePop
+from smd_jax.importance import QuRL as QuRL
 from smd_jax.learner import score as score
 from smd_jax.losses import LossConfig as LossConfig
 from smd_jax.losses import policy_loss as policy_loss

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.mismatch import response_mean
+from smd_jax.mismatch import SAFETY_BOUND, bounded_exp, response_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -87,6 +87,7 @@ class LossInputs(struct.PyTreeNode):
       correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
         truncated importance weights; None: all 1.
       keep: bool, false where a correction rejects a token; None: all true.
+      high_scale: factor of the upper bound of each token's ratio, where a correction has one; None: all 1.
     """
 
     logprobs: Float[Array, "batch response"]
@@ -96,6 +97,7 @@ class LossInputs(struct.PyTreeNode):
     weights: Float[Array, "batch response"]
     correction_weights: Float[Array, "batch response"] | None = None
     keep: Bool[Array, "batch response"] | None = None
+    high_scale: Float[Array, "batch response"] | None = None
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -159,24 +161,28 @@ def token_weights(
 
 
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
-    """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance."""
-    log_ratio = reference_logprobs - logprobs
+    """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
+
+    The log ratio is cut at 20 (as in verl), where the estimate is 485 million: no gradient beyond, but no overflow.
+    """
+    log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
     return jnp.exp(log_ratio) - 1.0 - log_ratio
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:
     """`sum(weights * (beta * k3 - correction * surrogate))`, A the advantage and r the ratio of new to old probability:
 
-    surrogate        min(r A, clip(r) A), PPO's (arXiv:1707.06347 eq. 7), with the first r at most `delta`
+    surrogate        min(r A, clip(r) A), PPO's (arXiv:1707.06347 eq. 7), with r at most `delta` where A < 0
     cispo surrogate  sg(min(r, high)) A log p: clipped weights, but no token loses its gradient (arXiv:2506.13585 eq. 4)
 
-    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL.
+    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL. The log of a
+    ratio is cut at -20 and 20, as in verl (verl/trainer/ppo/core_algos.py): no gradient beyond, but no overflow.
 
     Raises:
-      ValueError: if beta is positive and there are no reference log-probabilities.
+      ValueError: if beta is positive and there are no reference log-probabilities, or if bounds of single tokens are
+        scaled and the loss has none: cispo bounds a weight, the sequence level the ratio of a sequence.
     """
     advantages = inputs.advantages[:, None]
-    low, high = config.bounds
     # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
     # arithmetic: a `where` after an exp that overflows would still give NaN gradients.
     inside = inputs.weights > 0
@@ -185,8 +191,10 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
     if config.importance_sampling_level == "sequence":
         log_ratio = response_mean(log_ratio, inside)
-    ratio = jnp.exp(jnp.where(active, log_ratio, 0.0))
-    surrogate = _corrected(_surrogate(ratio, logprobs, advantages, config), inputs.correction_weights, active)
+    ratio = bounded_exp(jnp.where(active, log_ratio, 0.0))
+    low, high = config.bounds[0], _upper_bound(inputs.high_scale, active, config)
+    surrogate = _surrogate(ratio, logprobs, advantages, high, config)
+    surrogate = _corrected(surrogate, inputs.correction_weights, active)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
     loss = jnp.sum(inputs.weights * (config.beta * kl - surrogate))
     clipped_low = active & (ratio < low) & (advantages < 0)
@@ -194,18 +202,34 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, clipped_low, clipped_high))
 
 
+def _upper_bound(
+    high_scale: Float[Array, "batch response"] | None, active: Bool[Array, "batch response"], config: LossConfig
+) -> float | Float[Array, "batch response"]:
+    """The highest ratio of each token that still has a gradient."""
+    high = config.bounds[1]
+    if high_scale is None:
+        return high
+    if config.loss_type == "cispo" or config.importance_sampling_level == "sequence":
+        raise ValueError(
+            "expected a loss that clips the ratio of single tokens, because a correction scales its bounds; "
+            f"got {config.loss_type!r} at the {config.importance_sampling_level} level"
+        )
+    return high * jax.lax.stop_gradient(jnp.where(active, high_scale, 1.0))
+
+
 def _surrogate(
     ratio: Float[Array, "batch response"],
     logprobs: Float[Array, "batch response"],
     advantages: Float[Array, "batch 1"],
+    high: float | Float[Array, "batch response"],
     config: LossConfig,
 ) -> Float[Array, "batch response"]:
     """What each token adds to the objective, before corrections."""
-    low, high = config.bounds
     if config.loss_type == "cispo":
         return jax.lax.stop_gradient(jnp.minimum(ratio, high)) * advantages * logprobs
-    free = ratio if config.delta is None else jnp.minimum(ratio, config.delta)
-    return jnp.minimum(free * advantages, jnp.clip(ratio, low, high) * advantages)
+    if config.delta is not None:
+        ratio = jnp.where(advantages < 0, jnp.minimum(ratio, config.delta), ratio)
+    return jnp.minimum(ratio * advantages, jnp.clip(ratio, config.bounds[0], high) * advantages)
 
 
 def _corrected(
