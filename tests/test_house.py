@@ -48,7 +48,10 @@ LEVELS = {
     "model": 2,
     "learner": 3,
     "rollout": 3,
+    "accumulation": 3,
+    "second_track": 4,
     "update": 4,
+    "loop": 5,
     "grpo": 5,
     "supervised": 5,
     "checkpoint": 5,
@@ -64,6 +67,7 @@ NEVER = {
     "distillation": {"model"},
     "rollout": {"losses"},
     "learner": {"rollout", "eviction", "cache"},
+    "second_track": {"rollout", "eviction", "cache"},
     "update": {"rollout", "eviction", "cache"},
 }
 
