@@ -11,7 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import DPPOTV, OPSM, TIS, Chain, Correction, CorrectionInputs, IcePop, Naive, Shadow, SparseRL
+from smd_jax.corrections import (
+    DPPOTV,
+    OPSM,
+    TIS,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    IcePop,
+    Naive,
+    QuRL,
+    Shadow,
+    SparseRL,
+)
 from smd_jax.distillation import DistillConfig
 from smd_jax.losses import LossConfig, LossInputs, policy_loss, token_weights
 from smd_jax.masks import ShadowMask
@@ -59,7 +71,7 @@ def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
     def of(logprobs):
         weights = token_weights(terms.keep, loss.loss_type)
         inputs = LossInputs(logprobs, anchor, None, data.advantages, weights, terms.weights)
-        return policy_loss(inputs, loss, clip=correction.clips)[0]
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.clips)[0]
 
     value, cotangent = jax.value_and_grad(of)(logprobs)
     return value, pull(cotangent)[0], terms
@@ -107,9 +119,19 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(0, abs=1e-5)
     assert metrics["rollout_corr/agreement_p5"] == pytest.approx(1, abs=1e-5)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-6)
+    for name in ("min", "mean", "max"):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
     np.testing.assert_allclose(metrics["loss"], expected[0]["loss"], rtol=1e-5)
     assert distance(found, expected[1]) < 1e-5
+
+
+def test_a_wider_range_clips_less():
+    """QuRL is TIS but for the upper bound of the ratio."""
+    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=1.2), QuRL(1.2))]
+    tis, qurl = (metrics_and_gradients(config, stale())[0] for config in configs)
+    assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
+    assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
 
 
 def test_advantages_of_single_tokens():
