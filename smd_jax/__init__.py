@@ -52,6 +52,7 @@ from smd_jax.rejection import Veto as Veto
 from smd_jax.rollout import RolloutConfig as RolloutConfig
 from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig
+from smd_jax.schedules import CoefSchedule as CoefSchedule
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.trust_region import DPPOTV as DPPOTV
 from smd_jax.trust_region import OPSM as OPSM
