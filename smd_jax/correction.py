@@ -81,6 +81,11 @@ class Correction:
         return True
 
     @property
+    def scales_bounds(self) -> bool:
+        """Whether the terms have a `high_scale`, for a loss that clips the ratio of single tokens."""
+        return False
+
+    @property
     def whole_batch(self) -> bool:
         """Whether rows depend on each other: then `terms` must see the whole batch, before it is split."""
         return False

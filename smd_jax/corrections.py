@@ -113,6 +113,10 @@ class Chain(Correction):
         return all(part.clips for part in self.parts)
 
     @property
+    def scales_bounds(self) -> bool:
+        return any(part.scales_bounds for part in self.parts)
+
+    @property
     def whole_batch(self) -> bool:
         return any(part.whole_batch for part in self.parts)
 

@@ -143,6 +143,10 @@ class QuRL(Correction):
     def uses_mismatch(self) -> bool:
         return True
 
+    @property
+    def scales_bounds(self) -> bool:
+        return True
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, "token")
         cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))

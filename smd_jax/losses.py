@@ -68,9 +68,14 @@ class LossConfig:
         return (0.0 if self.loss_type == "cispo" else 1 - self.epsilon), high
 
     @property
+    def clips_tokens(self) -> bool:
+        """Whether the ratio of every token is clipped by itself: cispo clips a weight, GSPO the ratio of a sequence."""
+        return self.loss_type != "cispo" and self.importance_sampling_level == "token"
+
+    @property
     def clips_plainly(self) -> bool:
         """Whether the only thing between ratio and surrogate is PPO's clipping."""
-        return self.loss_type != "cispo" and self.importance_sampling_level == "token" and self.delta is None
+        return self.clips_tokens and self.delta is None
 
 
 def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
@@ -88,7 +93,7 @@ class LossInputs(struct.PyTreeNode):
       reference_logprobs: of the reference policy; None where beta is 0.
       advantages: `[batch]`, or `[batch, response]` where every token has its own (PPO).
       weights: weight of each token in the loss, above 0 in the response and 0 outside. Also the mask of the response:
-        what a correction does belongs into the next two.
+        what a correction does belongs into the next three.
       correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
         truncated importance weights; None: all 1.
       keep: bool, false where a correction rejects a token; None: all true.
@@ -195,7 +200,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, clip: bool = True) -> tu
 
     Raises:
       ValueError: if beta is positive and there are no reference log-probabilities, or if bounds of single tokens are
-        scaled and the loss has none: cispo bounds a weight, the sequence level the ratio of a sequence.
+        scaled and the loss does not clip those.
     """
     advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
     # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
@@ -224,10 +229,9 @@ def _upper_bound(
     high = config.bounds[1]
     if high_scale is None:
         return high
-    if config.loss_type == "cispo" or config.importance_sampling_level == "sequence":
+    if not config.clips_tokens:
         raise ValueError(
-            "expected a loss that clips the ratio of single tokens, because a correction scales its bounds; "
-            f"got {config.loss_type!r} at the {config.importance_sampling_level} level"
+            f"expected a loss that clips the ratio of single tokens, whose bounds a correction scales; got {config}"
         )
     return high * jax.lax.stop_gradient(jnp.where(active, high_scale, 1.0))
 

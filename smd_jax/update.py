@@ -77,6 +77,11 @@ class UpdateConfig:
                 f"expected the plain token ratio (not cispo, not sequence level, no delta) with "
                 f"{type(self.correction).__name__}, which replaces its clipping; got {self.loss}"
             )
+        if self.correction.scales_bounds and not self.loss.clips_tokens:
+            raise ValueError(
+                f"expected a loss that clips the ratio of single tokens (not cispo, not sequence level) with "
+                f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
+            )
 
     @property
     def needs_reference(self) -> bool:

@@ -91,6 +91,8 @@ def test_what_the_loss_is_told():
         "bypass and geometric rejection",
     }
     assert {name for name, c in CORRECTIONS.items() if not c.clips} == {"DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.scales_bounds} == {"QuRL"}
+    assert Chain((Veto(), QuRL())).scales_bounds
     assert {name for name, c in CORRECTIONS.items() if c.whole_batch} == {
         "token TIS, normalised",
         "sequence TIS, normalised",
@@ -339,7 +341,7 @@ def test_qurl_gradient_against_its_objective(name, clip_max, epsilon):
 def test_without_mismatch_all_weights_are_one_and_everything_is_kept(correction):
     inputs = inputs_of(np.ones((3, 5)), sampler=0.3, advantages=[1, -1, 0], mask=np.arange(5) < [[5], [2], [0]])
     check(correction, inputs, inputs.mask, inputs.mask)
-    assert correction.terms(inputs).high_scale is None or bool((correction.terms(inputs).high_scale == 1).all())
+    assert not correction.scales_bounds or (high_scale(correction, inputs) == 1).all()
 
 
 @EVERY
@@ -360,6 +362,7 @@ def test_padding_does_not_matter(correction, junk):
         jnp.pad(clean.mask, ((0, 0), (0, 2))),
     )
     terms = correction.terms(wide)
+    assert (expected.high_scale is not None) == correction.scales_bounds
     if expected.high_scale is not None:
         np.testing.assert_allclose(terms.high_scale[:, :-2], expected.high_scale, rtol=1e-6)
         np.testing.assert_array_equal(terms.high_scale[:, -2:], 1.0)

@@ -224,6 +224,7 @@ def test_distillation_alone():
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": LossConfig("cispo")}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(importance_sampling_level="sequence")}, "plain token ratio"),
+        ({"correction": QuRL(), "loss": LossConfig("cispo")}, "clips the ratio of single tokens.*QuRL"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )
