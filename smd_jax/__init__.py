@@ -42,5 +42,8 @@ from smd_jax.update import TrainState as TrainState
 from smd_jax.update import UpdateConfig as UpdateConfig
 from smd_jax.update import init_state as init_state
 from smd_jax.update import make_update as make_update
+from smd_jax.value import ValueConfig as ValueConfig
+from smd_jax.value import add_value_head as add_value_head
+from smd_jax.value import drop_value_head as drop_value_head
 from smd_jax.weights import load_checkpoint as load_checkpoint
 from smd_jax.weights import save_checkpoint as save_checkpoint

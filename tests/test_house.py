@@ -28,6 +28,8 @@ LEVELS = {
     "sampling": 1,
     "advantages": 1,
     "corrections": 1,
+    "gae": 1,
+    "value": 1,
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
@@ -58,6 +60,7 @@ LEVELS = {
 NEVER = {
     "losses": {"model"},
     "distillation": {"model"},
+    "value": {"model"},
     "rollout": {"losses"},
     "learner": {"rollout", "eviction", "cache"},
     "update": {"rollout", "eviction", "cache"},
