@@ -62,7 +62,8 @@ def test_values_by_hand():
 def test_the_head_is_wide_whatever_the_model():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     assert {x.dtype for x in jax.tree.leaves(add_value_head(half, CONFIG)[VALUE_HEAD])} == {jnp.dtype("float32")}
-    out = values(head_of([1.0, 2.0**-12], 0.0), jnp.ones((1, 1, 2), jnp.bfloat16))
+    head = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head_of([1.0, 2.0**-12], 0.0))
+    out = values(head, jnp.ones((1, 1, 2), jnp.bfloat16))
     assert out.dtype == jnp.float32 and float(out[0, 0]) == 1 + 2.0**-12  # more digits than bfloat16 has
 
 
@@ -122,10 +123,10 @@ def test_without_a_bound():
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: f"clip {case['cliprange_value']:g}")
 def test_loss_and_gradient_are_those_of_trl(case):
     junk = np.resize([np.nan, np.inf, -np.inf, 1e30], MASK.shape)
-    arrays = [f32(np.where(MASK, INPUTS[name], junk)) for name in ("values", "old_values", "returns")]
+    now, old, returns = (f32(np.where(MASK, INPUTS[x], junk)) for x in ("values", "old_values", "returns"))
     weights = f32(MASK / MASK.sum())
     config = ValueConfig(clip_range=case["cliprange_value"])
-    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(*arrays, weights, config)
+    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(now, old, returns, weights, config)
     np.testing.assert_allclose(loss, case["value"], rtol=1e-5)
     np.testing.assert_allclose(grad, case["value_grad"], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(clipped.sum() / MASK.sum(), case["clipfrac"], rtol=1e-6)
@@ -133,8 +134,9 @@ def test_loss_and_gradient_are_those_of_trl(case):
 
 
 def test_no_bound_is_a_wide_one():
-    arrays = [f32(INPUTS[name]) for name in ("values", "old_values", "returns")]
-    wide, none = (value_loss(*arrays, f32(MASK / MASK.sum()), c) for c in (ValueConfig(clip_range=1e9), NO_BOUND))
+    now, old, returns = (f32(INPUTS[name]) for name in ("values", "old_values", "returns"))
+    weights = f32(MASK / MASK.sum())
+    wide, none = (value_loss(now, old, returns, weights, c) for c in (ValueConfig(clip_range=1e9), NO_BOUND))
     np.testing.assert_allclose(none[0], wide[0], rtol=1e-6)
     np.testing.assert_array_equal(none[1], wide[1])
 
