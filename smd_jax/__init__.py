@@ -43,6 +43,8 @@ from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
+from smd_jax.ppo import PPOConfig as PPOConfig
+from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch
 from smd_jax.prompts import encode_prompts as encode_prompts
 from smd_jax.rejection import GeometricRejection as GeometricRejection

@@ -18,6 +18,14 @@ from smd_jax.config import ModelConfig
 
 VALUE_HEAD = "value_head"
 
+VALUE_METRICS: dict[str, str] = {
+    "loss/value_avg": "value loss, before its coefficient",
+    "val/clipfrac_avg": "share of tokens whose value has left its range towards the return: no gradient",
+    "critic/values/mean": "mean over tokens of the critic's values, before the update",
+    "critic/returns/mean": "mean over tokens of the returns, the critic's targets",
+    "critic/vf_explained_var": "1 - var(returns - values) / var(returns) over tokens, before the update",
+}
+
 
 @dataclass(frozen=True)
 class ValueConfig:
@@ -60,6 +68,15 @@ def drop_value_head(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in params.items() if name != VALUE_HEAD}
 
 
+def check_value_head(params: Mapping[str, Any]) -> None:
+    """Raises ValueError for parameters without a value head."""
+    if VALUE_HEAD not in params:
+        raise ValueError(
+            f"expected parameters with {VALUE_HEAD!r}, because PPO needs a value head: smd.add_value_head(params, "
+            f"model.config); got {sorted(params)}"
+        )
+
+
 def values(params: Mapping[str, Any], hidden: Float[Array, "batch R hidden"]) -> Float[Array, "batch R"]:
     """The critic's estimate of the return from each response token on, before that token is drawn.
 
@@ -72,11 +89,7 @@ def values(params: Mapping[str, Any], hidden: Float[Array, "batch R hidden"]) ->
     Raises:
       ValueError: if the parameters have no value head.
     """
-    if VALUE_HEAD not in params:
-        raise ValueError(
-            f"expected parameters with {VALUE_HEAD!r}, because PPO needs a value head: smd.add_value_head(params, "
-            f"model.config); got {sorted(params)}"
-        )
+    check_value_head(params)
     head = params[VALUE_HEAD]
     wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
     # One output: the precision of the product costs nothing, and the default on accelerators is not float32's.
