@@ -36,6 +36,7 @@ from smd_jax.grpo import GRPOLoop as GRPOLoop
 from smd_jax.importance import MIS as MIS
 from smd_jax.importance import TIS as TIS
 from smd_jax.importance import IcePop as IcePop
+from smd_jax.importance import QuRL as QuRL
 from smd_jax.learner import score as score
 from smd_jax.losses import LossConfig as LossConfig
 from smd_jax.losses import policy_loss as policy_loss
@@ -53,6 +54,7 @@ from smd_jax.rejection import Veto as Veto
 from smd_jax.rollout import RolloutConfig as RolloutConfig
 from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig
+from smd_jax.schedules import CoefSchedule as CoefSchedule
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.trust_region import DPPOTV as DPPOTV
 from smd_jax.trust_region import OPSM as OPSM

@@ -80,6 +80,11 @@ class UpdateConfig:
                 f"expected the plain token ratio (not cispo, not sequence level, no delta) with "
                 f"{type(self.correction).__name__}, which replaces its clipping; got {self.loss}"
             )
+        if self.correction.scales_bounds and not self.loss.clips_tokens:
+            raise ValueError(
+                f"expected a loss that clips the ratio of single tokens (not cispo, not sequence level) with "
+                f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -294,6 +299,7 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
             advantages=part.batch.advantages,
             weights=part.weights,
             correction_weights=weights,
+            high_scale=part.correction.high_scale,
         )
         loss, terms = policy_loss(inputs, config.loss, clip=config.correction.clips)
         loss, sums, values_clipped = config.policy_coef * loss, {}, None

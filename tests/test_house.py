@@ -37,6 +37,7 @@ LEVELS = {
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
+    "schedules": 1,
     "sharding": 1,
     "metrics": 1,
     "plots": 1,
