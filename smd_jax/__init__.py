@@ -44,6 +44,8 @@ from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
+from smd_jax.ppo import PPOConfig as PPOConfig
+from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch
 from smd_jax.prompts import encode_prompts as encode_prompts
 from smd_jax.rejection import GeometricRejection as GeometricRejection
@@ -61,5 +63,8 @@ from smd_jax.update import TrainState as TrainState
 from smd_jax.update import UpdateConfig as UpdateConfig
 from smd_jax.update import init_state as init_state
 from smd_jax.update import make_update as make_update
+from smd_jax.value import ValueConfig as ValueConfig
+from smd_jax.value import add_value_head as add_value_head
+from smd_jax.value import drop_value_head as drop_value_head
 from smd_jax.weights import load_checkpoint as load_checkpoint
 from smd_jax.weights import save_checkpoint as save_checkpoint

@@ -25,6 +25,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state
+from smd_jax.value import VALUE_METRICS
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,
@@ -94,7 +95,8 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"}
+    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"} | VALUE_METRICS.keys()
+    assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
