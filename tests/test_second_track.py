@@ -112,10 +112,10 @@ def policies(direction) -> tuple[np.ndarray, np.ndarray]:
 
 def expected(direction, slope: np.ndarray):
     """The gradient of a term whose learner has these slopes `[ROWS, LENGTH, VOCAB]` by its log-probabilities."""
-    slope, none = jnp.asarray(slope, jnp.float32), jnp.zeros(slope.shape)
+    slopes, none = jnp.asarray(slope, jnp.float32), jnp.zeros(slope.shape)
     dense_params = REFERENCE if direction == "anchor" else PARAMS
     published = direction == "published"
-    of_dense, of_shadow = plain_gradient(dense_params, PARAMS, *((slope, none) if published else (none, slope)))
+    of_dense, of_shadow = plain_gradient(dense_params, PARAMS, *((slopes, none) if published else (none, slopes)))
     return of_dense if published else of_shadow
 
 
@@ -175,7 +175,7 @@ def test_a_full_rotation_is_the_whole(direction):
     turns = [run(half(direction), step) for step in range(ROWS * LENGTH)]
     np.testing.assert_allclose(np.mean([value for value, _ in turns]), whole, rtol=1e-5)
     assert np.std([value for value, _ in turns]) > 1e-3 * abs(whole), "parts must differ"
-    mean = jax.tree.map(lambda *leaves: np.mean(np.float64(leaves), axis=0), *[grads for _, grads in turns])
+    mean = jax.tree.map(lambda *leaves: np.mean(np.asarray(leaves, np.float64), axis=0), *[grads for _, grads in turns])
     assert distance(mean, whole_grads) < 1e-4
 
 
