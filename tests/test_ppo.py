@@ -54,17 +54,31 @@ def config_of(visibility: Visibility = "shadow", correction=None, **options) -> 
 
 
 @functools.cache
+def estimate(config: PPOConfig) -> Any:
+    return make_train_batch(MODEL, config)
+
+
+@functools.cache
 def train_batch(config: PPOConfig) -> Any:
-    return make_train_batch(MODEL, config)(OLD, trajectory(), jnp.asarray(REWARDS), None)
+    return estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), None)
+
+
+@functools.cache
+def recording_update(config: UpdateConfig):
+    return make_update(MODEL, RECORD, config)
+
+
+def step(config: PPOConfig, params, batch):
+    """Metrics and gradients; the parameters are copied, because a step takes them."""
+    state = init_state(jax.tree.map(jnp.copy, params), RECORD, jax.random.key(3))
+    state, metrics = recording_update(config.update)(state, batch)
+    return jax.device_get(metrics), state.opt_state
 
 
 @functools.cache
 def updated(config: PPOConfig, params_now: bool = True):
     """Metrics and gradients of one step from the old parameters' estimates, at present ones or the old themselves."""
-    params = jax.tree.map(jnp.copy, NOW if params_now else OLD)
-    state = init_state(params, RECORD, jax.random.key(3))
-    state, metrics = make_update(MODEL, RECORD, config.update)(state, train_batch(config)[0])
-    return jax.device_get(metrics), state.opt_state
+    return step(config, NOW if params_now else OLD, train_batch(config)[0])
 
 
 # --- one step, from the definitions
@@ -163,7 +177,8 @@ def test_without_whitening():
 def test_whitening_is_over_the_tokens_that_count():
     config = config_of(mask_truncated_completions=True)
     counts = jnp.arange(ROWS) != 3
-    batch, _ = make_train_batch(MODEL, config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
+    batch, _ = estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
+    np.testing.assert_array_equal(batch.counts, counts)
     counted = np.asarray(trajectory().response_mask & (trajectory().terminated & counts)[:, None])
     assert 0 < counted.any(1).sum() < ROWS - 1
     advantages = np.asarray(batch.advantages)
@@ -179,6 +194,17 @@ def test_microbatches_change_nothing():
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_order_of_the_rows_changes_nothing():
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    rows, rewards = jax.tree.map(lambda x: x[order], (trajectory(), jnp.asarray(REWARDS)))
+    batch, of_critic = estimate(config_of())(OLD, rows, rewards, None)
+    one, other = updated(config_of()), step(config_of(), NOW, batch)
+    assert distance(other[1], one[1]) < 1e-5
+    np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-5, atol=1e-6)
+    for name, value in train_batch(config_of())[1].items():
+        np.testing.assert_allclose(of_critic[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "OPSM"])
@@ -209,11 +235,9 @@ def test_corrections_leave_the_critic_alone(name):
 
 
 def test_a_batch_without_targets():
-    config = config_of()
-    batch = train_batch(config)[0].replace(returns=None)
-    state = init_state(jax.tree.map(jnp.copy, OLD), RECORD, jax.random.key(0))
+    batch = train_batch(config_of())[0].replace(returns=None)
     with pytest.raises(ValueError, match="expected old_values and returns in the batch for the value loss.*; got None"):
-        make_update(MODEL, RECORD, config.update)(state, batch)
+        step(config_of(), OLD, batch)
 
 
 # --- the loop
