@@ -25,7 +25,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state
-from smd_jax.value import VALUE_METRICS
+from smd_jax.value import VALUE_METRICS, ValueConfig
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,
@@ -357,6 +357,10 @@ def test_an_easy_reward_rises():
     [
         ({"group_size": 1}, "expected group_size >= 2, because .* less the mean of its group; got 1"),
         ({"group_size": 1, "scale_rewards": "none"}, "expected group_size >= 2.*; got 1"),
+        (
+            {"update": UpdateConfig(value=ValueConfig())},
+            r"update.value None, because .* no critic.*; got ValueConfig\(",
+        ),
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
         ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),

@@ -20,32 +20,21 @@ from smd_jax.metrics import METRICS
 from smd_jax.model import Decoder, apply_model
 from smd_jax.ppo import PPOConfig, PPOLoop, make_train_batch
 from smd_jax.prompts import Tokenizer
-from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks import Prompt, Task
-from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.testing import count_compilations, random_params
 from smd_jax.update import TrainState, UpdateConfig, Visibility, init_state, make_update
 from smd_jax.value import VALUE_HEAD, VALUE_METRICS, ValueConfig, add_value_head
 from tests.test_corrections import CORRECTIONS
+from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import ROLLOUT, TASK, TOKENIZER, assert_bitwise_equal, optimizer, run, warm_params
-from tests.under_test import left_padded
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROWS, WIDTH, LENGTH = 8, 8, 10
-MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32))
-SAMPLED = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(0.9))
-CONFIG = PPOConfig(prompts_per_step=4, group_size=2, prompt_width=WIDTH, policy=H2O(), rollout=SAMPLED, gamma=0.9)
+CONFIG = PPOConfig(prompts_per_step=4, group_size=2, prompt_width=WIDTH, policy=H2O(), rollout=ROLLOUT, gamma=0.9)
 CRITIC = ValueConfig(coef=0.5, clip_range=0.3)
-REWARDS = np.array([1.0, -0.5, 2.0, 0.0, 0.3, -1.0, 1.5, 0.7], np.float32)
-
-# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
-RECORD = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
-    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
-)
+REWARDS = np.array([2.0, 0.5, 3.0, 1.0, 1.3, 0.0, 2.5, 1.7], np.float32)
 
 
 def moved(params, seed: int, scale: float):
@@ -54,14 +43,8 @@ def moved(params, seed: int, scale: float):
     return structure.unflatten([x + scale * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
 
 
-OLD = moved(add_value_head(random_params(MODEL.config), MODEL.config), seed=0, scale=0.2)
+OLD = {**PARAMS, VALUE_HEAD: moved(add_value_head(PARAMS, MODEL.config)[VALUE_HEAD], seed=0, scale=0.2)}
 NOW = moved(OLD, seed=1, scale=0.02)  # so that ratios and values have left their ranges here and there
-
-
-@functools.cache
-def trajectory():
-    prompts = left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32)
-    return rollout(MODEL, OLD, prompts, jax.random.key(2), policy=H2O(), config=SAMPLED)
 
 
 def config_of(visibility: Visibility = "shadow", correction=None, **options) -> PPOConfig:
@@ -71,24 +54,31 @@ def config_of(visibility: Visibility = "shadow", correction=None, **options) -> 
 
 
 @functools.cache
+def estimate(config: PPOConfig) -> Any:
+    return make_train_batch(MODEL, config)
+
+
+@functools.cache
 def train_batch(config: PPOConfig) -> Any:
-    return make_train_batch(MODEL, config)(OLD, trajectory(), jnp.asarray(REWARDS), None)
+    return estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), None)
+
+
+@functools.cache
+def recording_update(config: UpdateConfig):
+    return make_update(MODEL, RECORD, config)
+
+
+def step(config: PPOConfig, params, batch):
+    """Metrics and gradients; the parameters are copied, because a step takes them."""
+    state = init_state(jax.tree.map(jnp.copy, params), RECORD, jax.random.key(3))
+    state, metrics = recording_update(config.update)(state, batch)
+    return jax.device_get(metrics), state.opt_state
 
 
 @functools.cache
 def updated(config: PPOConfig, params_now: bool = True):
     """Metrics and gradients of one step from the old parameters' estimates, at present ones or the old themselves."""
-    params = jax.tree.map(jnp.copy, NOW if params_now else OLD)
-    state = init_state(params, RECORD, jax.random.key(3))
-    state, metrics = make_update(MODEL, RECORD, config.update)(state, train_batch(config)[0])
-    return jax.device_get(metrics), state.opt_state
-
-
-def distance(left, right) -> float:
-    """|left - right| / |right| over all leaves, in float64."""
-    pairs = [(np.float64(a), np.float64(b)) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
-    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
-    return float(np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs)))
+    return step(config, NOW if params_now else OLD, train_batch(config)[0])
 
 
 # --- one step, from the definitions
@@ -99,7 +89,7 @@ def explicit(params, visibility):
     t = trajectory()
     mask = (t.mask if visibility == "shadow" else t.dense_mask()).to_boolean()
     hidden = apply_model(MODEL, params, t.tokens, t.positions, mask, method=Decoder.hidden)[:, WIDTH - 1 : -1]
-    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1] / 0.9
+    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1] / TEMPERATURE
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), t.response[..., None], -1)[..., 0]
     head = params[VALUE_HEAD]
     return logprobs, jnp.sum(hidden * head["kernel"][:, 0][None, None], -1) + head["bias"][0]
@@ -187,7 +177,8 @@ def test_without_whitening():
 def test_whitening_is_over_the_tokens_that_count():
     config = config_of(mask_truncated_completions=True)
     counts = jnp.arange(ROWS) != 3
-    batch, _ = make_train_batch(MODEL, config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
+    batch, _ = estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
+    np.testing.assert_array_equal(batch.counts, counts)
     counted = np.asarray(trajectory().response_mask & (trajectory().terminated & counts)[:, None])
     assert 0 < counted.any(1).sum() < ROWS - 1
     advantages = np.asarray(batch.advantages)
@@ -203,6 +194,17 @@ def test_microbatches_change_nothing():
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_order_of_the_rows_changes_nothing():
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    rows, rewards = jax.tree.map(lambda x: x[order], (trajectory(), jnp.asarray(REWARDS)))
+    batch, of_critic = estimate(config_of())(OLD, rows, rewards, None)
+    one, other = updated(config_of()), step(config_of(), NOW, batch)
+    assert distance(other[1], one[1]) < 1e-5
+    np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-5, atol=1e-6)
+    for name, value in train_batch(config_of())[1].items():
+        np.testing.assert_allclose(of_critic[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "OPSM"])
@@ -233,11 +235,9 @@ def test_corrections_leave_the_critic_alone(name):
 
 
 def test_a_batch_without_targets():
-    config = config_of()
-    batch = train_batch(config)[0].replace(returns=None)
-    state = init_state(jax.tree.map(jnp.copy, OLD), RECORD, jax.random.key(0))
+    batch = train_batch(config_of())[0].replace(returns=None)
     with pytest.raises(ValueError, match="expected old_values and returns in the batch for the value loss.*; got None"):
-        make_update(MODEL, RECORD, config.update)(state, batch)
+        step(config_of(), OLD, batch)
 
 
 # --- the loop
