@@ -86,6 +86,11 @@ class Correction:
         """Whether rows depend on each other: then `terms` must see the whole batch, before it is split."""
         return False
 
+    @property
+    def per_response(self) -> bool:
+        """Whether a response has one weight and is kept or rejected as a whole, by xi alone."""
+        return False
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         """Weights and kept tokens.
 
@@ -122,6 +127,10 @@ class Naive(Correction):
 
     TRL: vllm_importance_sampling_correction=False. verl: rollout_is=None.
     """
+
+    @property
+    def per_response(self) -> bool:
+        return True
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         return _weighing(inputs, jnp.ones_like(inputs.old_logprobs))
@@ -181,6 +190,10 @@ class TIS(Correction):
     def whole_batch(self) -> bool:
         return self.batch_normalize
 
+    @property
+    def per_response(self) -> bool:
+        return self.level == "sequence"
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = _bounds(self.clip_min, self.clip_max)
         weights = jnp.clip(_mismatch(inputs, self.level), low, high)
@@ -208,6 +221,10 @@ class MIS(Correction):
     @property
     def weighs(self) -> bool:
         return True
+
+    @property
+    def per_response(self) -> bool:
+        return self.level == "sequence"
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = _bounds(self.clip_min, self.clip_max)
@@ -242,6 +259,10 @@ class Rejection(Correction):
     def __post_init__(self) -> None:
         _check_bounds("low", self.low, "high", self.high)
 
+    @property
+    def per_response(self) -> bool:
+        return self.level != "token"
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = _mismatch(inputs, self.level)
         return _rejecting(inputs, (ratio >= self.low) & (ratio <= self.high))
@@ -264,6 +285,10 @@ class Veto(Correction):
 
     def __post_init__(self) -> None:
         _check_threshold("threshold", self.threshold)
+
+    @property
+    def per_response(self) -> bool:
+        return True
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         catastrophic = inputs.mask & (_log_mismatch(inputs) < math.log(self.threshold))
@@ -375,6 +400,10 @@ class Chain(Correction):
     @property
     def whole_batch(self) -> bool:
         return any(part.whole_batch for part in self.parts)
+
+    @property
+    def per_response(self) -> bool:
+        return all(part.per_response for part in self.parts)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         first, *others = [part.terms(inputs) for part in self.parts]

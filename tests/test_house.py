@@ -31,6 +31,8 @@ LEVELS = {
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
+    "dpo": 1,
+    "pairs": 1,
     "sharding": 1,
     "metrics": 1,
     "plots": 1,
