@@ -20,9 +20,18 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.corrections import Correction, CorrectionInputs
+from smd_jax.correction import Correction, CorrectionInputs
 
 DPOLossType = Literal["sigmoid", "ipo"]
+
+DPO_METRICS: dict[str, str] = {
+    "rewards/chosen": "mean implicit reward, beta * log (policy / reference), of the chosen; over the pairs that count",
+    "rewards/rejected": "the same of the rejected",
+    "rewards/margins": "the first less the second",
+    "rewards/accuracies": "share of the pairs whose margin is above 0",
+    "logps/chosen": "mean log-probability of a chosen response, nats, summed over its tokens",
+    "logps/rejected": "the same of the rejected",
+}
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,12 @@ class DPOTerms(struct.PyTreeNode):
     """Per-pair terms for the metrics, `[pairs]`, 0 where a pair weighs nothing.
 
     Attributes:
+      chosen_logprobs, rejected_logprobs: of the policy.
       chosen_rewards, rejected_rewards: DPO's implicit reward, beta * (log policy - log reference) of the response.
     """
 
+    chosen_logprobs: Float[Array, " pairs"]
+    rejected_logprobs: Float[Array, " pairs"]
     chosen_rewards: Float[Array, " pairs"]
     rejected_rewards: Float[Array, " pairs"]
 
@@ -112,16 +124,19 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
     """
     active = inputs.weights > 0
-    chosen = _log_ratio(inputs.chosen_logprobs, inputs.reference_chosen_logprobs, active)
-    rejected = _log_ratio(inputs.rejected_logprobs, inputs.reference_rejected_logprobs, active)
-    per_pair = _per_pair(chosen - rejected, config)
-    correction = 1.0 if inputs.correction_weights is None else jnp.where(active, inputs.correction_weights, 0.0)
+    # What weighs nothing may hold infinities: replaced before any arithmetic, for 0 * inf would still be NaN.
+    chosen, rejected = _inside(inputs.chosen_logprobs, active), _inside(inputs.rejected_logprobs, active)
+    of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
+    of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
+    per_pair = _per_pair(of_chosen - of_rejected, config)
+    correction = 1.0 if inputs.correction_weights is None else _inside(inputs.correction_weights, active)
     loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights * correction))
-    return loss, jax.lax.stop_gradient(DPOTerms(config.beta * chosen, config.beta * rejected))
+    terms = DPOTerms(chosen, rejected, config.beta * of_chosen, config.beta * of_rejected)
+    return loss, jax.lax.stop_gradient(terms)
 
 
 def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
-    """Means of the implicit rewards over the pairs that weigh anything, 0 without any; TRL's names."""
+    """`DPO_METRICS`, with TRL's names and definitions but over the pairs that weigh anything; 0 without any."""
     active = weights > 0
     margins = terms.chosen_rewards - terms.rejected_rewards
     return {
@@ -129,6 +144,8 @@ def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, F
         "rewards/rejected": _mean(terms.rejected_rewards, active),
         "rewards/margins": _mean(margins, active),
         "rewards/accuracies": _mean((margins > 0).astype(jnp.float32), active),
+        "logps/chosen": _mean(terms.chosen_logprobs, active),
+        "logps/rejected": _mean(terms.rejected_logprobs, active),
     }
 
 
@@ -139,10 +156,10 @@ def check_pair_correction(correction: Correction) -> None:
         raise ValueError(
             f"expected a correction beside the loss, because online DPO takes no ratio to the sampler; got {name}"
         )
-    if not correction.per_response:
+    if not correction.per_response or correction.uses_present:
         raise ValueError(
             "expected a correction with one number per response made from xi alone, because a pair counts as a whole "
-            f"(level 'sequence', Rejection, Veto, Naive or Shadow); got {name}"
+            f"(level 'sequence' or 'geometric', Veto, Naive or Shadow); got {name}"
         )
 
 
@@ -163,12 +180,8 @@ def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: 
     return PairTerms(weights[:pairs] * weights[pairs:], keep[:pairs] & keep[pairs:])
 
 
-def _log_ratio(
-    logprobs: Float[Array, " pairs"], reference: Float[Array, " pairs"], active: Bool[Array, " pairs"]
-) -> Float[Array, " pairs"]:
-    """log policy - log reference, 0 where a pair weighs nothing."""
-    # What weighs nothing may hold infinities: replaced before any arithmetic, for 0 * inf would still be NaN.
-    return jnp.where(active, logprobs, 0.0) - jnp.where(active, jax.lax.stop_gradient(reference), 0.0)
+def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
+    return jnp.where(active, values, 0.0)
 
 
 def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Array, " pairs"]:
@@ -178,4 +191,4 @@ def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Ar
 
 
 def _mean(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, ""]:
-    return jnp.where(active, values, 0.0).sum() / jnp.maximum(active.sum(), 1)
+    return _inside(values, active).sum() / jnp.maximum(active.sum(), 1)
