@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Direction = Literal["forward", "reverse", "published", "anchor"]
 
@@ -37,6 +37,10 @@ class DistillConfig:
             raise ValueError(f"expected a distillation coefficient >= 0; got {self.coef}")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"expected 0 < distill_fraction <= 1; got {self.fraction}")
+
+    def coef_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The coefficient at an optimizer step."""
+        return jnp.asarray(self.coef)
 
 
 def kl_divergence(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, "... vocab"]) -> Float[Array, ...]:

@@ -215,8 +215,8 @@ def _objective(model: Decoder, config: DPOUpdateConfig, state: TrainState) -> Ob
         reference = jax.lax.stop_gradient(score(model, state.reference, rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, scores.logprobs, reference), config.loss)
         kl = k3(scores.logprobs, reference)
-        tokens = (_paired(x) for x in (scores.logprobs, scores.entropy, kl))
-        return loss, jax.lax.stop_gradient(((), _Terms(*tokens, terms)))
+        kept = _Terms(_paired(scores.logprobs), _paired(scores.entropy), _paired(kl), terms)
+        return loss, jax.lax.stop_gradient(((), kept))
 
     return objective
 

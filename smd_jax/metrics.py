@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.dpo import DPO_METRICS
+from smd_jax.mismatch import MISMATCH_METRICS
+
 Scalar = Array | np.ndarray | np.generic | float | int
 
 METRICS: dict[str, str] = {
@@ -25,7 +28,7 @@ METRICS: dict[str, str] = {
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
     "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
     "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with beta > 0",
+    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with a reference",
     "entropy": "mean entropy of the next-token distribution, nats",
     "clip_ratio/low_mean": "share of tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
     "clip_ratio/high_mean": "share of tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
@@ -44,8 +47,12 @@ METRICS: dict[str, str] = {
     "step_time": "wall time of one step with its rollout, seconds",
     "loss": "policy loss and weighted distillation",
     "distill": "divergence between dense and shadow policy per token, nats",
+    "distill_coef": "its coefficient in the loss",
+    "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
+    **MISMATCH_METRICS,
+    **DPO_METRICS,
 }
 
 

@@ -4,9 +4,11 @@ The numbers of others are in golden/corrections.json, made by golden/make_correc
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ from smd_jax.corrections import (
     SparseRL,
     SparseRLPaper,
     Veto,
+    split_by_time,
 )
 from smd_jax.mismatch import (
     MISMATCH_METRICS,
@@ -117,6 +120,21 @@ def test_what_the_loss_is_told():
         "token TIS, normalised",
         "sequence TIS, normalised",
         "Sparse-RL",
+    }
+    looks_at_xi = ("TIS", "MIS", "IcePop", "rejection", "Veto", "Sparse-RL")
+    assert {name for name, c in CORRECTIONS.items() if c.uses_mismatch} == {
+        name for name in CORRECTIONS if any(word in name for word in looks_at_xi)
+    }
+    assert {name for name, c in CORRECTIONS.items() if c.uses_present} == {"OPSM", "DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.per_response} == {
+        "Naive",
+        "Shadow",
+        "sequence TIS",
+        "sequence TIS, normalised",
+        "sequence MIS",
+        "sequence rejection",
+        "geometric rejection",
+        "Veto",
     }
 
 
@@ -220,6 +238,40 @@ def test_a_chain_multiplies_weights_and_keeps_what_all_keep():
     inputs = inputs_of([[0.4, 3.0, 1.0], [1.0, 1e-5, 1.0]], advantages=[1.0, -1.0])
     chain = Chain((Rejection("token"), TIS("token"), OPSM()))
     check(chain, inputs, [[0.4, 2.0, 1.0], [0, 0, 0]], [[0, 0, 1], [1, 0, 1]])
+
+
+MIXED = {
+    "all early": (Chain((TIS(), Veto())), Chain((TIS(), Veto())), None),
+    "all late": (DPPOTV(), Naive(), DPPOTV()),
+    "both": (Chain((OPSM(), TIS())), TIS(), OPSM()),
+    "several": (Chain((Bypass(), OPSM(), Veto(), DPPOTV())), Chain((Bypass(), Veto())), Chain((OPSM(), DPPOTV()))),
+    "nested": (
+        Chain((SparseRL(), Chain((OPSM(), Naive())))),
+        Chain((*SparseRL().parts, Naive())),
+        OPSM(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("correction", "early", "late"), MIXED.values(), ids=MIXED.keys())
+def test_split_by_time(correction, early, late):
+    assert split_by_time(correction) == (early, late)
+    inputs = golden_inputs()
+    terms, first = correction.terms(inputs), early.terms(inputs.replace(logprobs=None))
+    second = Naive().terms(inputs) if late is None else late.terms(inputs)
+    np.testing.assert_allclose(first.weights * second.weights, terms.weights, rtol=1e-6)
+    np.testing.assert_array_equal(first.keep & second.keep, terms.keep)
+
+
+def test_nothing_is_late_and_of_the_whole_batch():
+    @dataclass(frozen=True)
+    class Late(OPSM):
+        @property
+        def whole_batch(self) -> bool:
+            return True
+
+    with pytest.raises(ValueError, match=r"both the learner now and the whole batch; got .*Late\(threshold=0.5\)"):
+        split_by_time(Chain((TIS(), Late())))
 
 
 def test_ratios_stay_finite():
@@ -326,6 +378,32 @@ def test_rows_may_be_split_unless_it_says_otherwise(correction):
     whole = correction.terms(inputs).weights
     parts = [correction.terms(jax.tree.map(lambda x, i=i: x[i : i + 2], inputs)).weights for i in (0, 2, 4)]
     assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.whole_batch)
+
+
+@EVERY
+def test_what_it_says_about_its_terms(correction):
+    """What it does not look at changes nothing, and may be missing; late ones keep every token."""
+    inputs = golden_inputs()
+    terms = correction.terms(inputs)
+    if correction.uses_present:
+        np.testing.assert_array_equal(terms.keep, inputs.mask)
+        assert not correction.whole_batch
+    else:
+        chex.assert_trees_all_equal(correction.terms(inputs.replace(logprobs=None)), terms)
+    other = correction.terms(inputs.replace(old_logprobs=inputs.old_logprobs - 2.0 * jnp.arange(1.0, 9.0)[None]))
+    same = bool((other.weights == terms.weights).all() and (other.keep == terms.keep).all())
+    assert same == (not correction.uses_mismatch)
+
+
+@EVERY
+def test_one_number_a_response_where_it_says_so(correction):
+    inputs = golden_inputs().replace(advantages=-jnp.ones(6))
+    weights, keep = (jnp.where(inputs.mask, x, jnp.nan) for x in jax.tree.leaves(correction.terms(inputs)))
+    spread = [np.nanmax(x, axis=1) - np.nanmin(x, axis=1) for x in (weights, keep)]
+    if correction.per_response:
+        np.testing.assert_allclose(spread, 0.0, atol=1e-6)
+    elif correction.uses_mismatch and correction.anchor == "old":
+        assert np.max(spread) > 0
 
 
 @EVERY

@@ -5,25 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import (
-    DPPOTV,
-    MIS,
-    OPSM,
-    TIS,
-    Bypass,
-    Chain,
-    Correction,
-    CorrectionInputs,
-    GeometricRejection,
-    IcePop,
-    Naive,
-    Rejection,
-    Shadow,
-    SparseRL,
-    SparseRLPaper,
-    Veto,
-)
+from smd_jax.correction import Correction, CorrectionInputs
+from smd_jax.corrections import Bypass, Chain, Naive, Shadow, SparseRL, SparseRLPaper
 from smd_jax.dpo import (
+    DPO_METRICS,
     DPOConfig,
     DPOInputs,
     check_pair_correction,
@@ -33,6 +18,9 @@ from smd_jax.dpo import (
     pair_weights,
     sequence_logprobs,
 )
+from smd_jax.importance import MIS, TIS, IcePop
+from smd_jax.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.trust_region import DPPOTV, OPSM
 
 LOSSES = pytest.mark.parametrize("config", [DPOConfig(0.5), DPOConfig(0.5, "ipo")], ids=lambda c: c.loss_type)
 
@@ -170,9 +158,10 @@ def test_metrics_by_hand():
     terms = dpo_loss(inputs, DPOConfig(0.5))[1]
     metrics = dpo_metrics(terms, inputs.weights)
     expected = {"rewards/chosen": 0.0, "rewards/rejected": -0.25, "rewards/margins": 0.25, "rewards/accuracies": 0.5}
+    expected |= {"logps/chosen": -5.0, "logps/rejected": -5.0}
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
     nothing = dpo_metrics(terms, jnp.zeros(3))
-    assert set(nothing) == set(expected) and not any(float(value) for value in nothing.values())
+    assert set(nothing) == set(expected) == DPO_METRICS.keys() and not any(float(value) for value in nothing.values())
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, float("nan")])

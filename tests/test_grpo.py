@@ -13,7 +13,9 @@ import pytest
 
 from smd_jax import checkpoint
 from smd_jax.advantages import group_relative
+from smd_jax.corrections import Naive, Shadow
 from smd_jax.distillation import DistillConfig
+from smd_jax.dpo import DPO_METRICS
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.grpo import GRPOLoop
 from smd_jax.learner import score
@@ -73,11 +75,11 @@ NAMES = {
     [(H2O(), "shadow", 1), (SnapKV(window=2), "dense", 2), (KeyDiff(), "shadow", 2), (Dense(), "shadow", 1)],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
-    update = UpdateConfig(visibility=visibility)
+    update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
     config = dataclasses.replace(CONFIG, policy=policy, update=update, minibatches=minibatches)
     state, metrics = new_loop(config).step(new_state())
     assert set(metrics) >= NAMES
-    assert set(metrics) <= METRICS.keys() - {"kl", "distill"}
+    assert set(metrics) <= METRICS.keys() - {"kl", "distill", "distill_coef"}
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == minibatches
     assert 0 < metrics["reward"] < 1 and metrics["reward_std"] > 0 and metrics["grad_norm"] > 0
@@ -93,7 +95,11 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense"}
+    assert set(metrics) == METRICS.keys() - DPO_METRICS.keys() - {
+        "eval/sparse",
+        "eval/dense",
+        "dynamic_sampling/rollouts",
+    }
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
@@ -111,7 +117,8 @@ def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
 
 def test_rewards_belong_to_their_completions():
     loop, state = new_loop(), new_state()
-    trajectory, rewards = loop.sample(state, step=3)
+    samples = loop.sample(state, step=3)
+    trajectory, rewards = samples.trajectory, samples.rewards
     texts = [
         bytes(row[keep & (row < 256)].tolist()).decode(errors="replace")
         for row, keep in zip(np.asarray(trajectory.response), np.asarray(trajectory.response_mask), strict=True)
@@ -128,24 +135,26 @@ def test_rewards_belong_to_their_completions():
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
-    trajectory, _ = loop.sample(new_state(), 0)
+    samples = loop.sample(new_state(), 0)
+    trajectory = samples.trajectory
     rewards = np.array([1, 0, 0, 0, 2, 5, 3, 2], np.float32)
     groups = rewards.reshape(2, 4)
     centred = groups - groups.mean(1, keepdims=True)
-    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[::minibatches]
-    mask = np.asarray(trajectory.response_mask)[::minibatches]
-    learned, metrics = loop.learn(new_state(), trajectory, rewards)
+    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[: 8 // minibatches]
+    mask = np.asarray(trajectory.response_mask)[: 8 // minibatches]
+    learned, metrics = loop.learn(new_state(), samples._replace(rewards=rewards))
     assert int(learned.step) == minibatches
     whole = TrainBatch(trajectory, group_relative(jnp.asarray(rewards), 4), trajectory.logprobs)
     state, steps = new_state(), []
     for i in range(minibatches):
         with jax.set_mesh(loop.mesh):
-            state, of_step = loop.update(state, jax.tree.map(lambda x, i=i: x[i::minibatches], whole))
+            rows = slice(i * 8 // minibatches, (i + 1) * 8 // minibatches)  # whole groups
+            state, of_step = loop.update(state, jax.tree.map(lambda x, rows=rows: x[rows], whole))
         steps.append(jax.device_get(of_step))
-    # The sampler is the old policy and the ratio is 1: rows 0, 2, 4, 6 or all of them, each token weighing the same.
+    # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
     for name, value in metrics.items():
-        compares = name == "mismatch_kl" or name.startswith("sampling/")
+        compares = name == "mismatch_kl" or name.startswith(("sampling/", "rollout_corr/"))
         expected = steps[0][name] if compares else np.mean([of_step[name] for of_step in steps])
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
@@ -153,8 +162,8 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
 
 
 def test_who_the_old_policy_is():
-    trajectory, _ = new_loop().sample(new_state(), 0)
-    dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense"))
+    trajectory = new_loop().sample(new_state(), 0).trajectory
+    dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
     assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
     twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
@@ -179,7 +188,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
         orders.append(visited)
     assert orders[0] == orders[1], "the order of the rows must not depend on the number of optimizer steps"
     assert len(set(orders[0])) == 6
-    first, second = (loop.sample(new_state(), step)[0] for step in (0, 1))
+    first, second = (loop.sample(new_state(), step).trajectory for step in (0, 1))
     np.testing.assert_array_equal(first.tokens[:, :9], second.tokens[:, :9])
     assert (first.tokens != second.tokens).any()
 
@@ -279,7 +288,10 @@ def test_an_easy_reward_rises():
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
         ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),
-        ({"minibatches": 3}, "expected rows that divide into 3 minibatches; got 8"),
+        (
+            {"minibatches": 3},
+            "prompts_per_step that divide into 3 minibatches, because a group is never split; got 2",
+        ),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_p=0.9))}, r"without top-k.*top_p=0.9"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_k=5))}, r"without top-k.*top_k=5"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(0.0))}, "temperature > 0.*temperature=0.0"),

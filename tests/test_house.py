@@ -27,7 +27,11 @@ LEVELS = {
     "eviction": 1,
     "sampling": 1,
     "advantages": 1,
+    "correction": 1,
     "corrections": 1,
+    "importance": 1,
+    "rejection": 1,
+    "trust_region": 1,
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
@@ -46,8 +50,13 @@ LEVELS = {
     "model": 2,
     "learner": 3,
     "rollout": 3,
+    "accumulation": 3,
+    "second_track": 4,
     "update": 4,
+    "dpo_update": 4,
+    "loop": 5,
     "grpo": 5,
+    "online_dpo": 5,
     "supervised": 5,
     "checkpoint": 5,
     "weights": 5,
@@ -60,9 +69,12 @@ LEVELS = {
 NEVER = {
     "losses": {"model"},
     "distillation": {"model"},
+    "dpo": {"model"},
     "rollout": {"losses"},
     "learner": {"rollout", "eviction", "cache"},
+    "second_track": {"rollout", "eviction", "cache"},
     "update": {"rollout", "eviction", "cache"},
+    "dpo_update": {"rollout", "eviction", "cache"},
 }
 
 # Catch-all arguments that somebody else's signature asks for: a task's `reward(prompts, completions, **columns)`, which

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.corrections import Naive
 from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O
 from smd_jax.learner import score
@@ -111,7 +112,7 @@ def test_with_shadow_masks_the_learner_is_the_sampler():
 
 
 def test_a_dense_learner_is_another_policy():
-    metrics, _ = metrics_and_gradients(UpdateConfig(visibility="dense"))
+    metrics, _ = metrics_and_gradients(UpdateConfig(visibility="dense", correction=Naive()))
     assert metrics["sampling/sampling_logp_difference/max"] > 0.1
     assert metrics["mismatch_kl"] > 0.01
     assert metrics["sampling/importance_sampling_ratio/min"] < 0.9 < 1.1
