@@ -145,7 +145,10 @@ def _check(state: TrainState, batch: PairBatch) -> None:
 
 def _count(batch: PairBatch, config: DPOUpdateConfig) -> int:
     """Microbatches of a step."""
-    return count_parts(batch.signal.shape[0], config.microbatch_size)
+    pairs, size = batch.signal.shape[0], config.microbatch_size
+    if size is not None and pairs % size:
+        raise ValueError(f"expected pairs that divide into microbatches of {size} pairs; got {pairs} pairs")
+    return count_parts(pairs, size)
 
 
 def _rows(batch: PairBatch) -> Trajectory:

@@ -325,7 +325,7 @@ def test_trajectories_that_no_learner_can_replay(side):
 
 
 def test_pairs_that_do_not_divide():
-    with pytest.raises(ValueError, match="microbatches of 4; got 6 rows"):
+    with pytest.raises(ValueError, match="divide into microbatches of 4 pairs; got 6 pairs"):
         metrics_and_gradients(config_of(microbatch_size=4))
 
 
