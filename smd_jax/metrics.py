@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.dpo import DPO_METRICS
 from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.value import VALUE_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
@@ -45,7 +46,7 @@ METRICS: dict[str, str] = {
     "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
-    "loss": "policy loss and weighted distillation",
+    "loss": "policy loss, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
@@ -53,6 +54,7 @@ METRICS: dict[str, str] = {
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
     **MISMATCH_METRICS,
     **DPO_METRICS,
+    **VALUE_METRICS,
 }
 
 

@@ -18,7 +18,7 @@ from smd_jax.dpo import (
     pair_weights,
     sequence_logprobs,
 )
-from smd_jax.importance import MIS, TIS, IcePop
+from smd_jax.importance import MIS, TIS, IcePop, QuRL
 from smd_jax.rejection import GeometricRejection, Rejection, Veto
 from smd_jax.trust_region import DPPOTV, OPSM
 
@@ -239,7 +239,7 @@ def test_a_response_without_tokens_makes_no_pair(correction):
 
 @pytest.mark.parametrize(
     "correction",
-    [TIS(), MIS("token"), IcePop(), Rejection(), SparseRL(), SparseRLPaper(), OPSM(), Chain((Veto(), TIS("token")))],
+    [TIS(), MIS("token"), IcePop(), QuRL(), Rejection(), SparseRL(), SparseRLPaper(), OPSM(), Chain((Veto(), TIS()))],
     ids=lambda c: type(c).__name__,
 )
 def test_corrections_of_single_tokens_are_refused(correction):

@@ -240,6 +240,8 @@ def test_with_shadow_masks_there_is_nothing_to_correct():
     assert corrected[0]["mismatch_kl"] <= 1e-6
     assert corrected[0]["sampling/sampling_logp_difference/max"] <= 2e-5
     np.testing.assert_allclose(corrected[0]["rollout_corr/rollout_is_eff_sample_size"], 1.0, atol=1e-5)
+    for name in ("min", "mean", "max"):
+        np.testing.assert_allclose(corrected[0][f"rollout_corr/rollout_is_{name}"], 1.0, atol=1e-4)
     assert corrected[0]["rollout_corr/rollout_rs_masked_fraction"] == 0
     np.testing.assert_allclose(corrected[0]["loss"], plain[0]["loss"], rtol=1e-5)
     assert distance(corrected[1], plain[1]) < 1e-4

@@ -23,9 +23,10 @@ from smd_jax.losses import LossConfig
 from smd_jax.metrics import METRICS
 from smd_jax.model import Decoder
 from smd_jax.sampling import SamplingConfig
-from smd_jax.tasks import Prompt, Row
+from smd_jax.tasks import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state
+from smd_jax.value import VALUE_METRICS
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,
@@ -95,11 +96,8 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    assert set(metrics) == METRICS.keys() - DPO_METRICS.keys() - {
-        "eval/sparse",
-        "eval/dense",
-        "dynamic_sampling/rollouts",
-    }
+    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"} | VALUE_METRICS.keys() | DPO_METRICS.keys()
+    assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
@@ -159,6 +157,81 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
         assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"
+
+
+def test_several_passes_over_a_rollout():
+    config = dataclasses.replace(CONFIG, num_iterations=3)
+    samples = new_loop(config).sample(new_state(), 0)
+    state, metrics = new_loop(config).learn(new_state(), samples)
+    assert int(state.step) == 3 and metrics["mismatch_kl"] <= 1e-6, "sampler and learner are compared before any step"
+    expected, once = new_state(), new_loop()
+    for _ in range(3):
+        expected, _ = once.learn(expected, samples)
+    assert_bitwise_equal(state.params, expected.params)  # the sampler stays the old policy of all three
+    following = new_loop(config).sample(state, int(state.step) // 3)
+    np.testing.assert_array_equal(following.trajectory.tokens[:, :9], once.sample(state, 1).trajectory.tokens[:, :9])
+
+
+def test_minibatches_are_whole_groups():
+    config = dataclasses.replace(CONFIG, prompts_per_step=4, minibatches=2)
+    parts = list(new_loop(config).batches({"group": np.repeat(np.arange(4), 4)}))
+    assert [part["group"].tolist() for part in parts] == [[0] * 4 + [2] * 4, [1] * 4 + [3] * 4]
+
+
+def test_advantages_of_rloo():
+    loop = new_loop(dataclasses.replace(CONFIG, advantages="leave_one_out", scale_rewards="none"))
+    rewards = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
+    np.testing.assert_allclose(loop.advantages(rewards), [0, -4 / 3, -4 / 3, 8 / 3, 0, 0, 0, 0], atol=1e-6)
+
+
+# --- dynamic sampling
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Rewards that differ within a group for every third row of the task only."""
+
+    def __len__(self) -> int:
+        return len(TASK)
+
+    def __getitem__(self, index: int) -> Row:
+        return TASK[index] | {"index": index}
+
+    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        return [float(row % 3 == 0 and place % 2) for place, row in enumerate(columns["index"])]
+
+
+def test_dynamic_sampling_draws_until_the_batch_is_full():
+    config = dataclasses.replace(CONFIG, dynamic_sampling=20)
+    samples = new_loop(config, Uneven()).sample(new_state(), 0)
+    assert samples.counts is not None and samples.counts.all() and samples.counts.shape == (8,)
+    assert samples.rewards.tolist() == [0, 1, 0, 1] * 2
+    indices = [row["index"] for row in samples.rows]
+    assert all(index % 3 == 0 for index in indices) and indices[0] != indices[4]
+    prompts = [bytes(row[row != PAD].tolist()).decode() for row in np.asarray(samples.trajectory.tokens[:, :9])]
+    assert prompts == [TASK[index]["prompt"] for index in indices], "trajectories and rows must stay together"
+    rollouts = float(samples.metrics["dynamic_sampling/rollouts"])
+    assert 1 < rollouts <= 21
+    assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "of all that was drawn"
+
+
+def test_dynamic_sampling_without_further_rollouts_drops_only():
+    class OneInThree(Uneven):
+        def __getitem__(self, index: int) -> Row:
+            return TASK[7] | {"index": 3 if index == first else 1}
+
+    config = dataclasses.replace(CONFIG, dynamic_sampling=0)
+    first = int(batch_indices(50, 2, 0, CONFIG.seed)[1])
+    samples = new_loop(config, OneInThree()).sample(new_state(), 0)
+    assert samples.counts is not None and samples.counts.tolist() == [True] * 4 + [False] * 4
+    state, metrics = new_loop(config, OneInThree()).learn(new_state(), samples)
+    assert int(state.step) == 1
+    # Advantages of ±0.87 cancel; with the dropped group in the denominator the gradient would be half.
+    kept = samples._replace(counts=None)
+    _, diluted = new_loop(config, OneInThree()).learn(new_state(), kept)
+    tokens = np.asarray(samples.trajectory.lengths())
+    ratio = tokens.sum() / tokens[:4].sum()
+    np.testing.assert_allclose(metrics["grad_norm"], diluted["grad_norm"] * ratio, rtol=1e-4)
 
 
 def test_who_the_old_policy_is():
@@ -292,6 +365,9 @@ def test_an_easy_reward_rises():
             {"minibatches": 3},
             "prompts_per_step that divide into 3 minibatches, because a group is never split; got 2",
         ),
+        ({"num_iterations": 0}, "expected num_iterations >= 1; got 0"),
+        ({"dynamic_sampling": -1}, "expected dynamic_sampling >= 0 further rollouts, or None; got -1"),
+        ({"advantages": "leave_one_out"}, "expected scale_rewards 'none' with advantages 'leave_one_out'.*got 'group'"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_p=0.9))}, r"without top-k.*top_p=0.9"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_k=5))}, r"without top-k.*top_k=5"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(0.0))}, "temperature > 0.*temperature=0.0"),
