@@ -17,6 +17,11 @@ from smd_jax.corrections import Shadow as Shadow
 from smd_jax.corrections import SparseRL as SparseRL
 from smd_jax.corrections import SparseRLPaper as SparseRLPaper
 from smd_jax.distillation import DistillConfig as DistillConfig
+from smd_jax.dpo import DPOConfig as DPOConfig
+from smd_jax.dpo import dpo_loss as dpo_loss
+from smd_jax.dpo_update import DPOUpdateConfig as DPOUpdateConfig
+from smd_jax.dpo_update import PairBatch as PairBatch
+from smd_jax.dpo_update import make_dpo_update as make_dpo_update
 from smd_jax.eviction import H2O as H2O
 from smd_jax.eviction import RKV as RKV
 from smd_jax.eviction import TOVA as TOVA
@@ -44,6 +49,8 @@ from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
+from smd_jax.online_dpo import OnlineDPOConfig as OnlineDPOConfig
+from smd_jax.online_dpo import OnlineDPOLoop as OnlineDPOLoop
 from smd_jax.ppo import PPOConfig as PPOConfig
 from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch

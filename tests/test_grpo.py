@@ -15,6 +15,7 @@ from smd_jax import checkpoint
 from smd_jax.advantages import group_relative
 from smd_jax.corrections import Naive, Shadow
 from smd_jax.distillation import DistillConfig
+from smd_jax.dpo import DPO_METRICS
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.grpo import GRPOLoop
 from smd_jax.learner import score
@@ -95,7 +96,7 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"} | VALUE_METRICS.keys()
+    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"} | VALUE_METRICS.keys() | DPO_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 

@@ -37,6 +37,8 @@ LEVELS = {
     "losses": 1,
     "mismatch": 1,
     "distillation": 1,
+    "dpo": 1,
+    "pairs": 1,
     "schedules": 1,
     "sharding": 1,
     "metrics": 1,
@@ -54,8 +56,10 @@ LEVELS = {
     "accumulation": 3,
     "second_track": 4,
     "update": 4,
+    "dpo_update": 4,
     "loop": 5,
     "grpo": 5,
+    "online_dpo": 5,
     "ppo": 5,
     "supervised": 5,
     "checkpoint": 5,
@@ -69,11 +73,13 @@ LEVELS = {
 NEVER = {
     "losses": {"model"},
     "distillation": {"model"},
+    "dpo": {"model"},
     "value": {"model"},
     "rollout": {"losses"},
     "learner": {"rollout", "eviction", "cache"},
     "second_track": {"rollout", "eviction", "cache"},
     "update": {"rollout", "eviction", "cache"},
+    "dpo_update": {"rollout", "eviction", "cache"},
 }
 
 # Catch-all arguments that somebody else's signature asks for: a task's `reward(prompts, completions, **columns)`, which
