@@ -53,10 +53,12 @@ class CorrectionTerms(struct.PyTreeNode):
       weights: multiply a token's surrogate (not its KL); without gradient; 0 outside the response. A token of weight 0
         still counts in the denominators of the loss.
       keep: tokens that stay in the loss. One that is rejected leaves the denominators too; false outside the response.
+      high_scale: factor of the upper bound at which the loss clips a token's ratio, 1 outside; None: all 1.
     """
 
     weights: Float[Array, "batch R"]
     keep: Bool[Array, "batch R"]
+    high_scale: Float[Array, "batch R"] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Correction:
         return True
 
     @property
+    def scales_bounds(self) -> bool:
+        """Whether the terms have a `high_scale`, for a loss that clips the ratio of single tokens."""
+        return False
+
+    @property
     def whole_batch(self) -> bool:
         """Whether rows depend on each other: then `terms` must see the whole batch, before it is split."""
         return False
@@ -92,13 +99,19 @@ class Correction:
     def uses_present(self) -> bool:
         """Whether the terms depend on `logprobs`, the learner now, so that they wait for its forward pass.
 
-        Such a correction only weighs: it keeps every token, and no row depends on another (`split_by_time`).
+        Such a correction only weighs: it keeps every token and has no `high_scale`, and no row depends on another
+        (`split_by_time`).
         """
         return False
 
     @property
     def per_response(self) -> bool:
         """Whether all tokens of a response have one weight and stay or go together, whatever its advantage is."""
+        return False
+
+    @property
+    def judges_responses(self) -> bool:
+        """Whether the terms need one advantage per response, so that advantages of tokens (PPO) will not do."""
         return False
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
@@ -108,6 +121,14 @@ class Correction:
           ValueError: if the correction needs log-probabilities that are None.
         """
         raise TypeError(f"{type(self).__name__} has no terms: its class must define them")
+
+
+def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
+    """Both at once: weights and bounds multiply, and a token stays if both keep it."""
+    high_scale = first.high_scale if second.high_scale is None else second.high_scale
+    if first.high_scale is not None and second.high_scale is not None:
+        high_scale = first.high_scale * second.high_scale
+    return CorrectionTerms(first.weights * second.weights, first.keep & second.keep, high_scale)
 
 
 # --- configurations

@@ -12,6 +12,7 @@ with the presets of verl/trainer/config/algorithm.py.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from smd_jax.correction import Anchor as Anchor
 from smd_jax.correction import Correction as Correction
 from smd_jax.correction import CorrectionInputs as CorrectionInputs
 from smd_jax.correction import CorrectionTerms as CorrectionTerms
+from smd_jax.correction import combine_terms as combine_terms
 from smd_jax.correction import weighing
 from smd_jax.importance import MIS as MIS
 from smd_jax.importance import TIS as TIS
 from smd_jax.importance import IcePop as IcePop
+from smd_jax.importance import QuRL as QuRL
 from smd_jax.rejection import GeometricRejection as GeometricRejection
 from smd_jax.rejection import Rejection as Rejection
 from smd_jax.rejection import Veto as Veto
@@ -110,6 +113,10 @@ class Chain(Correction):
         return all(part.clips for part in self.parts)
 
     @property
+    def scales_bounds(self) -> bool:
+        return any(part.scales_bounds for part in self.parts)
+
+    @property
     def whole_batch(self) -> bool:
         return any(part.whole_batch for part in self.parts)
 
@@ -125,18 +132,19 @@ class Chain(Correction):
     def per_response(self) -> bool:
         return all(part.per_response for part in self.parts)
 
+    @property
+    def judges_responses(self) -> bool:
+        return any(part.judges_responses for part in self.parts)
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        first, *others = [part.terms(inputs) for part in self.parts]
-        for other in others:
-            first = CorrectionTerms(first.weights * other.weights, first.keep & other.keep)
-        return first
+        return functools.reduce(combine_terms, [part.terms(inputs) for part in self.parts])
 
 
 def split_by_time(correction: Correction) -> tuple[Correction, Correction | None]:
     """The parts that can be evaluated before the learner's forward pass, and those that look at the learner now.
 
-    The terms of the two, weights multiplied and `keep` intersected, are the correction's own. The late ones keep every
-    token: the early ones alone say what is in the denominators. Anchor and clipping are the whole correction's.
+    The terms of the two, by `combine_terms`, are the correction's own. The late ones keep every token: the early ones
+    alone say what is in the denominators. Anchor and clipping are the whole correction's.
 
     Returns:
       (early, late): chains in chains are flattened. Early is `Naive` where nothing can be evaluated before. Where

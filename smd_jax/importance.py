@@ -18,6 +18,7 @@ from smd_jax.correction import (
     CorrectionTerms,
     bounds_of,
     check_bounds,
+    check_positive,
     mismatch_ratio,
     weighing,
 )
@@ -110,6 +111,46 @@ class IcePop(MIS):
     level: Literal["token", "sequence"] = "token"
     clip_min: float | None = 0.5
     clip_max: float | None = 5.0
+
+
+@dataclass(frozen=True)
+class QuRL(Correction):
+    """TIS of tokens with an adaptive clipping range, QuRL (arXiv:2602.13953, ICLR 2026) eq. 9: rollouts of a quantised
+    actor, which is our sampler, for a learner in full precision.
+
+        min(xi, clip_max) * min(r A, clip(r, 1 - epsilon, (1 + epsilon) / s) A),    s = pi_sampler / truncated one
+
+    A truncated weight is that of a sampler with probability pi_old / clip_max at least. So s is clip_max / xi where xi
+    is above clip_max, else 1: where the weight is cut, the ratio may grow further before it is clipped (`high_scale`).
+
+    As a summary gives equations 7 to 9 (papernotes.org, ICLR2026, QuRL); the paper itself was out of our reach, and its
+    code is not public. The baseline in the repository of Shadow Mask Distillation (baselines/qurl.py) is another
+    method: pi / pi_sampler, at least 0.5, in the place of s, and no weights. The paper takes clip_max from FlashRL: 2
+    for GSM8K, 8 for DAPO (github.com/yaof20/Flash-RL, README.md). Its other half, which scales the model's weights
+    before they are quantised, is no correction.
+    """
+
+    clip_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_positive("clip_max", self.clip_max)
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    @property
+    def uses_mismatch(self) -> bool:
+        return True
+
+    @property
+    def scales_bounds(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        ratio = mismatch_ratio(inputs, "token")
+        cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))
+        return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
 
 
 def _normalize(

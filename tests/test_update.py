@@ -14,6 +14,7 @@ from smd_jax.learner import score
 from smd_jax.losses import LossConfig, k3, token_weights
 from smd_jax.masks import Segments
 from smd_jax.model import Decoder
+from smd_jax.schedules import CoefSchedule
 from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
@@ -219,6 +220,14 @@ def test_half_of_the_rows_in_rotation(step):
     value, (_, of_shadow) = explicit_divergence(PARAMS, PARAMS, rows, jnp.float32(0))
     np.testing.assert_allclose(metrics["distill"], value, rtol=1e-4)
     assert distance(grads, of_shadow) < 1e-4
+
+
+@pytest.mark.parametrize(("step", "coef"), [(0, 0.0), (3, 0.75), (9, 1.0)])
+def test_the_coefficient_follows_its_schedule(step, coef):
+    config = UpdateConfig(distill=DistillConfig(coef=CoefSchedule(0.0, 1.0, 4)))
+    metrics, _ = metrics_and_gradients(config, without_advantages(), step=step)
+    assert metrics["distill"] > 0.01
+    np.testing.assert_allclose(metrics["loss"], coef * metrics["distill"], rtol=1e-6)
 
 
 def test_distillation_is_added_to_the_policy_loss():

@@ -11,7 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import DPPOTV, OPSM, TIS, Chain, Correction, CorrectionInputs, IcePop, Naive, Shadow, SparseRL
+from smd_jax.corrections import (
+    DPPOTV,
+    OPSM,
+    TIS,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    IcePop,
+    Naive,
+    QuRL,
+    Shadow,
+    SparseRL,
+)
 from smd_jax.distillation import DistillConfig
 from smd_jax.losses import LossConfig, LossInputs, policy_loss, token_weights
 from smd_jax.masks import ShadowMask
@@ -49,17 +61,16 @@ def stale() -> TrainBatch:
 
 def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
     """Loss and gradients of the whole batch at once, from the pure functions."""
-    logprobs, pull = dense_logprobs()
+    assert data.old_logprobs is not None
+    old, (logprobs, pull) = data.old_logprobs, dense_logprobs()
     mask = trajectory().response_mask
-    terms = correction.terms(
-        CorrectionInputs(trajectory().logprobs, data.old_logprobs, logprobs, data.advantages, mask)
-    )
-    anchor = trajectory().logprobs if correction.anchor == "sampler" else data.old_logprobs
+    terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
+    anchor = trajectory().logprobs if correction.anchor == "sampler" else old
 
     def of(logprobs):
         weights = token_weights(terms.keep, loss.loss_type)
         inputs = LossInputs(logprobs, anchor, None, data.advantages, weights, terms.weights)
-        return policy_loss(inputs, loss, clip=correction.clips)[0]
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.clips)[0]
 
     value, cotangent = jax.value_and_grad(of)(logprobs)
     return value, pull(cotangent)[0], terms
@@ -107,9 +118,19 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(0, abs=1e-5)
     assert metrics["rollout_corr/agreement_p5"] == pytest.approx(1, abs=1e-5)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-6)
+    for name in ("min", "mean", "max"):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
     np.testing.assert_allclose(metrics["loss"], expected[0]["loss"], rtol=1e-5)
     assert distance(found, expected[1]) < 1e-5
+
+
+def test_a_wider_range_clips_less():
+    """QuRL is TIS but for the upper bound of the ratio."""
+    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=1.2), QuRL(1.2))]
+    tis, qurl = (metrics_and_gradients(config, stale())[0] for config in configs)
+    assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
+    assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
 
 
 def test_advantages_of_single_tokens():
@@ -150,6 +171,7 @@ def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
     """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
     first half, and the log-probabilities there are what they like."""
     t = data.trajectory
+    assert isinstance(t.mask, ShadowMask) and data.old_logprobs is not None
     columns = ((0, 0), (left, right))
     evicted_at = jnp.pad(t.mask.evicted_at, ((0, 0), (0, 0), (0, 0), (left, right)))
     moved = jnp.where((evicted_at > 0) & (evicted_at < t.tokens.shape[1] + 1), evicted_at + left, evicted_at)
@@ -202,6 +224,7 @@ def test_distillation_alone():
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": LossConfig("cispo")}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(importance_sampling_level="sequence")}, "plain token ratio"),
+        ({"correction": QuRL(), "loss": LossConfig("cispo")}, "clips the ratio of single tokens.*QuRL"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )
