@@ -6,16 +6,15 @@ Start      One policy per seed for all arms: supervised, dense, until 70 % of it
            under the budget it then has about 50 % (10 % is chance), so that neither way of decoding starts at an end.
 Arms       `ARMS` below: three policies are in play, see `smd_jax/corrections.py`. What an arm is made of stands there;
            everything else is the same for all: GRPO, 4 optimizer steps per rollout, so that there is staleness too.
-           Distillation has one coefficient for all directions, 0.1, which was not tuned.
-Rates      Every arm has the same grid of learning rates (`RATES`). The rule, fixed before the study was run: an arm
-           takes the rate with the highest mean of final sparse and dense reward over `PILOT_SEEDS`, the lower one of
-           two equals. Seeds of the pilot are not reported; all its runs are in showdown_grid.json.
-Regime     Task, budget and sizes were chosen with seeds of the pilot, by the rewards before training and by cost, not
-           by who wins. A step must not wreck the start: "dense_first" in the rows is the dense reward after the first
-           rollout, within two points of the start at the two lower rates, not always at the highest.
-Rewards    On 512 held-out prompts, decoded at the sampler's temperature under the budget ("sparse") and with the full
-           cache ("dense"). Intervals: 95 % bootstrap of the mean over seeds. Over so few seeds it is a weak interval:
-           it says how far these seeds are apart, and covers the true mean less often than 95 %.
+           Distillation has one coefficient for all directions, 0.1, which nothing was done to tune.
+Rates      Every arm has the same grid of learning rates (`RATES`). Fixed before anything was run: the rate of an arm
+           is the one with the highest mean of final sparse and dense reward over `PILOT_SEEDS`, the lower one of two
+           equals. Seeds of the pilot are not reported; all its runs are in showdown_grid.json.
+           They, and the end of the supervised start, are judged on 512 validation rows, which nothing else looks at.
+           Task, budget and length were chosen by the rewards at the start and by cost, on a few runs of seed 100.
+Rewards    On 512 other held-out prompts, decoded at the sampler's temperature under the budget ("sparse") and with the
+           full cache ("dense"). Intervals: 95 % bootstrap of the mean over seeds. Over so few seeds it is a weak
+           interval: it says how far these seeds are apart, and covers the true mean less often than 95 %.
 Command    make study NAME=showdown     or     python experiments/showdown.py [--quick] [--arms …] [--seeds …] [--help]
            A run that has ended is kept under --runs, and not run again when the study is continued after a stop.
 Cost       about an hour on two CPU cores: 132 runs, a process and a core each
@@ -47,7 +46,7 @@ import optax
 import showdown_report as report
 import tyro
 from showdown_plot import draw
-from showdown_task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, model_config, tokenizer
+from showdown_task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
 
 import smd_jax as smd
 from smd_jax import checkpoint
@@ -89,7 +88,7 @@ class Arm:
 
 
 ARMS = (
-    Arm("dense", "shadow", smd.Shadow(), sampler=smd.Dense()),  # an unlimited cache: sampling evicts nothing
+    Arm("dense", "shadow", smd.Shadow(), sampler=smd.Dense()),  # nothing is evicted while sampling: the upper bound
     Arm("naive", "dense", smd.Naive()),
     Arm("bypass", "dense", smd.Bypass()),
     Arm("tis", "dense", smd.TIS()),
@@ -129,7 +128,9 @@ class Args:
     learning_rates: tuple[float, ...] | None = None  # to choose from; a single one is taken without a pilot
     quick: bool = False  # a few rollouts, and smaller defaults, to see that all of it works
     runs: Path | None = None  # folder of the single runs; default: runs/showdown, with --quick runs/showdown-quick
-    results: Path | None = None  # of the tables; default: experiments/results for the whole study, else as --runs
+    results: Path | None = (
+        None  # of the tables; default: experiments/results for the whole study, else that of the runs
+    )
     workers: int = 2  # processes, one core each
 
 
@@ -159,6 +160,11 @@ class Job:
     @property
     def folder(self) -> Path:
         return self.runs / self.arm.name / f"lr-{self.learning_rate}" / f"seed-{self.seed}"
+
+    @property
+    def split(self) -> Split:
+        """The rows that it is evaluated on: nothing is ever chosen on those of the reported runs."""
+        return "validation" if self.seed in PILOT_SEEDS else "evaluation"
 
     @property
     def settings(self) -> str:
@@ -273,7 +279,7 @@ def execute(job: Job) -> report.Run:
     state = smd.init_state(params, make_optimizer(job), jax.random.key(job.seed), reference)
     path = job.folder / "metrics.jsonl"
     with MetricsWriter(path, next_step=0) as writer:  # a run that was stopped begins anew
-        before = evaluate(loop, state.params, sizes.evaluation_rows)
+        before = evaluate(loop, state.params, job.split, sizes.evaluation_rows)
         for done in range(1, sizes.rollouts + 1):
             state, metrics = loop.step(state)
             if job.arm.visibility == "shadow" and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL:
@@ -282,7 +288,7 @@ def execute(job: Job) -> report.Run:
                     f"replays what its sampler saw; got {metrics['mismatch_kl']}"
                 )
             if done in (1, sizes.rollouts) or done % sizes.evaluate_every == 0:
-                metrics |= evaluate(loop, state.params, sizes.evaluation_rows)
+                metrics |= evaluate(loop, state.params, job.split, sizes.evaluation_rows)
             writer.write(done, metrics)
     history = [{"step": 0} | before, *read_metrics(path)]
     identity = {"arm": job.arm.name, "seed": job.seed, "command": job.command, "learning_rate": job.learning_rate}
@@ -312,13 +318,13 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
-def evaluate(loop: smd.GRPOLoop, params: Any, rows: int) -> dict[str, float]:
-    """Mean reward on held-out rows under the budget and with the full cache, at the sampler's temperature."""
+def evaluate(loop: smd.GRPOLoop, params: Any, split: Split, rows: int) -> dict[str, float]:
+    """Mean reward on rows of a split under the budget and with the full cache, at the sampler's temperature."""
 
     def reward(policy: smd.EvictionPolicy) -> float:
         return loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
 
-    held_out = RunningSums("evaluation", rows)
+    held_out = RunningSums(split, rows)
     return {"eval/sparse": reward(SAMPLER), "eval/dense": reward(smd.Dense())}
 
 
@@ -336,7 +342,9 @@ def warm_start(seed: int, sizes: Sizes, runs: Path) -> Any:
         batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, 10_000 + seed)]
         pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
         state, _ = update(state, encode_examples(tokenizer(), *pairs, width=PROMPT + RESPONSE))
-        if step % 10 == 9 and evaluate(loop, state.params, sizes.evaluation_rows)["eval/dense"] >= sizes.dense_start:
+        if step % 10 != 9:
+            continue
+        if evaluate(loop, state.params, "validation", sizes.evaluation_rows)["eval/dense"] >= sizes.dense_start:
             checkpoint.save(folder, step + 1, state, data_position={}, config=config)
             return state.params
     raise RuntimeError(f"expected a dense reward of {sizes.dense_start} within {WARM_START_STEPS} steps of the start")

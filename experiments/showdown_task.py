@@ -17,6 +17,7 @@ from smd_jax.tasks import Row
 DIGITS = 12
 PROMPT, RESPONSE = DIGITS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
 TRAINING_ROWS, EVALUATION_ROWS = 50_000, 512
+Split = Literal["train", "validation", "evaluation"]
 
 
 def model_config() -> smd.ModelConfig:
@@ -52,19 +53,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def digits(split: Literal["train", "evaluation"]) -> np.ndarray:
-    """`[rows, DIGITS]`; no row of one split is in the other, nor twice in its own."""
-    drawn = np.random.default_rng(0).integers(0, 10, (TRAINING_ROWS + EVALUATION_ROWS, DIGITS))
+def digits(split: Split) -> np.ndarray:
+    """`[rows, DIGITS]`; no row of one split is in another, nor twice in its own."""
+    drawn = np.random.default_rng(0).integers(0, 10, (TRAINING_ROWS + 2 * EVALUATION_ROWS, DIGITS))
     _, first = np.unique(drawn, axis=0, return_index=True)
-    rows = drawn[np.sort(first)]
-    return rows[:EVALUATION_ROWS] if split == "evaluation" else rows[EVALUATION_ROWS:]
+    evaluation, validation, train = np.split(drawn[np.sort(first)], [EVALUATION_ROWS, 2 * EVALUATION_ROWS])
+    return {"train": train, "validation": validation, "evaluation": evaluation}[split]
 
 
 @dataclass(frozen=True)
 class RunningSums:
     """The task: a row's prompt is "382…=", its answer the last digits of 3, 3 + 8, 3 + 8 + 2, …: "313…"."""
 
-    split: Literal["train", "evaluation"]
+    split: Split
     size: int | None = None  # None: all rows
 
     def __len__(self) -> int:

@@ -102,7 +102,7 @@ def test_what_is_finished_is_not_run_again(study: Path):
     kept = {path: path.stat().st_mtime_ns for path in study.rglob("run.json") if path != lost}
     assert len(kept) == 5
     lost.unlink()
-    output = run(["--quick", "--runs", str(study), "--workers", "1"], study)
+    output = run(["--quick", "--runs", str(study)], study)
     assert output.count("(kept)") == 5
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     again = rows_of(study / "showdown.json")
