@@ -13,7 +13,7 @@ import pytest
 
 from smd_jax import checkpoint
 from smd_jax.advantages import group_relative
-from smd_jax.corrections import Naive, Shadow
+from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
 from smd_jax.distillation import DistillConfig
 from smd_jax.dpo import DPO_METRICS
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
@@ -232,6 +232,18 @@ def test_dynamic_sampling_without_further_rollouts_drops_only():
     tokens = np.asarray(samples.trajectory.lengths())
     ratio = tokens.sum() / tokens[:4].sum()
     np.testing.assert_allclose(metrics["grad_norm"], diluted["grad_norm"] * ratio, rtol=1e-4)
+
+
+@pytest.mark.parametrize("correction", [TIS("sequence"), SparseRL()])
+def test_under_shadow_masks_a_run_corrects_nothing(correction):
+    """In the metrics of a run, from the learner's own log-probabilities before the first step."""
+    config = dataclasses.replace(CONFIG, update=UpdateConfig(correction=correction), minibatches=2)
+    _, rows = run(new_loop(config), new_state(), 2)
+    for metrics in rows:
+        assert metrics["mismatch_kl"] <= 1e-6
+        for name in ("min", "mean", "max"):
+            assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
 def test_who_the_old_policy_is():
