@@ -19,7 +19,7 @@ Rewards    On 512 other held-out prompts, decoded at the sampler's temperature u
            interval: it says how far these seeds are apart, and covers the true mean less often than 95 %.
 Command    make study NAME=showdown     or     python experiments/showdown.py [--quick] [--arms …] [--seeds …] [--help]
            A run that has ended is kept under --runs, and not run again when the study is continued after a stop.
-Cost       about 40 minutes on two CPU cores: 132 runs, a process and a core each
+Cost       about 35 minutes on two CPU cores: 132 runs, a process and a core each
 Result     experiments/results/showdown.md, .png, .json (the reported runs, each with a command that makes it alone),
            showdown_grid.json (the pilot), showdown_curves.json (of the reported runs)
 """
@@ -109,7 +109,7 @@ ARMS = (
 class Sizes:
     """What a run costs, in rollouts, prompts and rows."""
 
-    rollouts: int = 250
+    rollouts: int = 200
     prompts: int = 32
     group: int = 8
     minibatches: int = 4
