@@ -33,6 +33,7 @@ from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
 from smd_jax.prompts import PromptBatch as PromptBatch
 from smd_jax.prompts import encode_prompts as encode_prompts
+from smd_jax.quantization import QuantConfig as QuantConfig
 from smd_jax.rollout import RolloutConfig as RolloutConfig
 from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig

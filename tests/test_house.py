@@ -23,6 +23,8 @@ LEVELS = {
     "config": 0,
     "hf_config": 1,
     "masks": 1,
+    "quantization": 1,
+    "quantized_cache": 1,
     "cache": 1,
     "eviction": 1,
     "sampling": 1,
