@@ -227,7 +227,8 @@ def main() -> None:
     if (args.budget is None) != (args.buffer is None) or (args.visibility == "shadow") != (args.budget is not None):
         raise SystemExit("expected --budget and --buffer with --visibility shadow, and neither with dense")
     model = smd.Decoder(model_config(not args.untied, args.tokens))
-    config = UpdateConfig(visibility=args.visibility, microbatch_size=args.microbatch)
+    correction = smd.Shadow() if args.visibility == "shadow" else smd.Naive()
+    config = UpdateConfig(args.visibility, correction=correction, microbatch_size=args.microbatch)
     if args.check:
         run_check(args, model, config)
         return

@@ -120,8 +120,9 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         update=smd.UpdateConfig(
             "shadow" if shadow else "dense",
             smd.LossConfig(args.loss_type, beta=args.beta),
-            smd.DistillConfig(direction, args.distill_coef, args.distill_fraction) if distills else None,
-            args.microbatch,
+            correction=smd.Shadow() if shadow else smd.Naive(),
+            distill=smd.DistillConfig(direction, args.distill_coef, args.distill_fraction) if distills else None,
+            microbatch_size=args.microbatch,
         ),
         minibatches=args.minibatches,
         seed=args.seed,

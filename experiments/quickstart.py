@@ -162,21 +162,27 @@ def task(seed: int, size: int) -> ReasoningGymTask:
 
 
 def make_loop(args: Args, model: smd.Decoder, seed: int) -> smd.GRPOLoop:
-    direction = direction_of(args)
-    distill = None if direction is None else smd.DistillConfig(direction, args.distill_coef, args.distill_fraction)
     config = smd.GRPOConfig(
         prompts_per_step=args.prompts,
         group_size=args.group,
         prompt_width=PROMPT,
         policy=smd.H2O() if args.policy == "h2o" else smd.Dense(),
         rollout=smd.RolloutConfig(RESPONSE, args.budget, args.buffer, eos_token_id(TOKENIZER), pad_token_id(TOKENIZER)),
-        update=smd.UpdateConfig("shadow" if args.correction == "shadow" else "dense", distill=distill),
+        update=update_config(args),
         seed=seed,
     )
     peak = args.learning_rate
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, min(20, args.steps // 10), args.steps, 0.1 * peak)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     return smd.GRPOLoop(model, task(1000 + seed, 100_000), TOKENIZER, optimizer, config)
+
+
+def update_config(args: Args) -> smd.UpdateConfig:
+    direction = direction_of(args)
+    distill = None if direction is None else smd.DistillConfig(direction, args.distill_coef, args.distill_fraction)
+    if args.correction == "none":
+        return smd.UpdateConfig("dense", correction=smd.Naive(), distill=distill)
+    return smd.UpdateConfig("shadow", distill=distill)
 
 
 def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:

@@ -1,112 +1,70 @@
-"""GRPO's loop on the host: prompts ─► rollout ─► rewards ─► advantages ─► update, one function a step.
+"""GRPO and RLOO: advantages from the rewards of a group, and the update.
 
-    loop = GRPOLoop(model, task, tokenizer, optimizer, config)
-    for _ in range(steps):
-        state, metrics = loop.step(state)
-
-A step depends on the state alone (its step gives the rows and the random numbers), so a restored one goes on bitwise.
+RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DAPO, Dr. GRPO and CISPO are options of
+`LossConfig`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from smd_jax.advantages import Scale, group_relative
-from smd_jax.eviction import EvictionPolicy
-from smd_jax.metrics import completion_metrics, reward_metrics
-from smd_jax.model import Decoder, Params
-from smd_jax.prompts import (
-    PromptBatch,
-    Tokenizer,
-    check_vocabulary,
-    decode_completions,
-    encode_prompts,
-    repeat_each,
-    repeat_prompts,
-    wants_special_tokens,
-)
-from smd_jax.rewards import score_rewards
-from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
-from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
+from smd_jax.advantages import Scale, group_relative, groups_with_signal, leave_one_out
+from smd_jax.loop import Loop, LoopConfig, Samples, over_steps
+from smd_jax.model import Params
+from smd_jax.sharding import check_rows
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import Metrics, TrainBatch, TrainState, UpdateConfig, make_score, make_update
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
-    """One GRPO run.
+class GRPOConfig(LoopConfig):
+    """One GRPO run; the other attributes are those of LoopConfig.
 
     Attributes:
-      prompts_per_step: prompts of one rollout. group_size: completions per prompt.
-      prompt_width: columns of the prompt, in tokens; longer prompts are refused.
-      policy: eviction policy of the sampler. rollout: its sizes.
-      update: the learner. minibatches: optimizer steps per rollout; the first is exactly on-policy.
-      scale_rewards: how advantages are normalised, see `smd_jax.advantages.group_relative`.
-      seed: order of the rows.
+      update: the learner.
+      advantages: "group_relative" (GRPO) or "leave_one_out" (RLOO, with scale_rewards "none").
+      scale_rewards: how group-relative advantages are normalised, see `smd_jax.advantages.group_relative`.
+      dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, so that they do not count in
+        the loss; this many further rollouts may be drawn to put others in their place (DAPO, arXiv:2503.14476). 0 drops
+        them only; None keeps them, as in TRL.
     """
 
-    prompts_per_step: int
-    group_size: int
-    prompt_width: int
-    policy: EvictionPolicy
-    rollout: RolloutConfig
     update: UpdateConfig = UpdateConfig()
-    minibatches: int = 1
+    advantages: Literal["group_relative", "leave_one_out"] = "group_relative"
     scale_rewards: Scale = "group"
-    seed: int = 0
+    dynamic_sampling: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "prompt_width", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        super().__post_init__()
         if self.group_size < 2:
             raise ValueError(
                 f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
                 f"got {self.group_size}"
             )
-        if not self.rollout.sampling.trainable:
+        if self.advantages == "leave_one_out" and self.scale_rewards != "none":
             raise ValueError(
-                "expected sampling at a temperature > 0 without top-k or top-p, because the learner does not replay "
-                f"token filters; got {self.rollout.sampling}"
+                f"expected scale_rewards 'none' with advantages 'leave_one_out', whose mean is unbiased only without a "
+                f"deviation of its own group; got {self.scale_rewards!r}"
             )
-        if self.rows % self.minibatches:
-            raise ValueError(f"expected rows that divide into {self.minibatches} minibatches; got {self.rows}")
-
-    @property
-    def rows(self) -> int:
-        """Completions of one rollout."""
-        return self.prompts_per_step * self.group_size
+        if self.dynamic_sampling is not None and self.dynamic_sampling < 0:
+            raise ValueError(f"expected dynamic_sampling >= 0 further rollouts, or None; got {self.dynamic_sampling}")
 
 
 @dataclass(frozen=True)
-class GRPOLoop:
-    """Everything of a run that does not change; the jitted functions are made once.
+class GRPOLoop(Loop):
+    """Everything of a GRPO run that does not change; the jitted functions are made once."""
 
-    Attributes:
-      mesh: where state and batches lie; one device by default.
-    """
-
-    model: Decoder
-    task: Task
-    tokenizer: Tokenizer
-    optimizer: optax.GradientTransformation
     config: GRPOConfig
-    mesh: Mesh = field(default_factory=make_mesh)
 
     def __post_init__(self) -> None:
-        check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        super().__post_init__()
         minibatch = self.config.rows // self.config.minibatches
-        check_rows(minibatch, self.mesh, "a minibatch")
         check_rows(self.config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
 
     @cached_property
@@ -117,77 +75,68 @@ class GRPOLoop:
     def score(self):
         return make_score(self.model, self.config.update.visibility)
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
-        learner are of the first minibatch, before any step; the others are means over minibatches."""
-        started = time.perf_counter()
-        state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
-        step = int(state.step) // self.config.minibatches
-        trajectory, rewards = self.sample(state, step)
-        state, metrics = self.learn(state, trajectory, rewards)
-        metrics |= reward_metrics(jnp.asarray(rewards), self.config.group_size)
-        metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        host = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return state, host | {"step_time": time.perf_counter() - started}
+    def sample(self, state: TrainState, step: int) -> Samples:
+        """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
+        signal. What is still without is there, but does not count."""
+        if self.config.dynamic_sampling is None:
+            return super().sample(state, step)
+        most, key = 1 + self.config.dynamic_sampling, jax.random.fold_in(state.key, step)
+        drawn: list[Samples] = []
+        while len(drawn) < most and sum(map(self.signal, drawn)) < self.config.prompts_per_step:
+            drawn.append(self.draw(state.params, jax.random.fold_in(key, len(drawn)), step * most + len(drawn)))
+        return fullest(drawn, self.config.group_size, self.config.prompts_per_step)
 
-    def sample(self, state: TrainState, step: int) -> tuple[Trajectory, np.ndarray]:
-        """Trajectories and rewards of one step, the completions of a prompt contiguous."""
-        config = self.config
-        rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, step, config.seed)]
-        prompts = repeat_prompts(self.encode(rows, config.prompt_width), config.group_size)
-        key = jax.random.fold_in(state.key, step)
-        with jax.set_mesh(self.mesh):
-            prompts = shard_batch(prompts, self.mesh)
-            trajectory = rollout(self.model, state.params, prompts, key, policy=config.policy, config=config.rollout)
-        return trajectory, grade(self.task, self.tokenizer, repeat_each(rows, config.group_size), trajectory)
+    def signal(self, samples: Samples) -> int:
+        """Groups that have a gradient."""
+        return int(groups_with_signal(jnp.asarray(samples.rewards), self.config.group_size).sum())
 
-    def learn(self, state: TrainState, trajectory: Trajectory, rewards: np.ndarray) -> tuple[TrainState, Metrics]:
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
-        config = self.config
-        advantages = group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
+        trajectory = samples.trajectory
+        counts = None if samples.counts is None else jnp.asarray(samples.counts)
         with jax.set_mesh(self.mesh):
-            batch = TrainBatch(trajectory, advantages, self.old_logprobs(state.params, trajectory))
+            old = self.old_logprobs(state.params, trajectory)
+            batch = TrainBatch(trajectory, self.advantages(samples.rewards), old, counts)
             steps = []
-            for index in range(config.minibatches):
-                part = shard_batch(jax.tree.map(lambda x, i=index: x[i :: config.minibatches], batch), self.mesh)
+            for part in self.batches(batch):
                 state, metrics = self.update(state, part)
                 steps.append(metrics)
-        return state, {name: _of_minibatches(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+        return state, over_steps(steps)
+
+    def advantages(self, rewards: np.ndarray) -> jax.Array:
+        config = self.config
+        if config.advantages == "leave_one_out":
+            return leave_one_out(jnp.asarray(rewards), config.group_size)
+        return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
-        """Of the policy before the update. With shadow masks that is the sampler, whose log-probabilities are at hand.
-        A dense learner needs a pass of its own, unless it takes one step only and the ratio is 1 by definition."""
-        if self.config.update.visibility == "shadow":
+        """Of the learner before the update. With shadow masks that is the sampler, whose log-probabilities are at hand,
+        unless a correction is to measure that. Others need a pass of their own, if more than one step is taken."""
+        update = self.config.update
+        if update.visibility == "shadow" and not update.correction.uses_mismatch:
             return trajectory.logprobs
-        return self.score(params, trajectory) if self.config.minibatches > 1 else None
-
-    def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
-        texts = [prompt_text(row, self.tokenizer) for row in rows]
-        return encode_prompts(
-            self.tokenizer,
-            texts,
-            width=width,
-            max_positions=self.model.config.max_positions,
-            add_special_tokens=wants_special_tokens(self.tokenizer),
-        )
-
-    def evaluate(
-        self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
-    ) -> float:
-        """Mean reward over all rows of `task`, one completion each, decoded under any policy, in one batch."""
-        rows = [task[i] for i in range(len(task))]
-        with jax.set_mesh(self.mesh):
-            prompts = shard_batch(self.encode(rows, self.config.prompt_width), self.mesh)
-            trajectory = rollout(self.model, params, prompts, key, policy=policy, config=config)
-        return float(grade(task, self.tokenizer, rows, trajectory).mean())
+        return self.score(params, trajectory) if self.config.steps_per_rollout > 1 else None
 
 
-def _of_minibatches(name: str, values: list[jax.Array]) -> jax.Array:
-    on_policy = name == "mismatch_kl" or name.startswith("sampling/")
-    return values[0] if on_policy or len(values) == 1 else jnp.mean(jnp.stack(values))
+def fullest(drawn: list[Samples], group_size: int, groups: int) -> Samples:
+    """The first `groups` groups of several rollouts that have signal, and after them others, which do not count.
 
-
-def grade(task: Task, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory) -> np.ndarray:
-    """Rewards float32 `[batch]` of the completions, `rows[i]` belonging to completion i."""
-    completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    return score_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    Rewards and lengths in the metrics are means over all that was drawn.
+    """
+    rewards = np.concatenate([samples.rewards for samples in drawn])
+    signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
+    chosen = np.argsort(~signal, kind="stable")[:groups]
+    rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    trajectories = [samples.trajectory for samples in drawn]
+    trajectory = jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories)
+    every_row = [row for samples in drawn for row in samples.rows]
+    every_completion = [text for samples in drawn for text in samples.completions]
+    metrics = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x)), *[samples.metrics for samples in drawn])
+    return Samples(
+        trajectory,
+        rewards[rows],
+        [every_row[i] for i in rows],
+        [every_completion[i] for i in rows],
+        np.repeat(signal[chosen], group_size),
+        metrics | {"dynamic_sampling/rollouts": jnp.float32(len(drawn))},
+    )

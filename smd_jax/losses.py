@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.mismatch import response_mean
+from smd_jax.mismatch import SAFETY_BOUND, bounded_exp, response_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -67,6 +67,16 @@ class LossConfig:
         high = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         return (0.0 if self.loss_type == "cispo" else 1 - self.epsilon), high
 
+    @property
+    def clips_tokens(self) -> bool:
+        """Whether the ratio of every token is clipped by itself: cispo clips a weight, GSPO the ratio of a sequence."""
+        return self.loss_type != "cispo" and self.importance_sampling_level == "token"
+
+    @property
+    def clips_plainly(self) -> bool:
+        """Whether the only thing between ratio and surrogate is PPO's clipping."""
+        return self.clips_tokens and self.delta is None
+
 
 def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
     if name not in names:
@@ -75,27 +85,29 @@ def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
 class LossInputs(struct.PyTreeNode):
-    """What a policy loss looks at; all float32 (or wider) `[batch, response]`, but for the advantages and `keep`.
+    """What a policy loss looks at; all float32 (or wider) `[batch, response]`, but for `keep`.
 
     Attributes:
       logprobs: of the policy being trained; the only input with a gradient.
       old_logprobs: of the policy that the ratio is taken to.
       reference_logprobs: of the reference policy; None where beta is 0.
-      advantages: `[batch]`.
+      advantages: `[batch]`, or `[batch, response]` where every token has its own (PPO).
       weights: weight of each token in the loss, above 0 in the response and 0 outside. Also the mask of the response:
-        what a correction does belongs into the next two.
+        what a correction does belongs into the next three.
       correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
         truncated importance weights; None: all 1.
       keep: bool, false where a correction rejects a token; None: all true.
+      high_scale: factor of the upper bound of each token's ratio, where a correction has one; None: all 1.
     """
 
     logprobs: Float[Array, "batch response"]
     old_logprobs: Float[Array, "batch response"]
     reference_logprobs: Float[Array, "batch response"] | None
-    advantages: Float[Array, " batch"]
+    advantages: Float[Array, " batch"] | Float[Array, "batch response"]
     weights: Float[Array, "batch response"]
     correction_weights: Float[Array, "batch response"] | None = None
     keep: Bool[Array, "batch response"] | None = None
+    high_scale: Float[Array, "batch response"] | None = None
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -128,7 +140,10 @@ def mask_truncated_completions(
 
 
 def token_weights(
-    mask: Bool[Array, "batch response"], loss_type: LossType, max_length: int | None = None
+    mask: Bool[Array, "batch response"],
+    loss_type: LossType,
+    max_length: int | None = None,
+    counts: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, "batch response"]:
     """Each token's weight in the loss, made from the mask of the whole batch; weights outside the mask are 0.
 
@@ -136,6 +151,10 @@ def token_weights(
     dapo, bnpo, cispo  mean over all tokens of the batch (arXiv:2503.14476 eq. 8)
     dr_grpo            sum over tokens / (sequences * max_length) (arXiv:2503.20783); by default max_length is the
                        columns of the mask, which in a Trajectory are the longest response allowed
+
+    `counts`, `[batch]`, is false for rows that are no sequences of the batch at all, such as groups without signal that
+    dynamic sampling drops; their tokens must be outside the mask. All other rows count, also those that a correction
+    or the length limit has emptied: as in TRL, verl and slime.
 
     The batch is what one optimizer step sees, in however many microbatches. Two of TRL's denominators are others by
     design: bnpo's are the tokens of each microbatch, so that its loss depends on their size and becomes ours (dapo's)
@@ -151,32 +170,39 @@ def token_weights(
     if max_length is not None and (loss_type != "dr_grpo" or max_length < 1):
         raise ValueError(f"expected max_length >= 1, with dr_grpo alone; got {max_length} with {loss_type}")
     tokens = mask.astype(jnp.float32)
+    rows = mask.shape[0] if counts is None else jnp.maximum(counts.sum(), 1)
     if loss_type == "grpo":
-        return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * mask.shape[0])
+        return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * rows)
     if loss_type == "dr_grpo":
-        return tokens / (mask.shape[0] * (mask.shape[1] if max_length is None else max_length))
+        return tokens / (rows * (mask.shape[1] if max_length is None else max_length))
     return tokens / jnp.maximum(tokens.sum(), 1.0)
 
 
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
-    """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance."""
-    log_ratio = reference_logprobs - logprobs
+    """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
+
+    The log ratio is cut at 20 (as in verl), where the estimate is 485 million: no gradient beyond, but no overflow.
+    """
+    log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
     return jnp.exp(log_ratio) - 1.0 - log_ratio
 
 
-def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:
+def policy_loss(inputs: LossInputs, config: LossConfig, clip: bool = True) -> tuple[Float[Array, ""], LossTerms]:
     """`sum(weights * (beta * k3 - correction * surrogate))`, A the advantage and r the ratio of new to old probability:
 
-    surrogate        min(r A, clip(r) A), PPO's (arXiv:1707.06347 eq. 7), with the first r at most `delta`
+    surrogate        min(r A, clip(r) A), PPO's (arXiv:1707.06347 eq. 7), with r at most `delta` where A < 0
     cispo surrogate  sg(min(r, high)) A log p: clipped weights, but no token loses its gradient (arXiv:2506.13585 eq. 4)
 
-    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL.
+    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL. The log of a
+    ratio is cut at -20 and 20, as in verl (verl/trainer/ppo/core_algos.py): no gradient beyond, but no overflow.
+
+    With `clip` false the surrogate is r A, for corrections that bring a trust region of their own.
 
     Raises:
-      ValueError: if beta is positive and there are no reference log-probabilities.
+      ValueError: if beta is positive and there are no reference log-probabilities, or if bounds of single tokens are
+        scaled and the loss does not clip those.
     """
-    advantages = inputs.advantages[:, None]
-    low, high = config.bounds
+    advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
     # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
     # arithmetic: a `where` after an exp that overflows would still give NaN gradients.
     inside = inputs.weights > 0
@@ -185,27 +211,44 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
     if config.importance_sampling_level == "sequence":
         log_ratio = response_mean(log_ratio, inside)
-    ratio = jnp.exp(jnp.where(active, log_ratio, 0.0))
-    surrogate = _corrected(_surrogate(ratio, logprobs, advantages, config), inputs.correction_weights, active)
+    ratio = bounded_exp(jnp.where(active, log_ratio, 0.0))
+    low, high = config.bounds[0], _upper_bound(inputs.high_scale, active, config)
+    surrogate = _surrogate(ratio, logprobs, advantages, high, config) if clip else ratio * advantages
+    surrogate = _corrected(surrogate, inputs.correction_weights, active)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
     loss = jnp.sum(inputs.weights * (config.beta * kl - surrogate))
-    clipped_low = active & (ratio < low) & (advantages < 0)
-    clipped_high = active & (ratio > high) & (advantages > 0)
+    clipped_low = active & clip & (ratio < low) & (advantages < 0)
+    clipped_high = active & clip & (ratio > high) & (advantages > 0)
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, clipped_low, clipped_high))
+
+
+def _upper_bound(
+    high_scale: Float[Array, "batch response"] | None, active: Bool[Array, "batch response"], config: LossConfig
+) -> float | Float[Array, "batch response"]:
+    """The highest ratio of each token that still has a gradient."""
+    high = config.bounds[1]
+    if high_scale is None:
+        return high
+    if not config.clips_tokens:
+        raise ValueError(
+            f"expected a loss that clips the ratio of single tokens, whose bounds a correction scales; got {config}"
+        )
+    return high * jax.lax.stop_gradient(jnp.where(active, high_scale, 1.0))
 
 
 def _surrogate(
     ratio: Float[Array, "batch response"],
     logprobs: Float[Array, "batch response"],
-    advantages: Float[Array, "batch 1"],
+    advantages: Float[Array, "batch _"],
+    high: float | Float[Array, "batch response"],
     config: LossConfig,
 ) -> Float[Array, "batch response"]:
     """What each token adds to the objective, before corrections."""
-    low, high = config.bounds
     if config.loss_type == "cispo":
         return jax.lax.stop_gradient(jnp.minimum(ratio, high)) * advantages * logprobs
-    free = ratio if config.delta is None else jnp.minimum(ratio, config.delta)
-    return jnp.minimum(free * advantages, jnp.clip(ratio, low, high) * advantages)
+    if config.delta is not None:
+        ratio = jnp.where(advantages < 0, jnp.minimum(ratio, config.delta), ratio)
+    return jnp.minimum(ratio * advantages, jnp.clip(ratio, config.bounds[0], high) * advantages)
 
 
 def _corrected(

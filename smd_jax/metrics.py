@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.mismatch import MISMATCH_METRICS
+
 Scalar = Array | np.ndarray | np.generic | float | int
 
 METRICS: dict[str, str] = {
@@ -44,9 +46,11 @@ METRICS: dict[str, str] = {
     "step_time": "wall time of one step with its rollout, seconds",
     "loss": "policy loss and weighted distillation",
     "distill": "divergence between dense and shadow policy per token, nats",
+    "distill_coef": "its coefficient in the loss",
+    "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
-}
+} | MISMATCH_METRICS
 
 
 def mismatch_metrics(

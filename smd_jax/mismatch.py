@@ -1,7 +1,9 @@
 """How far the learner is from the policy that sampled, and what a correction makes of it: numbers for every run.
 
 Definitions follow verl (verl/trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics and compute_is_metrics) but
-for one thing: responses without tokens are left out of means over responses, so that padding rows change nothing.
+for two things: responses without tokens are left out of means over responses, so that padding rows change nothing; and
+the statistics of weights, rollout_is_*, are of those that the loss multiplies by, for every correction, where verl has
+those before batch normalisation, and extremes before truncation at the sequence level.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ MISMATCH_METRICS: dict[str, str] = {
     "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
     "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
     "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
+    "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
+    "rollout_corr/rollout_is_min": "smallest weight of a token that the correction applies",
+    "rollout_corr/rollout_is_max": "largest weight of a token that the correction applies",
     "rollout_corr/rollout_is_eff_sample_size": "effective sample size of the weights that the correction applies",
     "rollout_corr/rollout_rs_masked_fraction": "share of response tokens that are rejected or weigh 0",
     "rollout_corr/rollout_rs_seq_masked_fraction": "share of responses that lose at least one token",
@@ -46,12 +51,16 @@ def chi2_metrics(
 def correction_metrics(
     weights: Float[Array, "batch R"], keep: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> dict[str, Float[Array, ""]]:
-    """What the terms of a correction do to the tokens in `mask`: the last four of `MISMATCH_METRICS`.
+    """What the terms of a correction do to the tokens in `mask`: the last seven of `MISMATCH_METRICS`.
 
-    A token counts as rejected if it is not kept or weighs 0. Without tokens nothing is rejected.
+    Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
+    rejected if it is not kept or weighs 0; without tokens nothing is rejected.
     """
     lost, present = mask & (~keep | (weights == 0)), mask.any(axis=1)
     return {
+        "rollout_corr/rollout_is_mean": _mean(weights, mask),
+        "rollout_corr/rollout_is_min": jnp.where(mask.any(), jnp.where(mask, weights, jnp.inf).min(), 1.0),
+        "rollout_corr/rollout_is_max": jnp.where(mask.any(), jnp.where(mask, weights, -jnp.inf).max(), 1.0),
         "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(weights, mask),
         "rollout_corr/rollout_rs_masked_fraction": _fraction(lost, mask),
         "rollout_corr/rollout_rs_seq_masked_fraction": _fraction(lost.any(axis=1), present),

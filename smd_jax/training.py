@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from smd_jax import checkpoint
-from smd_jax.grpo import GRPOLoop
+from smd_jax.loop import Loop
 from smd_jax.metrics import MetricsWriter
 from smd_jax.progress import training_progress
 from smd_jax.sharding import shard_tree
@@ -38,7 +38,7 @@ class RunConfig:
 
 
 def train(
-    loop: GRPOLoop,
+    loop: Loop,
     state: TrainState,
     run: RunConfig,
     directory: str | Path,
@@ -68,7 +68,7 @@ def train(
     state = shard_tree(state, loop.mesh)
     if checkpoint.latest_step(checkpoints) is not None:
         state = checkpoint.restore(checkpoints, state, config=config).state
-    start = done = int(state.step) // loop.config.minibatches
+    start = done = int(state.step) // loop.config.steps_per_rollout
 
     def save() -> None:
         position = {"rollouts": done, "prompts": done * loop.config.prompts_per_step, "seed": loop.config.seed}

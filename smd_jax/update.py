@@ -1,5 +1,6 @@
-"""The jitted train step. It sees a Trajectory and advantages, never the policy that made them.
+"""The jitted train step of GRPO, RLOO and PPO. It sees a Trajectory and advantages, never the policy that made them.
 
+once per step:         correction of the mismatch ─► weight of every token in the loss
 for every microbatch:  learner forward under the mask ─► policy loss (+ distillation) ─► gradients, summed
 once per step:         optimizer ─► new parameters, metrics
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, no_type_check
 
 import jax
@@ -16,16 +18,21 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.distillation import DistillConfig, divergence, teacher_rows
+from smd_jax.accumulation import Objective, accumulate, count_parts, in_parts
+from smd_jax.corrections import Correction, CorrectionInputs, CorrectionTerms, Shadow, split_by_time
+from smd_jax.distillation import DistillConfig
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
-from smd_jax.losses import LossConfig, LossInputs, LossTerms, policy_loss, token_weights
+from smd_jax.losses import LossConfig, LossInputs, LossTerms, mask_truncated_completions, policy_loss, token_weights
 from smd_jax.masks import Mask
 from smd_jax.metrics import mismatch_metrics
+from smd_jax.mismatch import chi2_metrics, correction_metrics
 from smd_jax.model import Decoder, Params
+from smd_jax.second_track import distill_term
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
 
 Metrics = dict[str, Array]
+Visibility = Literal["shadow", "dense"]
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,24 @@ class UpdateConfig:
 
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
-        full-context policy on the sparse sampler's tokens, as if nothing had been evicted.
-      loss: the policy loss. distill: the second track, or None.
+        full-context policy on the sparse sampler's tokens.
+      loss: the policy loss. policy_coef: its weight; 0 leaves distillation alone.
+      correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
+        none; every other one runs under either visibility, and has nothing to do under "shadow".
+      distill: the second track, or None.
+      reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
+      mask_truncated_completions: leave out responses that the length limit cut off.
       microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
         wider. None: all rows.
     """
 
-    visibility: Literal["shadow", "dense"] = "shadow"
+    visibility: Visibility = "shadow"
     loss: LossConfig = LossConfig()
+    policy_coef: float = 1.0
+    correction: Correction = Shadow()
     distill: DistillConfig | None = None
+    reference_visibility: Visibility | None = None
+    mask_truncated_completions: bool = False
     microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,11 +66,36 @@ class UpdateConfig:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
         if self.distill is not None and self.visibility == "dense":
             raise ValueError("expected visibility 'shadow' with distillation, whose student is masked; got 'dense'")
+        if self.policy_coef < 0 or (self.policy_coef == 0 and self.distill is None):
+            raise ValueError(
+                f"expected policy_coef > 0, or 0 with a distillation to learn from; got {self.policy_coef} and "
+                f"distill {self.distill}"
+            )
+        check_correction(self.correction, self.visibility)
+        if not self.correction.clips and not self.loss.clips_plainly:
+            raise ValueError(
+                f"expected the plain token ratio (not cispo, not sequence level, no delta) with "
+                f"{type(self.correction).__name__}, which replaces its clipping; got {self.loss}"
+            )
+        if self.correction.scales_bounds and not self.loss.clips_tokens:
+            raise ValueError(
+                f"expected a loss that clips the ratio of single tokens (not cispo, not sequence level) with "
+                f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
+            )
 
     @property
     def needs_reference(self) -> bool:
         """Whether the train state must carry reference parameters."""
         return self.loss.beta > 0 or (self.distill is not None and self.distill.direction == "anchor")
+
+
+def check_correction(correction: Correction, visibility: Visibility) -> None:
+    """Raises ValueError for a claim that the learner's visibility does not keep."""
+    if isinstance(correction, Shadow) and visibility == "dense":
+        raise ValueError(
+            "expected visibility 'shadow' with the correction Shadow(), which claims that sampler and learner see the "
+            "same; got 'dense'. Name what to do about the mismatch: Naive() ignores it"
+        )
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -81,13 +122,34 @@ class TrainBatch(struct.PyTreeNode):
 
     Attributes:
       trajectory: `[batch, ...]`.
-      advantages: `[batch]`.
-      old_logprobs: `[batch, R]` of the policy that the ratio is taken to; None: the present one, the ratio starts at 1.
+      advantages: `[batch]`, or `[batch, R]` where every token has its own.
+      old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
+      counts: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows count.
     """
 
     trajectory: Trajectory
-    advantages: Float[Array, " batch"]
+    advantages: Float[Array, " batch"] | Float[Array, "batch R"]
     old_logprobs: Float[Array, "batch R"] | None
+    counts: Bool[Array, " batch"] | None = None
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Prepared(struct.PyTreeNode):
+    """A batch with what must be known of all its rows before it is split; `[batch, R]`.
+
+    Attributes:
+      batch: as it came, with the old log-probabilities that the correction asked for.
+      mask: tokens that count: responses without rows left out and without truncated completions.
+      correction: of every token, as far as it does not depend on the present policy.
+      weights: of the tokens that the correction keeps, in the policy loss. all_weights: of all that count, in the
+        other losses.
+    """
+
+    batch: TrainBatch
+    mask: Bool[Array, "batch R"]
+    correction: CorrectionTerms
+    weights: Float[Array, "batch R"]
+    all_weights: Float[Array, "batch R"]
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -97,6 +159,7 @@ class TokenTerms(struct.PyTreeNode):
     logprobs: Float[Array, "batch R"]
     entropy: Float[Array, "batch R"]
     loss: LossTerms
+    correction_weights: Float[Array, "batch R"]
 
 
 def init_state(
@@ -120,21 +183,24 @@ def make_update(
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         _check(state, batch, config)
-        weights = token_weights(batch.trajectory.response_mask, config.loss.loss_type)
-        loss, grads, terms, distill = _accumulate(model, config, state, batch, weights)
+        prepared = prepare(model, config, state.params, batch)
+        count = count_parts(batch.advantages.shape[0], config.microbatch_size)
+        objective = _objective(model, config, state)
+        loss, grads, distill, terms = accumulate(objective, state.params, prepared, count)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = constrain_tree(optax.apply_updates(state.params, updates))
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(batch.trajectory, terms)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(prepared, terms)}
         if config.loss.beta:
-            metrics["kl"] = _token_mean(terms.loss.kl, batch.trajectory.response_mask)
+            metrics["kl"] = _token_mean(terms.loss.kl, prepared.mask)
         if config.distill is not None:
             metrics["distill"] = distill
+            metrics["distill_coef"] = config.distill.coef_at(state.step)
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
 
     return jax.jit(update, donate_argnums=0)
 
 
-def make_score(model: Decoder, visibility: Literal["shadow", "dense"]) -> Callable[[Params, Trajectory], Array]:
+def make_score(model: Decoder, visibility: Visibility) -> Callable[[Params, Trajectory], Array]:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
     sampler and takes several steps per rollout."""
 
@@ -144,87 +210,100 @@ def make_score(model: Decoder, visibility: Literal["shadow", "dense"]) -> Callab
     return jax.jit(logprobs)
 
 
-def learner_mask(trajectory: Trajectory, visibility: Literal["shadow", "dense"]) -> Mask:
+def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
     """What the learner's queries see."""
     return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
 
 
+def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+    """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
+    trajectory = batch.trajectory
+    mask = trajectory.response_mask
+    if config.mask_truncated_completions:
+        mask = mask_truncated_completions(mask, trajectory.terminated)
+    if batch.counts is not None:
+        mask = mask & batch.counts[:, None]
+    early = split_by_time(config.correction)[0]
+    if early.uses_mismatch and batch.old_logprobs is None:
+        batch = batch.replace(old_logprobs=_present_logprobs(model, config, params, trajectory))
+    correction = early.terms(correction_inputs(batch, mask))
+    weigh = partial(token_weights, loss_type=config.loss.loss_type, counts=batch.counts)
+    return Prepared(batch, mask, correction, weigh(correction.keep), weigh(mask))
+
+
+def correction_inputs(
+    batch: TrainBatch, mask: Bool[Array, "batch R"], logprobs: Float[Array, "batch R"] | None = None
+) -> CorrectionInputs:
+    """What a correction looks at; `logprobs` of the learner now, once they are known."""
+    sampler = batch.trajectory.logprobs
+    old = sampler if batch.old_logprobs is None else batch.old_logprobs
+    return CorrectionInputs(sampler, old, logprobs, batch.advantages, mask)
+
+
+def _present_logprobs(
+    model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
+) -> Float[Array, "batch R"]:
+    """Of the learner before this step."""
+
+    def of(part: Trajectory) -> Array:
+        return score(model, params, part, learner_mask(part, config.visibility)).logprobs
+
+    rows = trajectory.tokens.shape[0]
+    return jax.lax.stop_gradient(in_parts(of, trajectory, count_parts(rows, config.microbatch_size)))
+
+
 def _check(state: TrainState, batch: TrainBatch, config: UpdateConfig) -> None:
     check_replayable(batch.trajectory)
-    rows, micro = batch.advantages.shape[0], config.microbatch_size
-    if micro is not None and rows % micro:
-        raise ValueError(f"expected rows that divide into microbatches of {micro}; got {rows} rows")
     if config.needs_reference and state.reference is None:
         raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")
 
 
-def _accumulate(
-    model: Decoder, config: UpdateConfig, state: TrainState, batch: TrainBatch, weights: Float[Array, "batch R"]
-) -> tuple[Array, Params, TokenTerms, Array]:
-    """Loss, gradients, per-token terms and divergence of the batch, microbatch by microbatch."""
-    rows = batch.advantages.shape[0]
-    count = rows // (config.microbatch_size or rows)
-
-    def of(part: tuple[TrainBatch, Array]) -> tuple[tuple[Array, Array], TokenTerms, Params]:
-        objective = _objective(model, config, state, *part)
-        (loss, (distill, terms)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-        return (loss, distill), terms, grads
-
-    if count == 1:
-        (loss, distill), terms, grads = of((batch, weights))
-        return loss, grads, terms, distill
-
-    def one(carry: tuple[Any, Params], part: tuple[TrainBatch, Array]) -> tuple[tuple[Any, Params], TokenTerms]:
-        sums, terms, grads = of(part)
-        return jax.tree.map(jnp.add, carry, (sums, grads)), terms
-
-    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params)
-    zeros = ((jnp.zeros(()), jnp.zeros(())), wide)
-    ((loss, distill), grads), terms = jax.lax.scan(one, zeros, _split((batch, weights), count))
-    return loss, grads, jax.tree.map(_merge, terms), distill
-
-
-def _split(tree: Any, count: int) -> Any:
-    """`[batch, ...]` -> `[count, batch / count, ...]`: microbatch i takes rows i, i + count, …, so that every
-    microbatch has rows of every device and nothing moves between them."""
-    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)
-
-
-def _merge(x: Array) -> Array:
-    """The inverse of `_split`."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-
-
-def _objective(
-    model: Decoder, config: UpdateConfig, state: TrainState, batch: TrainBatch, weights: Float[Array, "batch R"]
-) -> Callable[[Params], tuple[Array, tuple[Array, TokenTerms]]]:
+def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objective:
     """The loss of one microbatch as a function of the parameters."""
-    trajectory = batch.trajectory
+    late = split_by_time(config.correction)[1]
 
-    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
-    @jax.checkpoint
-    def policy_terms(params: Params, hidden: Array) -> Any:
-        return score_logits(response_logits(model, params, hidden, trajectory.temperature), trajectory)
+    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Array, TokenTerms]]:
+        trajectory = part.batch.trajectory
 
-    def objective(params: Params) -> tuple[Array, tuple[Array, TokenTerms]]:
+        # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
+        @jax.checkpoint
+        def policy_terms(params: Params, hidden: Array) -> Any:
+            return score_logits(response_logits(model, params, hidden, trajectory.temperature), trajectory)
+
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
         scores = policy_terms(params, hidden)
+        weights = part.correction.weights
+        if late is not None:
+            present = jax.lax.stop_gradient(scores.logprobs)
+            weights = weights * late.terms(correction_inputs(part.batch, part.mask, present)).weights
         inputs = LossInputs(
             logprobs=scores.logprobs,
-            old_logprobs=jax.lax.stop_gradient(scores.logprobs) if batch.old_logprobs is None else batch.old_logprobs,
+            old_logprobs=_anchor_logprobs(config.correction, part.batch, scores.logprobs),
             reference_logprobs=_reference_logprobs(model, config, state, trajectory),
-            advantages=batch.advantages,
-            weights=weights,
+            advantages=part.batch.advantages,
+            weights=part.weights,
+            correction_weights=weights,
+            high_scale=part.correction.high_scale,
         )
-        loss, terms = policy_loss(inputs, config.loss)
-        distill = jnp.zeros(())
+        loss, terms = policy_loss(inputs, config.loss, clip=config.correction.clips)
+        loss, distill = config.policy_coef * loss, jnp.zeros(())
         if config.distill is not None:
-            distill = _distill(model, config.distill, state, params, trajectory, hidden, weights)
-            loss = loss + config.distill.coef * distill
-        kept = jax.lax.stop_gradient((distill, TokenTerms(scores.logprobs, scores.entropy, terms)))
-        return loss, kept
+            second = (model, config.distill, params, state.reference, state.step)
+            distill = distill_term(*second, trajectory, hidden, part.all_weights)
+            loss = loss + config.distill.coef_at(state.step) * distill
+        kept = TokenTerms(scores.logprobs, scores.entropy, terms, weights)
+        return loss, jax.lax.stop_gradient((distill, kept))
 
     return objective
+
+
+def _anchor_logprobs(
+    correction: Correction, batch: TrainBatch, logprobs: Float[Array, "batch R"]
+) -> Float[Array, "batch R"]:
+    """Of the policy that the ratio is taken to."""
+    if correction.anchor == "sampler":
+        return batch.trajectory.logprobs
+    return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 
 def _reference_logprobs(
@@ -232,50 +311,22 @@ def _reference_logprobs(
 ) -> Float[Array, "batch R"] | None:
     if config.loss.beta == 0 or state.reference is None:
         return None
-    mask = learner_mask(trajectory, config.visibility)
+    mask = learner_mask(trajectory, config.reference_visibility or config.visibility)
     return jax.lax.stop_gradient(score(model, state.reference, trajectory, mask).logprobs)
 
 
-def _distill(
-    model: Decoder,
-    config: DistillConfig,
-    state: TrainState,
-    params: Params,
-    trajectory: Trajectory,
-    hidden: Float[Array, "batch R hidden"],
-    weights: Float[Array, "batch R"],
-) -> Float[Array, ""]:
-    """The weighted divergence of the rows that get a dense forward pass, scaled up to all rows."""
-    rows = hidden.shape[0]
-    chosen = teacher_rows(rows, config.fraction)
-    if chosen < rows:
-        index = (state.step + jnp.arange(chosen) * rows // chosen) % rows
-        trajectory, hidden, weights = jax.tree.map(lambda x: x[index], (trajectory, hidden, weights))
-    if config.direction == "published":
-        teacher = params
-    else:
-        teacher = jax.lax.stop_gradient(state.reference if config.direction == "anchor" else params)
-    dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
-
-    @jax.checkpoint
-    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> Array:
-        shadow = response_logits(model, params, hidden, trajectory.temperature)
-        dense = response_logits(model, teacher, dense_hidden, trajectory.temperature)
-        return jnp.sum(weights * divergence(dense, shadow, config.direction))
-
-    return weighted(params, teacher, hidden, dense_hidden) * (rows / chosen)
-
-
-def _metrics(trajectory: Trajectory, terms: TokenTerms) -> Metrics:
+def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
-    mask = trajectory.response_mask
+    mask, sampler = prepared.mask, prepared.batch.trajectory.logprobs
     low, high = _token_mean(terms.loss.clipped_low, mask), _token_mean(terms.loss.clipped_high, mask)
     return {
         "entropy": _token_mean(terms.entropy, mask),
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
-        **mismatch_metrics(trajectory.logprobs, terms.logprobs, mask),
+        **mismatch_metrics(sampler, terms.logprobs, mask),
+        **chi2_metrics(sampler, terms.logprobs, mask),
+        **correction_metrics(terms.correction_weights, prepared.correction.keep, mask),
     }
 
 

@@ -1,12 +1,11 @@
-"""Corrections: by hand, against TRL's, verl's and slime's definitions, and what must not matter.
+"""Corrections: by hand, against TRL's, verl's, slime's and QuRL's definitions, and what must not matter.
 
 The numbers of others are in golden/corrections.json, made by golden/make_corrections.py.
 """
 
-import json
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,20 +23,17 @@ from smd_jax.corrections import (
     GeometricRejection,
     IcePop,
     Naive,
+    QuRL,
     Rejection,
     Shadow,
     SparseRL,
     SparseRLPaper,
     Veto,
+    combine_terms,
+    split_by_time,
 )
-from smd_jax.mismatch import (
-    MISMATCH_METRICS,
-    chi2_metrics,
-    correction_metrics,
-    effective_sample_size,
-    lower_percentile,
-    overlap,
-)
+from smd_jax.losses import LossConfig, LossInputs, policy_loss
+from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
 # Every correction gets a row, and thereby all tests of invariance.
 CORRECTIONS: dict[str, Correction] = {
@@ -51,6 +47,7 @@ CORRECTIONS: dict[str, Correction] = {
     "token MIS": MIS("token", clip_min=0.5, clip_max=2.0),
     "sequence MIS": MIS("sequence"),
     "IcePop": IcePop(),
+    "QuRL": QuRL(1.2),
     "token rejection": Rejection("token"),
     "sequence rejection": Rejection("sequence"),
     "geometric rejection": GeometricRejection(),
@@ -63,32 +60,13 @@ CORRECTIONS: dict[str, Correction] = {
     "bypass and geometric rejection": Chain((Bypass(), GeometricRejection())),
 }
 EVERY = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
-GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("corrections.json").read_text(encoding="utf-8"))
 NEVER_LOOK_AT_THE_SAMPLER = (Naive, Bypass, Shadow)
 
 
-def inputs_of(xi: Any, r: Any = 1.0, *, sampler=0.2, advantages=None, mask: Any = None) -> CorrectionInputs:
-    """The tokens have these mismatch and staleness ratios, and the sampler's probability of each is `sampler`."""
-    xi = np.atleast_2d(np.asarray(xi, np.float64))
-    before = np.log(np.broadcast_to(sampler, xi.shape))
-    old = before + np.log(xi)
-    return CorrectionInputs(
-        sampler_logprobs=jnp.asarray(before, jnp.float32),
-        old_logprobs=jnp.asarray(old, jnp.float32),
-        logprobs=jnp.asarray(old + np.log(np.broadcast_to(r, xi.shape)), jnp.float32),
-        advantages=jnp.ones(len(xi)) if advantages is None else jnp.asarray(advantages, jnp.float32),
-        mask=jnp.ones(xi.shape, bool) if mask is None else jnp.asarray(mask, bool),
-    )
-
-
-def golden_inputs() -> CorrectionInputs:
-    arrays = {name: jnp.asarray(x, bool if name == "mask" else jnp.float32) for name, x in GOLDEN["inputs"].items()}
-    return CorrectionInputs(**arrays)
-
-
-def statistics(inputs: CorrectionInputs):
-    assert inputs.sampler_logprobs is not None
-    return chi2_metrics(inputs.sampler_logprobs, inputs.old_logprobs, inputs.mask)
+def high_scale(correction: Correction, inputs: CorrectionInputs) -> np.ndarray:
+    scale = correction.terms(inputs).high_scale
+    assert scale is not None
+    return np.asarray(scale)
 
 
 def check(correction: Correction, inputs: CorrectionInputs, weights, keep):
@@ -113,10 +91,27 @@ def test_what_the_loss_is_told():
         "bypass and geometric rejection",
     }
     assert {name for name, c in CORRECTIONS.items() if not c.clips} == {"DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.scales_bounds} == {"QuRL"}
+    assert Chain((Veto(), QuRL())).scales_bounds
     assert {name for name, c in CORRECTIONS.items() if c.whole_batch} == {
         "token TIS, normalised",
         "sequence TIS, normalised",
         "Sparse-RL",
+    }
+    looks_at_xi = ("TIS", "MIS", "IcePop", "QuRL", "rejection", "Veto", "Sparse-RL")
+    assert {name for name, c in CORRECTIONS.items() if c.uses_mismatch} == {
+        name for name in CORRECTIONS if any(word in name for word in looks_at_xi)
+    }
+    assert {name for name, c in CORRECTIONS.items() if c.uses_present} == {"OPSM", "DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.per_response} == {
+        "Naive",
+        "Shadow",
+        "sequence TIS",
+        "sequence TIS, normalised",
+        "sequence MIS",
+        "sequence rejection",
+        "geometric rejection",
+        "Veto",
     }
 
 
@@ -130,6 +125,23 @@ def test_tis_and_mis():
     check(MIS("sequence"), inputs_of(xi), [0.6] * 3, [1, 1, 1])
     check(MIS("sequence", clip_min=0.7), inputs_of(xi), [0, 0, 0], [1, 1, 1])
     check(IcePop(), inputs_of([0.4, 0.8, 4.9, 5.1]), [0, 0.8, 4.9, 0], [1, 1, 1, 1])
+
+
+def test_qurl():
+    """Weights min(xi, 2), and where they are cut, the ratio's upper bound grows in proportion."""
+    inputs = inputs_of([0.25, 1.9, 3.0, 8.0], mask=[[1, 1, 1, 0]])
+    check(QuRL(), inputs, [0.25, 1.9, 2.0, 0], [1, 1, 1, 0])
+    np.testing.assert_allclose(high_scale(QuRL(), inputs), [[1, 1, 1.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(high_scale(QuRL(0.5), inputs), [[1, 3.8, 6, 1]], rtol=1e-6)
+    np.testing.assert_allclose(high_scale(Chain((Veto(), QuRL(), Veto())), inputs), [[1, 1, 1.5, 1]], rtol=1e-6)
+    assert Chain((Veto(), TIS())).terms(inputs).high_scale is None
+
+
+def test_bounds_multiply():
+    terms = QuRL().terms(inputs_of([1.0, 4.0]))
+    both = combine_terms(terms, terms).high_scale
+    assert both is not None
+    np.testing.assert_allclose(both, [[1, 4]], rtol=1e-6)
 
 
 def test_normalised_over_tokens_or_over_responses():
@@ -222,6 +234,40 @@ def test_a_chain_multiplies_weights_and_keeps_what_all_keep():
     check(chain, inputs, [[0.4, 2.0, 1.0], [0, 0, 0]], [[0, 0, 1], [1, 0, 1]])
 
 
+MIXED = {
+    "all early": (Chain((TIS(), Veto())), Chain((TIS(), Veto())), None),
+    "all late": (DPPOTV(), Naive(), DPPOTV()),
+    "both": (Chain((OPSM(), TIS())), TIS(), OPSM()),
+    "several": (Chain((Bypass(), OPSM(), Veto(), DPPOTV())), Chain((Bypass(), Veto())), Chain((OPSM(), DPPOTV()))),
+    "nested": (
+        Chain((SparseRL(), Chain((OPSM(), Naive())))),
+        Chain((*SparseRL().parts, Naive())),
+        OPSM(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("correction", "early", "late"), MIXED.values(), ids=MIXED.keys())
+def test_split_by_time(correction, early, late):
+    assert split_by_time(correction) == (early, late)
+    inputs = golden_inputs()
+    terms, first = correction.terms(inputs), early.terms(inputs.replace(logprobs=None))
+    second = Naive().terms(inputs) if late is None else late.terms(inputs)
+    np.testing.assert_allclose(first.weights * second.weights, terms.weights, rtol=1e-6)
+    np.testing.assert_array_equal(first.keep & second.keep, terms.keep)
+
+
+def test_nothing_is_late_and_of_the_whole_batch():
+    @dataclass(frozen=True)
+    class Late(OPSM):
+        @property
+        def whole_batch(self) -> bool:
+            return True
+
+    with pytest.raises(ValueError, match=r"both the learner now and the whole batch; got .*Late\(threshold=0.5\)"):
+        split_by_time(Chain((TIS(), Late())))
+
+
 def test_ratios_stay_finite():
     inputs = inputs_of([[1.0, 1.0]]).replace(old_logprobs=jnp.array([[-1e3, 1e3]]))
     for correction in CORRECTIONS.values():
@@ -275,6 +321,19 @@ def test_dppo_gradient_against_verl():
     np.testing.assert_allclose(jax.grad(loss)(inputs.logprobs), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("name", "clip_max", "epsilon"), [("qurl 1.5 0.05", 1.5, 0.05), ("qurl 1.2 0.1", 1.2, 0.1)])
+def test_qurl_gradient_against_its_objective(name, clip_max, epsilon):
+    inputs = golden_inputs()
+    terms = QuRL(clip_max).terms(inputs)
+
+    def loss(logprobs):
+        one = inputs.mask.astype(jnp.float32)
+        tokens = LossInputs(logprobs, inputs.old_logprobs, None, inputs.advantages, one, terms.weights, terms.keep)
+        return policy_loss(tokens.replace(high_scale=terms.high_scale), LossConfig(epsilon=epsilon))[0]
+
+    np.testing.assert_allclose(jax.grad(loss)(inputs.logprobs), GOLDEN["gradients"][name], rtol=1e-5, atol=1e-7)
+
+
 # --- what must hold for every correction
 
 
@@ -282,6 +341,7 @@ def test_dppo_gradient_against_verl():
 def test_without_mismatch_all_weights_are_one_and_everything_is_kept(correction):
     inputs = inputs_of(np.ones((3, 5)), sampler=0.3, advantages=[1, -1, 0], mask=np.arange(5) < [[5], [2], [0]])
     check(correction, inputs, inputs.mask, inputs.mask)
+    assert not correction.scales_bounds or (high_scale(correction, inputs) == 1).all()
 
 
 @EVERY
@@ -302,6 +362,10 @@ def test_padding_does_not_matter(correction, junk):
         jnp.pad(clean.mask, ((0, 0), (0, 2))),
     )
     terms = correction.terms(wide)
+    assert (expected.high_scale is not None) == correction.scales_bounds
+    if expected.high_scale is not None:
+        np.testing.assert_allclose(terms.high_scale[:, :-2], expected.high_scale, rtol=1e-6)
+        np.testing.assert_array_equal(terms.high_scale[:, -2:], 1.0)
     np.testing.assert_allclose(terms.weights[:, :-2], expected.weights, rtol=1e-6)
     np.testing.assert_array_equal(terms.keep[:, :-2], expected.keep)
     assert not terms.weights[:, -2:].any() and not terms.keep[:, -2:].any()
@@ -326,6 +390,32 @@ def test_rows_may_be_split_unless_it_says_otherwise(correction):
     whole = correction.terms(inputs).weights
     parts = [correction.terms(jax.tree.map(lambda x, i=i: x[i : i + 2], inputs)).weights for i in (0, 2, 4)]
     assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.whole_batch)
+
+
+@EVERY
+def test_what_it_says_about_its_terms(correction):
+    """What it does not look at changes nothing, and may be missing; late ones keep every token."""
+    inputs = golden_inputs()
+    terms = correction.terms(inputs)
+    if correction.uses_present:
+        np.testing.assert_array_equal(terms.keep, inputs.mask)
+        assert terms.high_scale is None and not correction.whole_batch
+    else:
+        chex.assert_trees_all_equal(correction.terms(inputs.replace(logprobs=None)), terms)
+    other = correction.terms(inputs.replace(old_logprobs=inputs.old_logprobs - 2.0 * jnp.arange(1.0, 9.0)[None]))
+    same = bool((other.weights == terms.weights).all() and (other.keep == terms.keep).all())
+    assert same == (not correction.uses_mismatch)
+
+
+@EVERY
+def test_one_number_a_response_where_it_says_so(correction):
+    inputs = golden_inputs().replace(advantages=-jnp.ones(6))
+    leaves = [jnp.where(inputs.mask, x, jnp.nan) for x in jax.tree.leaves(correction.terms(inputs))]
+    spread = [np.nanmax(x, axis=1) - np.nanmin(x, axis=1) for x in leaves]
+    if correction.per_response:
+        np.testing.assert_allclose(spread, 0.0, atol=1e-6)
+    elif correction.uses_mismatch and correction.anchor == "old":
+        assert np.max(spread) > 0
 
 
 @EVERY
@@ -401,6 +491,8 @@ def test_the_base_class_has_no_terms():
         (lambda: DPPOTV(low=0.0), "expected low > 0; got 0.0"),
         (lambda: DPPOTV(high=-0.1), "expected high > 0; got -0.1"),
         (lambda: DPPOTV(clip_max=0.0), "expected clip_max > 0; got 0.0"),
+        (lambda: QuRL(0.0), "expected clip_max > 0; got 0.0"),
+        (lambda: Chain((QuRL(), TIS())), "at most one .* weighs by xi in a Chain"),
         (lambda: Chain(()), "expected at least one correction in a Chain; got none"),
         (lambda: Chain((TIS(), IcePop())), r"at most one .* weighs by xi in a Chain; got \['TIS', 'IcePop'\]"),
         (lambda: Chain((SparseRL(), TIS())), "at most one .* weighs by xi in a Chain"),
@@ -411,85 +503,3 @@ def test_the_base_class_has_no_terms():
 def test_bad_configurations(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# --- statistics
-
-
-def test_chi2_against_verl():
-    inputs = golden_inputs()
-    metrics = statistics(inputs)
-    for name in ("chi2_token", "chi2_seq"):
-        np.testing.assert_allclose(metrics[f"rollout_corr/{name}"], GOLDEN["metrics"][name], rtol=1e-5)
-    terms = TIS().terms(inputs)
-    size = correction_metrics(terms.weights, terms.keep, inputs.mask)["rollout_corr/rollout_is_eff_sample_size"]
-    np.testing.assert_allclose(size, GOLDEN["metrics"]["rollout_is_eff_sample_size"], rtol=1e-5)
-
-
-def test_chi2_by_hand():
-    """Tokens 2, 0.5, 1: mean square 5.25 / 3. Responses 2 * 0.5 and 1: both 1. ESS (3.5 / 3)^2 / (5.25 / 3)."""
-    inputs = inputs_of([[2.0, 0.5], [1.0, 8.0]], mask=[[1, 1], [1, 0]])
-    metrics = statistics(inputs)
-    expected = {"chi2_token": 0.75, "chi2_seq": 0.0, "eff_sample_size": 7 / 9, "agreement_p5": 0.55}
-    assert metrics.keys() == {f"rollout_corr/{name}" for name in expected}
-    for name, value in expected.items():
-        np.testing.assert_allclose(metrics[f"rollout_corr/{name}"], value, rtol=1e-5, atol=1e-6)
-
-
-def test_rejected_fractions_by_hand():
-    """6 tokens: one not kept, one of weight 0, one both. Row 1 loses all of its tokens, row 2 none; row 3 is empty."""
-    mask = jnp.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]], bool)
-    keep = mask.at[0, 0].set(False).at[1, 0].set(False)
-    weights = jnp.where(mask, 1.0, 0.0).at[0, 1].set(0.0).at[1, 0].set(0.0)
-    metrics = correction_metrics(weights, keep, mask)
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], 3 / 6)
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_masked_fraction"], 2 / 3, rtol=1e-6)
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], 1 / 3, rtol=1e-6)
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_eff_sample_size"], 4 / 6, rtol=1e-6)
-
-
-def test_every_statistic_has_a_description():
-    inputs = golden_inputs()
-    terms = TIS().terms(inputs)
-    names = statistics(inputs).keys()
-    assert names | correction_metrics(terms.weights, terms.keep, inputs.mask).keys() == MISMATCH_METRICS.keys()
-
-
-def test_statistics_without_tokens_and_without_mismatch():
-    one = inputs_of(np.ones((2, 3)))
-    for mask in (one.mask, jnp.zeros((2, 3), bool)):
-        metrics = statistics(one.replace(mask=mask))
-        metrics |= correction_metrics(jnp.where(mask, 1.0, 0.0), mask, mask)
-        for name, value in metrics.items():
-            assert value == (1.0 if name.endswith(("size", "p5")) else 0.0), (name, value)
-
-
-def test_effective_sample_size():
-    mask = jnp.ones((1, 4), bool)
-    assert effective_sample_size(jnp.full((1, 4), 0.3), mask) == pytest.approx(1.0)
-    assert effective_sample_size(jnp.array([[0.0, 0.0, 5.0, 0.0]]), mask) == pytest.approx(0.25)
-    assert effective_sample_size(jnp.zeros((1, 4)), mask) == 0.0
-
-
-@pytest.mark.parametrize("percent", [0.0, 5.0, 37.0, 50.0, 100.0])
-@pytest.mark.parametrize("count", [1, 2, 7, 40])
-def test_percentiles_are_numpys(percent, count):
-    rng = np.random.default_rng(count)
-    values, mask = rng.uniform(size=(5, 8)).astype(np.float32), np.zeros(40, bool)
-    mask[rng.permutation(40)[:count]] = True
-    mask = mask.reshape(5, 8)
-    junk = jnp.where(mask, values, jnp.nan)
-    result = lower_percentile(junk, jnp.asarray(mask), percent)
-    np.testing.assert_allclose(result, np.percentile(values[mask], percent), rtol=1e-5)
-
-
-def test_a_percentile_is_between_0_and_100():
-    with pytest.raises(ValueError, match="expected 0 <= percent <= 100; got 101"):
-        lower_percentile(jnp.ones((1, 1)), jnp.ones((1, 1), bool), 101.0)
-
-
-def test_overlap_is_one_minus_total_variation_and_the_mean_of_min_1_xi():
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    exact = overlap(jnp.log(jnp.asarray(p)) + 3.0, jnp.log(jnp.asarray(q)))
-    np.testing.assert_allclose(exact, 1 - 0.5 * np.abs(p - q).sum(), rtol=1e-6)
-    np.testing.assert_allclose(exact, (q * np.minimum(1, p / q)).sum(), rtol=1e-6)

@@ -13,6 +13,7 @@ import pytest
 
 from smd_jax import checkpoint
 from smd_jax.advantages import group_relative
+from smd_jax.corrections import Naive, Shadow
 from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.grpo import GRPOLoop
@@ -21,7 +22,7 @@ from smd_jax.losses import LossConfig
 from smd_jax.metrics import METRICS
 from smd_jax.model import Decoder
 from smd_jax.sampling import SamplingConfig
-from smd_jax.tasks import Prompt, Row
+from smd_jax.tasks import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state
 from tests.toy_loop import (
@@ -73,11 +74,11 @@ NAMES = {
     [(H2O(), "shadow", 1), (SnapKV(window=2), "dense", 2), (KeyDiff(), "shadow", 2), (Dense(), "shadow", 1)],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
-    update = UpdateConfig(visibility=visibility)
+    update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
     config = dataclasses.replace(CONFIG, policy=policy, update=update, minibatches=minibatches)
     state, metrics = new_loop(config).step(new_state())
     assert set(metrics) >= NAMES
-    assert set(metrics) <= METRICS.keys() - {"kl", "distill"}
+    assert set(metrics) <= METRICS.keys() - {"kl", "distill", "distill_coef"}
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == minibatches
     assert 0 < metrics["reward"] < 1 and metrics["reward_std"] > 0 and metrics["grad_norm"] > 0
@@ -93,7 +94,7 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense"}
+    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"}
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
@@ -111,7 +112,8 @@ def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
 
 def test_rewards_belong_to_their_completions():
     loop, state = new_loop(), new_state()
-    trajectory, rewards = loop.sample(state, step=3)
+    samples = loop.sample(state, step=3)
+    trajectory, rewards = samples.trajectory, samples.rewards
     texts = [
         bytes(row[keep & (row < 256)].tolist()).decode(errors="replace")
         for row, keep in zip(np.asarray(trajectory.response), np.asarray(trajectory.response_mask), strict=True)
@@ -128,33 +130,110 @@ def test_rewards_belong_to_their_completions():
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
-    trajectory, _ = loop.sample(new_state(), 0)
+    samples = loop.sample(new_state(), 0)
+    trajectory = samples.trajectory
     rewards = np.array([1, 0, 0, 0, 2, 5, 3, 2], np.float32)
     groups = rewards.reshape(2, 4)
     centred = groups - groups.mean(1, keepdims=True)
-    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[::minibatches]
-    mask = np.asarray(trajectory.response_mask)[::minibatches]
-    learned, metrics = loop.learn(new_state(), trajectory, rewards)
+    advantages = (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)[: 8 // minibatches]
+    mask = np.asarray(trajectory.response_mask)[: 8 // minibatches]
+    learned, metrics = loop.learn(new_state(), samples._replace(rewards=rewards))
     assert int(learned.step) == minibatches
     whole = TrainBatch(trajectory, group_relative(jnp.asarray(rewards), 4), trajectory.logprobs)
     state, steps = new_state(), []
     for i in range(minibatches):
         with jax.set_mesh(loop.mesh):
-            state, of_step = loop.update(state, jax.tree.map(lambda x, i=i: x[i::minibatches], whole))
+            rows = slice(i * 8 // minibatches, (i + 1) * 8 // minibatches)  # whole groups
+            state, of_step = loop.update(state, jax.tree.map(lambda x, rows=rows: x[rows], whole))
         steps.append(jax.device_get(of_step))
-    # The sampler is the old policy and the ratio is 1: rows 0, 2, 4, 6 or all of them, each token weighing the same.
+    # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
     for name, value in metrics.items():
-        compares = name == "mismatch_kl" or name.startswith("sampling/")
+        compares = name == "mismatch_kl" or name.startswith(("sampling/", "rollout_corr/"))
         expected = steps[0][name] if compares else np.mean([of_step[name] for of_step in steps])
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
         assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"
 
 
+def test_several_passes_over_a_rollout():
+    config = dataclasses.replace(CONFIG, num_iterations=3)
+    samples = new_loop(config).sample(new_state(), 0)
+    state, metrics = new_loop(config).learn(new_state(), samples)
+    assert int(state.step) == 3 and metrics["mismatch_kl"] <= 1e-6, "sampler and learner are compared before any step"
+    expected, once = new_state(), new_loop()
+    for _ in range(3):
+        expected, _ = once.learn(expected, samples)
+    assert_bitwise_equal(state.params, expected.params)  # the sampler stays the old policy of all three
+    following = new_loop(config).sample(state, int(state.step) // 3)
+    np.testing.assert_array_equal(following.trajectory.tokens[:, :9], once.sample(state, 1).trajectory.tokens[:, :9])
+
+
+def test_minibatches_are_whole_groups():
+    config = dataclasses.replace(CONFIG, prompts_per_step=4, minibatches=2)
+    parts = list(new_loop(config).batches({"group": np.repeat(np.arange(4), 4)}))
+    assert [part["group"].tolist() for part in parts] == [[0] * 4 + [2] * 4, [1] * 4 + [3] * 4]
+
+
+def test_advantages_of_rloo():
+    loop = new_loop(dataclasses.replace(CONFIG, advantages="leave_one_out", scale_rewards="none"))
+    rewards = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
+    np.testing.assert_allclose(loop.advantages(rewards), [0, -4 / 3, -4 / 3, 8 / 3, 0, 0, 0, 0], atol=1e-6)
+
+
+# --- dynamic sampling
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Rewards that differ within a group for every third row of the task only."""
+
+    def __len__(self) -> int:
+        return len(TASK)
+
+    def __getitem__(self, index: int) -> Row:
+        return TASK[index] | {"index": index}
+
+    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        return [float(row % 3 == 0 and place % 2) for place, row in enumerate(columns["index"])]
+
+
+def test_dynamic_sampling_draws_until_the_batch_is_full():
+    config = dataclasses.replace(CONFIG, dynamic_sampling=20)
+    samples = new_loop(config, Uneven()).sample(new_state(), 0)
+    assert samples.counts is not None and samples.counts.all() and samples.counts.shape == (8,)
+    assert samples.rewards.tolist() == [0, 1, 0, 1] * 2
+    indices = [row["index"] for row in samples.rows]
+    assert all(index % 3 == 0 for index in indices) and indices[0] != indices[4]
+    prompts = [bytes(row[row != PAD].tolist()).decode() for row in np.asarray(samples.trajectory.tokens[:, :9])]
+    assert prompts == [TASK[index]["prompt"] for index in indices], "trajectories and rows must stay together"
+    rollouts = float(samples.metrics["dynamic_sampling/rollouts"])
+    assert 1 < rollouts <= 21
+    assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "of all that was drawn"
+
+
+def test_dynamic_sampling_without_further_rollouts_drops_only():
+    class OneInThree(Uneven):
+        def __getitem__(self, index: int) -> Row:
+            return TASK[7] | {"index": 3 if index == first else 1}
+
+    config = dataclasses.replace(CONFIG, dynamic_sampling=0)
+    first = int(batch_indices(50, 2, 0, CONFIG.seed)[1])
+    samples = new_loop(config, OneInThree()).sample(new_state(), 0)
+    assert samples.counts is not None and samples.counts.tolist() == [True] * 4 + [False] * 4
+    state, metrics = new_loop(config, OneInThree()).learn(new_state(), samples)
+    assert int(state.step) == 1
+    # Advantages of ±0.87 cancel; with the dropped group in the denominator the gradient would be half.
+    kept = samples._replace(counts=None)
+    _, diluted = new_loop(config, OneInThree()).learn(new_state(), kept)
+    tokens = np.asarray(samples.trajectory.lengths())
+    ratio = tokens.sum() / tokens[:4].sum()
+    np.testing.assert_allclose(metrics["grad_norm"], diluted["grad_norm"] * ratio, rtol=1e-4)
+
+
 def test_who_the_old_policy_is():
-    trajectory, _ = new_loop().sample(new_state(), 0)
-    dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense"))
+    trajectory = new_loop().sample(new_state(), 0).trajectory
+    dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
     assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
     twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
@@ -179,7 +258,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
         orders.append(visited)
     assert orders[0] == orders[1], "the order of the rows must not depend on the number of optimizer steps"
     assert len(set(orders[0])) == 6
-    first, second = (loop.sample(new_state(), step)[0] for step in (0, 1))
+    first, second = (loop.sample(new_state(), step).trajectory for step in (0, 1))
     np.testing.assert_array_equal(first.tokens[:, :9], second.tokens[:, :9])
     assert (first.tokens != second.tokens).any()
 
@@ -279,7 +358,13 @@ def test_an_easy_reward_rises():
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
         ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),
-        ({"minibatches": 3}, "expected rows that divide into 3 minibatches; got 8"),
+        (
+            {"minibatches": 3},
+            "prompts_per_step that divide into 3 minibatches, because a group is never split; got 2",
+        ),
+        ({"num_iterations": 0}, "expected num_iterations >= 1; got 0"),
+        ({"dynamic_sampling": -1}, "expected dynamic_sampling >= 0 further rollouts, or None; got -1"),
+        ({"advantages": "leave_one_out"}, "expected scale_rewards 'none' with advantages 'leave_one_out'.*got 'group'"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_p=0.9))}, r"without top-k.*top_p=0.9"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_k=5))}, r"without top-k.*top_k=5"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(0.0))}, "temperature > 0.*temperature=0.0"),

@@ -1,6 +1,5 @@
 """The train step of a tiny model: on-policy at first, the same in any split, and every term against its definition."""
 
-import functools
 import itertools
 
 import jax
@@ -9,85 +8,36 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.corrections import Naive
 from smd_jax.distillation import DistillConfig
-from smd_jax.eviction import H2O
 from smd_jax.learner import score
 from smd_jax.losses import LossConfig, k3, token_weights
 from smd_jax.masks import Segments
-from smd_jax.model import Decoder, apply_model
-from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
+from smd_jax.model import Decoder
+from smd_jax.schedules import CoefSchedule
 from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-ROWS, WIDTH, LENGTH = 8, 8, 10
-TEMPERATURE = 0.9
-MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32))
-
-# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
-RECORD = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
-    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+from tests.tiny_update import (
+    ADVANTAGES,
+    LENGTH,
+    MODEL,
+    PARAMS,
+    RECORD,
+    REFERENCE,
+    ROWS,
+    WIDTH,
+    batch,
+    distance,
+    explicit_logprobs,
+    explicit_token_logprobs,
+    metrics_and_gradients,
+    recording_update,
+    trajectory,
+    without_advantages,
 )
 
-
-def spread_params(seed: int):
-    """Parameters whose logits are not all alike, so that it matters what a query sees."""
-    params = random_params(MODEL.config)
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
-
-
-PARAMS, REFERENCE = spread_params(0), spread_params(1)
-
-
-@functools.cache
-def trajectory():
-    """Eight rows of unequal prompts and responses, under a budget of half their length."""
-    rng = np.random.default_rng(0)
-    valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 0, 6, 2, 1, 7])[:, None])
-    prompts = PromptBatch(jnp.where(valid, jnp.asarray(rng.integers(0, 32, (ROWS, WIDTH)), jnp.int32), 0), valid)
-    sampling = SamplingConfig(TEMPERATURE)
-    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=sampling)
-    return rollout(MODEL, PARAMS, prompts, jax.random.key(2), policy=H2O(), config=config)
-
-
-ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32)
-
-
-def batch() -> TrainBatch:
-    """The ratio is taken to the sampler, as in the loop."""
-    return TrainBatch(trajectory(), ADVANTAGES, trajectory().logprobs)
-
-
-def without_advantages() -> TrainBatch:
-    """Nothing but the distillation has a gradient."""
-    return batch().replace(advantages=jnp.zeros(ROWS))
-
-
-@functools.cache
-def recording_update(config: UpdateConfig, remat: bool):
-    return make_update(Decoder(MODEL.config, remat=remat), RECORD, config)
-
-
-def metrics_and_gradients(config=UpdateConfig(), data=None, remat=False, step=0, reference=None):  # noqa: B008
-    """One update of copies of the parameters (it donates them)."""
-    params, reference = jax.tree.map(jnp.copy, (PARAMS, reference))
-    state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
-    state, metrics = recording_update(config, remat)(state, batch() if data is None else data)
-    return jax.device_get(metrics), state.opt_state
-
-
-def distance(left, right) -> float:
-    """|left - right| / |right| over all leaves, in float64."""
-    pairs = [(np.float64(a), np.float64(b)) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
-    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
-    return float(np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs)))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_the_trajectory_is_a_hard_one():
@@ -111,7 +61,7 @@ def test_with_shadow_masks_the_learner_is_the_sampler():
 
 
 def test_a_dense_learner_is_another_policy():
-    metrics, _ = metrics_and_gradients(UpdateConfig(visibility="dense"))
+    metrics, _ = metrics_and_gradients(UpdateConfig(visibility="dense", correction=Naive()))
     assert metrics["sampling/sampling_logp_difference/max"] > 0.1
     assert metrics["mismatch_kl"] > 0.01
     assert metrics["sampling/importance_sampling_ratio/min"] < 0.9 < 1.1
@@ -121,17 +71,6 @@ def test_a_dense_learner_is_another_policy():
 def test_an_extra_pass_gives_the_same_log_probabilities():
     logprobs = make_score(MODEL, "shadow")(PARAMS, trajectory())
     np.testing.assert_allclose(logprobs * trajectory().response_mask, trajectory().logprobs, atol=2e-5)
-
-
-def explicit_logprobs(params, mask):
-    """Log-probabilities `[ROWS, LENGTH, 32]` of the response's distributions, from the model's plain call."""
-    t = trajectory()
-    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)
-    return jax.nn.log_softmax(logits[:, WIDTH - 1 : -1] / TEMPERATURE)
-
-
-def explicit_token_logprobs(params, mask):
-    return jnp.take_along_axis(explicit_logprobs(params, mask), trajectory().response[..., None], -1)[..., 0]
 
 
 @jax.jit
@@ -281,6 +220,14 @@ def test_half_of_the_rows_in_rotation(step):
     value, (_, of_shadow) = explicit_divergence(PARAMS, PARAMS, rows, jnp.float32(0))
     np.testing.assert_allclose(metrics["distill"], value, rtol=1e-4)
     assert distance(grads, of_shadow) < 1e-4
+
+
+@pytest.mark.parametrize(("step", "coef"), [(0, 0.0), (3, 0.75), (9, 1.0)])
+def test_the_coefficient_follows_its_schedule(step, coef):
+    config = UpdateConfig(distill=DistillConfig(coef=CoefSchedule(0.0, 1.0, 4)))
+    metrics, _ = metrics_and_gradients(config, without_advantages(), step=step)
+    assert metrics["distill"] > 0.01
+    np.testing.assert_allclose(metrics["loss"], coef * metrics["distill"], rtol=1e-6)
 
 
 def test_distillation_is_added_to_the_policy_loss():

@@ -1,0 +1,212 @@
+"""What all algorithms share on the host: prompts ─► rollout ─► rewards, and then whatever learns from them.
+
+    loop = GRPOLoop(model, task, tokenizer, optimizer, config)       or PPOLoop, OnlineDPOLoop
+    for _ in range(steps):
+        state, metrics = loop.step(state)
+
+A step depends on the state alone (its step gives the rows and the random numbers), so a restored one goes on bitwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from smd_jax.eviction import EvictionPolicy
+from smd_jax.metrics import completion_metrics, reward_metrics
+from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.model import Decoder, Params
+from smd_jax.prompts import (
+    PromptBatch,
+    Tokenizer,
+    check_vocabulary,
+    decode_completions,
+    encode_prompts,
+    repeat_each,
+    repeat_prompts,
+    wants_special_tokens,
+)
+from smd_jax.rewards import score_rewards
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
+from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
+from smd_jax.trajectory import Trajectory
+from smd_jax.update import Metrics, TrainState
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """One run, as far as all algorithms share it.
+
+    Attributes:
+      prompts_per_step: prompts of one rollout. group_size: completions per prompt.
+      prompt_width: columns of the prompt, in tokens; longer prompts are refused.
+      policy: eviction policy of the sampler. rollout: its sizes.
+      minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
+      num_iterations: passes over a rollout.
+      seed: order of the rows.
+    """
+
+    prompts_per_step: int
+    group_size: int
+    prompt_width: int
+    policy: EvictionPolicy
+    rollout: RolloutConfig
+    minibatches: int = 1
+    num_iterations: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if not self.rollout.sampling.trainable:
+            raise ValueError(
+                "expected sampling at a temperature > 0 without top-k or top-p, because the learner does not replay "
+                "token filters, and no importance weight can stand in for that: it would compare two supports; "
+                f"got {self.rollout.sampling}"
+            )
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"expected prompts_per_step that divide into {self.minibatches} minibatches, because a group is never "
+                f"split; got {self.prompts_per_step}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Completions of one rollout."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps."""
+        return self.minibatches * self.num_iterations
+
+
+class Samples(NamedTuple):
+    """One rollout and what the task said of it, on the host; the completions of a prompt are contiguous.
+
+    Attributes:
+      trajectory: `[batch, ...]`. rewards: float32 `[batch]`.
+      rows: of the task, one per completion. completions: their texts.
+      counts: `[batch]` false for completions to leave out of the update; None: all count.
+      metrics: of everything that was drawn, also of what is left out.
+    """
+
+    trajectory: Trajectory
+    rewards: np.ndarray
+    rows: list[Row]
+    completions: list[str]
+    counts: np.ndarray | None
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Everything of a run that does not change. Subclasses make their jitted functions once, and define `learn`.
+
+    Attributes:
+      mesh: where state and batches lie; one device by default.
+    """
+
+    model: Decoder
+    task: Task
+    tokenizer: Tokenizer
+    optimizer: optax.GradientTransformation
+    config: LoopConfig
+    mesh: Mesh = field(default_factory=make_mesh)
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        check_rows(self.config.rows // self.config.minibatches, self.mesh, "a minibatch")
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """The optimizer steps of one rollout."""
+        raise TypeError(f"{type(self).__name__} has no learn: its class must define it")
+
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
+        learner are of the first optimizer step, before it; the others are means over the optimizer steps."""
+        started = time.perf_counter()
+        state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
+        samples = self.sample(state, int(state.step) // self.config.steps_per_rollout)
+        state, metrics = self.learn(state, samples)
+        host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
+        return state, host | {"step_time": time.perf_counter() - started}
+
+    def sample(self, state: TrainState, step: int) -> Samples:
+        """One rollout of prompts that no other step has."""
+        return self.draw(state.params, jax.random.fold_in(state.key, step), step)
+
+    def draw(self, params: Params, key: jax.Array, index: int) -> Samples:
+        """The rollout of the task's batch number `index`; the key is consumed."""
+        config = self.config
+        rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
+        prompts = repeat_prompts(self.encode(rows, config.prompt_width), config.group_size)
+        with jax.set_mesh(self.mesh):
+            prompts = shard_batch(prompts, self.mesh)
+            trajectory = rollout(self.model, params, prompts, key, policy=config.policy, config=config.rollout)
+        repeated = repeat_each(rows, config.group_size)
+        completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
+        metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
+        metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
+        return Samples(trajectory, rewards, repeated, completions, None, metrics)
+
+    def batches(self, batch: Any) -> Iterator[Any]:
+        """The minibatches of one rollout, `[batch, ...]`, as often as `num_iterations` says; each has whole groups."""
+        config = self.config
+        groups = np.arange(config.rows).reshape(config.prompts_per_step, config.group_size)
+        parts = [groups[index :: config.minibatches].reshape(-1) for index in range(config.minibatches)]
+        for rows in parts * config.num_iterations:
+            yield shard_batch(batch if len(parts) == 1 else _rows(batch, rows), self.mesh)
+
+    def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
+        texts = [prompt_text(row, self.tokenizer) for row in rows]
+        return encode_prompts(
+            self.tokenizer,
+            texts,
+            width=width,
+            max_positions=self.model.config.max_positions,
+            add_special_tokens=wants_special_tokens(self.tokenizer),
+        )
+
+    def evaluate(
+        self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
+    ) -> float:
+        """Mean reward over all rows of `task`, one completion each, decoded under any policy, in one batch."""
+        rows = [task[i] for i in range(len(task))]
+        with jax.set_mesh(self.mesh):
+            prompts = shard_batch(self.encode(rows, self.config.prompt_width), self.mesh)
+            trajectory = rollout(self.model, params, prompts, key, policy=policy, config=config)
+        return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
+
+
+def _rows(batch: Any, rows: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: x[rows], batch)
+
+
+def over_steps(steps: Iterable[Metrics]) -> Metrics:
+    """The metrics of a rollout from those of its optimizer steps: what compares sampler and learner is of the first."""
+    steps = list(steps)
+    return {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+
+
+def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
+    before_any = name == "mismatch_kl" or name.startswith("sampling/") or name in MISMATCH_METRICS
+    return values[0] if before_any or len(values) == 1 else jnp.mean(jnp.stack(values))
+
+
+def grade(
+    task: Task, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
+) -> tuple[list[str], np.ndarray]:
+    """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
+    completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
+    return completions, score_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))

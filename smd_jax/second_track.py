@@ -1,0 +1,85 @@
+"""The second track's forward passes: the dense teacher beside the masked student, on some rows and positions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smd_jax.distillation import DistillConfig, choose, divergence, sampled_divergence
+from smd_jax.learner import response_hidden, response_logits
+from smd_jax.model import Decoder, Params
+from smd_jax.sampling import token_logprobs
+from smd_jax.trajectory import Trajectory
+
+
+def distill_term(
+    model: Decoder,
+    config: DistillConfig,
+    params: Params,
+    reference: Params | None,
+    step: Int[Array, ""],
+    trajectory: Trajectory,
+    hidden: Float[Array, "batch R hidden"],
+    weights: Float[Array, "batch R"],
+) -> Float[Array, ""]:
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient.
+
+    D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
+
+    Args:
+      params: of the policy; with a gradient, also through `hidden`.
+      reference: of the frozen reference policy; None where the direction is not "anchor".
+      step: optimizer steps taken.
+      trajectory: rows of the microbatch.
+      hidden: of the masked student, from which the response tokens are predicted.
+      weights: of the tokens in the loss, 0 outside the response.
+
+    Raises:
+      ValueError: if the direction is "anchor" and there is no reference, or a fraction is not a whole number of rows or
+        columns.
+    """
+    teacher = _teacher(config, params, reference)
+    rows, columns = choose(config, step, *weights.shape)
+    scale = weights.size / (rows.size * columns.size)
+    if rows.size < weights.shape[0]:
+        trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
+    dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
+    tokens = trajectory.response
+    if columns.size < weights.shape[1]:
+        picked = (hidden, dense_hidden, tokens, weights)
+        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, columns], picked)
+
+    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
+    @jax.checkpoint
+    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> Array:
+        shadow = response_logits(model, params, hidden, trajectory.temperature)
+        dense = response_logits(model, teacher, dense_hidden, trajectory.temperature)
+        return jnp.sum(weights * _per_token(config, dense, shadow, tokens))
+
+    return weighted(params, teacher, hidden, dense_hidden) * scale
+
+
+def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
+    """Parameters of the dense policy, with a gradient for "published" alone."""
+    # The divergence stops it too; here, before the forward pass, its backward pass is never built.
+    if config.direction == "published":
+        return params
+    if config.direction != "anchor":
+        return jax.lax.stop_gradient(params)
+    if reference is None:
+        raise ValueError("expected reference parameters for direction 'anchor'; got None")
+    return jax.lax.stop_gradient(reference)
+
+
+def _per_token(
+    config: DistillConfig,
+    dense: Float[Array, "batch R vocab"],
+    shadow: Float[Array, "batch R vocab"],
+    tokens: Int[Array, "batch R"],
+) -> Float[Array, "batch R"]:
+    """The divergence of each token, exact or from the token itself; logits that the temperature has divided."""
+    if config.estimator == "exact":
+        return divergence(dense, shadow, config.direction)
+    of_dense, of_shadow = (token_logprobs(logits, tokens, 1.0) for logits in (dense, shadow))
+    return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

@@ -1,0 +1,239 @@
+"""Corrections inside the train step: every row of the table against its pure functions, in any split and order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.corrections import (
+    DPPOTV,
+    OPSM,
+    TIS,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    IcePop,
+    Naive,
+    QuRL,
+    Shadow,
+    SparseRL,
+)
+from smd_jax.distillation import DistillConfig
+from smd_jax.losses import LossConfig, LossInputs, policy_loss, token_weights
+from smd_jax.masks import ShadowMask
+from smd_jax.update import TrainBatch, UpdateConfig
+from tests.test_corrections import CORRECTIONS
+from tests.tiny_update import (
+    ADVANTAGES,
+    LENGTH,
+    PARAMS,
+    REFERENCE,
+    ROWS,
+    batch,
+    distance,
+    explicit_token_logprobs,
+    metrics_and_gradients,
+    trajectory,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+NOISE = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
+DENSE = {name: correction for name, correction in CORRECTIONS.items() if not isinstance(correction, Shadow)}
+
+
+@functools.cache
+def dense_logprobs():
+    """Of the dense learner at the present parameters, and how gradients reach them from there."""
+    return jax.vjp(jax.jit(lambda params: explicit_token_logprobs(params, trajectory().dense_mask())), PARAMS)
+
+
+def stale() -> TrainBatch:
+    """The learner has moved a little since the rollout: some ratios are clipped."""
+    return batch().replace(old_logprobs=dense_logprobs()[0] + 0.1 * NOISE)
+
+
+def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
+    """Loss and gradients of the whole batch at once, from the pure functions."""
+    logprobs, pull = dense_logprobs()
+    mask = trajectory().response_mask
+    terms = correction.terms(
+        CorrectionInputs(trajectory().logprobs, data.old_logprobs, logprobs, data.advantages, mask)
+    )
+    anchor = trajectory().logprobs if correction.anchor == "sampler" else data.old_logprobs
+
+    def of(logprobs):
+        weights = token_weights(terms.keep, loss.loss_type)
+        inputs = LossInputs(logprobs, anchor, None, data.advantages, weights, terms.weights)
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.clips)[0]
+
+    value, cotangent = jax.value_and_grad(of)(logprobs)
+    return value, pull(cotangent)[0], terms
+
+
+def assert_near(found, expected):
+    """Geometric rejection leaves nothing of this batch: then there is no norm to measure a distance by."""
+    if optax.tree.norm(expected) == 0:
+        assert optax.tree.norm(found) == 0
+    else:
+        assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
+def test_every_correction_in_any_split_and_order(correction):
+    loss = LossConfig("grpo")
+    config = UpdateConfig("dense", loss, correction=correction, microbatch_size=2)
+    expected, gradients, terms = explicit(correction, stale(), loss)
+    metrics, found = metrics_and_gradients(config, stale())
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, gradients)
+    mask = np.asarray(trajectory().response_mask)
+    lost = mask & (~np.asarray(terms.keep) | (np.asarray(terms.weights) == 0))
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost.sum() / mask.sum(), atol=1e-6)
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    metrics, found = metrics_and_gradients(config, jax.tree.map(lambda x: x[order], stale()))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, gradients)
+
+
+@pytest.mark.parametrize("correction", [TIS("token"), SparseRL()])
+def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now(correction):
+    config = UpdateConfig("dense", correction=correction, microbatch_size=4)
+    expected, gradients, _ = explicit(correction, batch().replace(old_logprobs=dense_logprobs()[0]), LossConfig())
+    metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    assert distance(found, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("correction", [TIS("sequence"), SparseRL(), Chain((DPPOTV(), OPSM())), IcePop()])
+def test_under_shadow_masks_there_is_nothing_to_correct(correction):
+    expected = metrics_and_gradients()
+    metrics, found = metrics_and_gradients(UpdateConfig(correction=correction), batch().replace(old_logprobs=None))
+    assert metrics["mismatch_kl"] <= 1e-6
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(0, abs=1e-5)
+    assert metrics["rollout_corr/agreement_p5"] == pytest.approx(1, abs=1e-5)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-6)
+    for name in ("min", "mean", "max"):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
+    np.testing.assert_allclose(metrics["loss"], expected[0]["loss"], rtol=1e-5)
+    assert distance(found, expected[1]) < 1e-5
+
+
+def test_a_wider_range_clips_less():
+    """QuRL is TIS but for the upper bound of the ratio."""
+    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=1.2), QuRL(1.2))]
+    tis, qurl = (metrics_and_gradients(config, stale())[0] for config in configs)
+    assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
+    assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
+
+
+def test_advantages_of_single_tokens():
+    """The same as of responses where all tokens of one have the same."""
+    data = batch().replace(advantages=jnp.broadcast_to(ADVANTAGES[:, None], (ROWS, LENGTH)))
+    (one, expected), (other, found) = metrics_and_gradients(), metrics_and_gradients(data=data)
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-6)
+    assert distance(found, expected) < 1e-6
+
+
+# --- rows that do not count
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
+def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss_type):
+    config = UpdateConfig(loss=LossConfig(loss_type))
+    counts = np.array([True, False, True, True, False, False, True, True])
+    left = jax.tree.map(lambda x: x[counts], batch())
+    one, expected = metrics_and_gradients(config, left)
+    other, found = metrics_and_gradients(config, batch().replace(counts=jnp.asarray(counts)))
+    assert distance(found, expected) < 1e-5
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_truncated_completions_are_left_out():
+    terminated = np.asarray(trajectory().terminated)
+    assert 0 < terminated.sum() < ROWS
+    config = UpdateConfig(mask_truncated_completions=True, microbatch_size=4)
+    metrics, found = metrics_and_gradients(config)
+    # A mean over tokens: rows that have none left change nothing.
+    _, expected = metrics_and_gradients(UpdateConfig(), batch().replace(counts=jnp.asarray(terminated)))
+    assert distance(found, expected) < 1e-5
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
+    """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
+    first half, and the log-probabilities there are what they like."""
+    t = data.trajectory
+    columns = ((0, 0), (left, right))
+    evicted_at = jnp.pad(t.mask.evicted_at, ((0, 0), (0, 0), (0, 0), (left, right)))
+    moved = jnp.where((evicted_at > 0) & (evicted_at < t.tokens.shape[1] + 1), evicted_at + left, evicted_at)
+    return data.replace(
+        trajectory=t.replace(
+            tokens=jnp.pad(t.tokens, columns, constant_values=31),
+            valid=jnp.pad(t.valid, columns),
+            logprobs=jnp.pad(t.logprobs, ((0, 0), (0, right)), constant_values=-50.0),
+            mask=ShadowMask(moved),
+        ),
+        old_logprobs=jnp.pad(data.old_logprobs, ((0, 0), (0, right)), constant_values=3.0),
+    )
+
+
+@pytest.mark.parametrize("config", [UpdateConfig(), UpdateConfig("dense", LossConfig("grpo"), correction=SparseRL())])
+def test_padding_changes_nothing(config):
+    data = batch() if config.visibility == "shadow" else stale()
+    one, expected = metrics_and_gradients(config, data)
+    other, found = metrics_and_gradients(config, padded(data, 3, 2))
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+    assert distance(found, expected) < 1e-5
+
+
+# --- what the reference sees, and what is left without a policy gradient
+
+
+def test_the_reference_sees_what_it_is_told_to():
+    shadow, dense = (UpdateConfig(loss=LossConfig(beta=0.5), reference_visibility=v) for v in ("shadow", "dense"))
+    assert metrics_and_gradients(shadow, reference=PARAMS)[0]["kl"] <= 1e-9
+    assert metrics_and_gradients(dense, reference=PARAMS)[0]["kl"] > 0.01, "the same policy with its full context"
+
+
+def test_distillation_alone():
+    both = UpdateConfig(distill=DistillConfig(coef=0.5))
+    alone = dataclasses.replace(both, policy_coef=0.0)
+    metrics, found = metrics_and_gradients(alone)
+    np.testing.assert_allclose(metrics["loss"], 0.5 * metrics["distill"], rtol=1e-6)
+    _, expected = metrics_and_gradients(both, batch().replace(advantages=jnp.zeros(ROWS)))
+    assert distance(found, expected) < 1e-5
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores it"),
+        ({"policy_coef": 0.0}, "expected policy_coef > 0, or 0 with a distillation to learn from; got 0.0"),
+        ({"policy_coef": -1.0}, "expected policy_coef > 0"),
+        ({"correction": DPPOTV(), "loss": LossConfig("cispo")}, "expected the plain token ratio.*DPPOTV"),
+        ({"correction": DPPOTV(), "loss": LossConfig(importance_sampling_level="sequence")}, "plain token ratio"),
+        ({"correction": QuRL(), "loss": LossConfig("cispo")}, "clips the ratio of single tokens.*QuRL"),
+        ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
+    ],
+)
+def test_combinations_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        UpdateConfig(**options)
+
+
+def test_a_reference_elsewhere_than_the_policy():
+    """The frozen reference under the sampler's mask, the policy dense: both are combinations that can be asked for."""
+    config = UpdateConfig("dense", LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow")
+    assert metrics_and_gradients(config, reference=REFERENCE)[0]["kl"] > 0
