@@ -88,8 +88,11 @@ def read(
     """Keys and values of all slots, in full precision."""
     if cache.quantized is None:
         return cache.keys, cache.values
-    left = quantized_cache.read(cache.quantized, cache.columns[:, :, : cache.quantized.keys.shape[2]])
-    keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, (cache.keys, cache.values), strict=True))
+    # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
+    # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
+    slots, own = jax.lax.optimization_barrier((cache.quantized, (cache.keys, cache.values)))
+    left = quantized_cache.read(slots, cache.columns[:, :, : slots.keys.shape[2]])
+    keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, own, strict=True))
     return keys, values
 
 

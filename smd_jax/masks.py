@@ -83,14 +83,8 @@ class ShadowMask(struct.PyTreeNode):
         layers = self.evicted_at.shape[1]
         if len(segments) not in (1, layers):
             raise ValueError(f"expected segments of 1 or {layers} layers; got {len(segments)}")
-        for given in segments:
-            if self.quantized is not None and (given.first, given.length) != (
-                self.quantized.first,
-                self.quantized.length,
-            ):
-                raise ValueError(
-                    f"expected the segments by which the cache was quantised, {self.quantized}; got {given}"
-                )
+        if self.quantized is not None:
+            self.quantized.check_segments(segments)
         evicted_at = np.asarray(self.evicted_at)
         for layer in range(max(layers, len(segments))):
             _check_segments(evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)], layer)

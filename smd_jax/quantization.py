@@ -20,7 +20,7 @@ parity, which is 2 away. So it finds the same code, at any number of bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import Literal, get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, UInt8
 
 from smd_kernels.copies import Copies
+from smd_kernels.segments import Segments
 
+Bits = Literal[8, 4, 2]
 BYTE = 8
 
 
@@ -44,13 +46,13 @@ class QuantConfig:
         and errs where an element lies halfway between two codes.
     """
 
-    bits: Literal[8, 4, 2]
+    bits: Bits
     group: int = 32
     value_group: int = 32
     record_parity: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4, 2):
+        if self.bits not in get_args(Bits):
             raise ValueError(f"expected bits to be 8, 4 or 2; got {self.bits}")
         for name in ("group", "value_group"):
             if getattr(self, name) < 1:
@@ -89,7 +91,7 @@ def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead b
 def unpack(packed: UInt8[Array, "*lead bytes"], bits: int, count: int) -> UInt8[Array, "*lead {count}"]:
     """The inverse of `pack`."""
     codes = (packed[..., None] >> _shifts(bits, packed.ndim)) & jnp.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * BYTE // bits)[..., :count]
 
 
 def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
@@ -221,6 +223,15 @@ class QuantizedReplay(struct.PyTreeNode):
     def layer(self, index: int) -> QuantizedReplay:
         """Of one layer."""
         return self.replace(parity=jax.tree.map(lambda x: x[:, index], self.parity))
+
+    def check_segments(self, segments: tuple[Segments, ...]) -> None:
+        """Raises ValueError for segments by which the cache was not quantised."""
+        for given in segments:
+            if (given.first, given.length) != (self.first, self.length):
+                raise ValueError(
+                    f"expected the segments by which the cache was quantised, first={self.first} and "
+                    f"length={self.length}; got {given}"
+                )
 
     def copies(
         self,
