@@ -33,6 +33,7 @@ from smd_jax.quantization import (
 )
 from smd_jax.quantization import quantize as to_codes
 from smd_jax.quantized_cache import no_slots
+from smd_jax.sharding import make_mesh
 from tests.under_test import QUICK
 
 EVERY_BITS = pytest.mark.parametrize("bits", [8, 4, 2])
@@ -334,6 +335,19 @@ def test_attention_sees_what_the_sampler_saw(impl: Any):
         np.testing.assert_allclose(x, y, atol=3e-6, err_msg=name)
         assert np.abs(z - y).max() > 1e-2, f"{name} would be the same without quantisation"
     assert not got[0][0, :, :2].any()
+
+
+@pytest.mark.parametrize("impl", ["interval", "segments"])
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4), (3, 1, 1)], ids=str)
+def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):
+    """The same values; four devices share two KV heads, three cannot share two rows."""
+    (q, k, v, _), _, mask = problem()
+    attending = jax.jit(jax.value_and_grad(lambda q, k, v, mask: jnp.sum(attend(q, k, v, mask, impl) ** 2), (0, 1, 2)))
+    expected = attending(q, k, v, mask)
+    with jax.set_mesh(make_mesh(*mesh)):
+        got = attending(q, k, v, mask)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
 
 
 def test_attention_with_parities_of_another():
