@@ -45,6 +45,16 @@ POLICIES: dict[str, smd.EvictionPolicy] = {
     "dense": smd.Dense(),
 }
 
+# Only with shadow masks does the learner see what the sampler saw; the others correct a dense learner, or do not.
+CORRECTIONS: dict[str, smd.Correction] = {
+    "shadow": smd.Shadow(),
+    "naive": smd.Naive(),
+    "bypass": smd.Bypass(),
+    "tis": smd.TIS(),
+    "icepop": smd.IcePop(),
+    "sparse_rl": smd.SparseRL(),
+}
+
 
 @dataclass(frozen=True)
 class Args:
@@ -54,8 +64,8 @@ class Args:
     data: Path  # JSONL file with the training rows
     eval: Path | None = None  # JSONL file with rows to evaluate on, before and after
     eval_rows: int = 256  # how many of them
-    correction: Literal["shadow", "none"] = "shadow"  # the learner sees what the sampler saw, or everything
-    distill: Direction | Literal["none"] = "forward"  # second track; none with --correction none
+    correction: Literal["shadow", "naive", "bypass", "tis", "icepop", "sparse_rl"] = "shadow"  # of the mismatch
+    distill: Direction | Literal["none"] = "forward"  # second track; with shadow masks alone
     distill_coef: float = 0.1  # its weight in the loss
     distill_fraction: float = 0.25  # share of the rows that get the dense teacher's forward pass
     policy: Literal["rkv", "snapkv", "h2o", "streaming_llm", "dense"] = "rkv"  # eviction policy of the sampler
@@ -120,7 +130,7 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         update=smd.UpdateConfig(
             "shadow" if shadow else "dense",
             smd.LossConfig(args.loss_type, beta=args.beta),
-            correction=smd.Shadow() if shadow else smd.Naive(),
+            correction=CORRECTIONS[args.correction],
             distill=smd.DistillConfig(direction, args.distill_coef, args.distill_fraction) if distills else None,
             microbatch_size=args.microbatch,
         ),

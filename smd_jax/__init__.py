@@ -17,6 +17,11 @@ from smd_jax.corrections import Shadow as Shadow
 from smd_jax.corrections import SparseRL as SparseRL
 from smd_jax.corrections import SparseRLPaper as SparseRLPaper
 from smd_jax.distillation import DistillConfig as DistillConfig
+from smd_jax.dpo import DPOConfig as DPOConfig
+from smd_jax.dpo import dpo_loss as dpo_loss
+from smd_jax.dpo_update import DPOUpdateConfig as DPOUpdateConfig
+from smd_jax.dpo_update import PairBatch as PairBatch
+from smd_jax.dpo_update import make_dpo_update as make_dpo_update
 from smd_jax.eviction import H2O as H2O
 from smd_jax.eviction import RKV as RKV
 from smd_jax.eviction import TOVA as TOVA
@@ -44,6 +49,10 @@ from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
+from smd_jax.online_dpo import OnlineDPOConfig as OnlineDPOConfig
+from smd_jax.online_dpo import OnlineDPOLoop as OnlineDPOLoop
+from smd_jax.ppo import PPOConfig as PPOConfig
+from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch
 from smd_jax.prompts import encode_prompts as encode_prompts
 from smd_jax.quantization import QuantConfig as QuantConfig
@@ -62,5 +71,8 @@ from smd_jax.update import TrainState as TrainState
 from smd_jax.update import UpdateConfig as UpdateConfig
 from smd_jax.update import init_state as init_state
 from smd_jax.update import make_update as make_update
+from smd_jax.value import ValueConfig as ValueConfig
+from smd_jax.value import add_value_head as add_value_head
+from smd_jax.value import drop_value_head as drop_value_head
 from smd_jax.weights import load_checkpoint as load_checkpoint
 from smd_jax.weights import save_checkpoint as save_checkpoint

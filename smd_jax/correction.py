@@ -109,6 +109,11 @@ class Correction:
         """Whether all tokens of a response have one weight and stay or go together, whatever its advantage is."""
         return False
 
+    @property
+    def judges_responses(self) -> bool:
+        """Whether the terms need one advantage per response, so that advantages of tokens (PPO) will not do."""
+        return False
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         """Weights and kept tokens.
 

@@ -132,6 +132,10 @@ class Chain(Correction):
     def per_response(self) -> bool:
         return all(part.per_response for part in self.parts)
 
+    @property
+    def judges_responses(self) -> bool:
+        return any(part.judges_responses for part in self.parts)
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         return functools.reduce(combine_terms, [part.terms(inputs) for part in self.parts])
 

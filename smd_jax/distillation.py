@@ -130,7 +130,7 @@ def sampled_divergence(
     The slopes are what autodiff of the values gives, but for k1 of reverse (autodiff: 1, which is 0 on average), and
     k1 and k3 of forward and anchor (autodiff forgets that s also draws the tokens). k1 and k2 of reverse are the
     policy gradient of verl's on-policy distillation (docs/algo/opd.md), k3 of reverse is GRPO's KL term
-    (arXiv:2402.03300 eq. 4). Whose gradient each has: arXiv:2506.09477.
+    (arXiv:2402.03300 eq. 4); arXiv:2506.09477 shows whose gradient each of these two has.
 
     Like the exact divergence, this compares next tokens after the prefixes that were sampled; how a token changes the
     prefixes after it is not counted. Nor is staleness: the averages hold for tokens of the present shadow policy, and

@@ -47,6 +47,11 @@ class GRPOConfig(LoopConfig):
                 f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
                 f"got {self.group_size}"
             )
+        if self.update.value is not None:
+            raise ValueError(
+                f"expected update.value None, because advantages from a group need no critic: PPOConfig has one; "
+                f"got {self.update.value}"
+            )
         if self.advantages == "leave_one_out" and self.scale_rewards != "none":
             raise ValueError(
                 f"expected scale_rewards 'none' with advantages 'leave_one_out', whose mean is unbiased only without a "

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.dpo import DPO_METRICS
 from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.value import VALUE_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
@@ -27,7 +29,7 @@ METRICS: dict[str, str] = {
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
     "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
     "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with beta > 0",
+    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with a reference",
     "entropy": "mean entropy of the next-token distribution, nats",
     "clip_ratio/low_mean": "share of tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
     "clip_ratio/high_mean": "share of tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
@@ -44,13 +46,16 @@ METRICS: dict[str, str] = {
     "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
-    "loss": "policy loss and weighted distillation",
+    "loss": "policy loss, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
-} | MISMATCH_METRICS
+    **MISMATCH_METRICS,
+    **DPO_METRICS,
+    **VALUE_METRICS,
+}
 
 
 def mismatch_metrics(

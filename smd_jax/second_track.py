@@ -62,7 +62,7 @@ def distill_term(
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
     """Parameters of the dense policy, with a gradient for "published" alone."""
-    # The divergence stops it too; here, before the forward pass, its backward pass is never built.
+    # The divergence stops it as well; stopped before the forward pass, nothing of that is kept for it.
     if config.direction == "published":
         return params
     if config.direction != "anchor":
@@ -81,5 +81,5 @@ def _per_token(
     """The divergence of each token, exact or from the token itself; logits that the temperature has divided."""
     if config.estimator == "exact":
         return divergence(dense, shadow, config.direction)
-    of_dense, of_shadow = (token_logprobs(logits, tokens, 1.0) for logits in (dense, shadow))
+    of_dense, of_shadow = token_logprobs(dense, tokens, 1.0), token_logprobs(shadow, tokens, 1.0)
     return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

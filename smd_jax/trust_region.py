@@ -40,6 +40,10 @@ class OPSM(Correction):
     def uses_present(self) -> bool:
         return True
 
+    @property
+    def judges_responses(self) -> bool:
+        return True
+
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         if inputs.advantages.ndim != 1:
             raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")

@@ -1,7 +1,7 @@
 """The jitted train step of GRPO, RLOO and PPO. It sees a Trajectory and advantages, never the policy that made them.
 
 once per step:         correction of the mismatch ─► weight of every token in the loss
-for every microbatch:  learner forward under the mask ─► policy loss (+ distillation) ─► gradients, summed
+for every microbatch:  learner forward under the mask ─► policy loss (+ distillation, value loss) ─► gradients, summed
 once per step:         optimizer ─► new parameters, metrics
 """
 
@@ -30,6 +30,7 @@ from smd_jax.model import Decoder, Params
 from smd_jax.second_track import distill_term
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
+from smd_jax.value import ValueConfig, value_loss, values
 
 Metrics = dict[str, Array]
 Visibility = Literal["shadow", "dense"]
@@ -46,6 +47,7 @@ class UpdateConfig:
       correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
         none; every other one runs under either visibility, and has nothing to do under "shadow".
       distill: the second track, or None.
+      value: PPO's critic, or None. It judges from the learner's hidden states, so it sees what the learner sees.
       reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
       mask_truncated_completions: leave out responses that the length limit cut off.
       microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
@@ -57,6 +59,7 @@ class UpdateConfig:
     policy_coef: float = 1.0
     correction: Correction = Shadow()
     distill: DistillConfig | None = None
+    value: ValueConfig | None = None
     reference_visibility: Visibility | None = None
     mask_truncated_completions: bool = False
     microbatch_size: int | None = None
@@ -125,12 +128,16 @@ class TrainBatch(struct.PyTreeNode):
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
       old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
       counts: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows count.
+      old_values, returns: `[batch, R]` the critic's values at the rollout's parameters, and what it should have said;
+        None without a critic.
     """
 
     trajectory: Trajectory
     advantages: Float[Array, " batch"] | Float[Array, "batch R"]
     old_logprobs: Float[Array, "batch R"] | None
     counts: Bool[Array, " batch"] | None = None
+    old_values: Float[Array, "batch R"] | None = None
+    returns: Float[Array, "batch R"] | None = None
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -160,6 +167,7 @@ class TokenTerms(struct.PyTreeNode):
     entropy: Float[Array, "batch R"]
     loss: LossTerms
     correction_weights: Float[Array, "batch R"]
+    values_clipped: Bool[Array, "batch R"] | None
 
 
 def init_state(
@@ -178,7 +186,8 @@ def make_update(
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
     The returned function raises ValueError for a trajectory whose probabilities no learner can reproduce (top-k, top-p
-    or greedy sampling), rows that do not divide into microbatches, and a reference that is missing.
+    or greedy sampling), rows that do not divide into microbatches, and what is missing: a reference, or a critic's head
+    or targets.
     """
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
@@ -186,15 +195,16 @@ def make_update(
         prepared = prepare(model, config, state.params, batch)
         count = count_parts(batch.advantages.shape[0], config.microbatch_size)
         objective = _objective(model, config, state)
-        loss, grads, distill, terms = accumulate(objective, state.params, prepared, count)
+        loss, grads, sums, terms = accumulate(objective, state.params, prepared, count)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = constrain_tree(optax.apply_updates(state.params, updates))
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(prepared, terms)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(prepared, terms)}
         if config.loss.beta:
             metrics["kl"] = _token_mean(terms.loss.kl, prepared.mask)
         if config.distill is not None:
-            metrics["distill"] = distill
             metrics["distill_coef"] = config.distill.coef_at(state.step)
+        if config.value is not None:
+            metrics["val/clipfrac_avg"] = _token_mean(terms.values_clipped, prepared.mask)
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
 
     return jax.jit(update, donate_argnums=0)
@@ -215,14 +225,20 @@ def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
     return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
 
 
-def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
-    """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
-    trajectory = batch.trajectory
+def counted_tokens(
+    config: UpdateConfig, trajectory: Trajectory, counts: Bool[Array, " batch"] | None
+) -> Bool[Array, "batch R"]:
+    """The response tokens that a step learns from; `counts` as in TrainBatch."""
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
         mask = mask_truncated_completions(mask, trajectory.terminated)
-    if batch.counts is not None:
-        mask = mask & batch.counts[:, None]
+    return mask if counts is None else mask & counts[:, None]
+
+
+def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+    """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
+    trajectory = batch.trajectory
+    mask = counted_tokens(config, trajectory, batch.counts)
     early = split_by_time(config.correction)[0]
     if early.uses_mismatch and batch.old_logprobs is None:
         batch = batch.replace(old_logprobs=_present_logprobs(model, config, params, trajectory))
@@ -262,7 +278,7 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
     """The loss of one microbatch as a function of the parameters."""
     late = split_by_time(config.correction)[1]
 
-    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Array, TokenTerms]]:
+    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
         trajectory = part.batch.trajectory
 
         # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
@@ -286,15 +302,28 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
             high_scale=part.correction.high_scale,
         )
         loss, terms = policy_loss(inputs, config.loss, clip=config.correction.clips)
-        loss, distill = config.policy_coef * loss, jnp.zeros(())
+        loss, sums, values_clipped = config.policy_coef * loss, {}, None
         if config.distill is not None:
             second = (model, config.distill, params, state.reference, state.step)
-            distill = distill_term(*second, trajectory, hidden, part.all_weights)
-            loss = loss + config.distill.coef_at(state.step) * distill
-        kept = TokenTerms(scores.logprobs, scores.entropy, terms, weights)
-        return loss, jax.lax.stop_gradient((distill, kept))
+            sums["distill"] = distill_term(*second, trajectory, hidden, part.all_weights)
+            loss = loss + config.distill.coef_at(state.step) * sums["distill"]
+        if config.value is not None:
+            sums["loss/value_avg"], values_clipped = _value_loss(config.value, params, hidden, part)
+            loss = loss + config.value.coef * sums["loss/value_avg"]
+        kept = TokenTerms(scores.logprobs, scores.entropy, terms, weights, values_clipped)
+        return loss, jax.lax.stop_gradient((sums, kept))
 
     return objective
+
+
+def _value_loss(
+    config: ValueConfig, params: Params, hidden: Float[Array, "batch R hidden"], part: Prepared
+) -> tuple[Float[Array, ""], Bool[Array, "batch R"]]:
+    """Of all tokens that count: what a correction does to the policy's loss is no business of the critic's."""
+    batch = part.batch
+    if batch.old_values is None or batch.returns is None:
+        raise ValueError("expected old_values and returns in the batch for the value loss, as PPOLoop puts; got None")
+    return value_loss(values(params, hidden), batch.old_values, batch.returns, part.all_weights, config)
 
 
 def _anchor_logprobs(

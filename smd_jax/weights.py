@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from smd_jax.config import ModelConfig
 from smd_jax.hf_config import FloatName, float_name, hf_config_from_model, model_config_from_hf
+from smd_jax.value import VALUE_HEAD
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
 
@@ -157,7 +158,8 @@ def save_checkpoint(
 
     Args:
       directory: where to write. It may hold a previous checkpoint, and nothing else, since it is replaced as a whole.
-      params: the parameters, each of them addressable from this process.
+      params: the parameters, each of them addressable from this process; without a value head, for which this format
+        has no place.
       config: their shape.
       dtype: how the weights are stored; float32 parameters are rounded to it.
       max_shard_bytes: weights beyond this size are split into several files with an index. A tensor is never split.
@@ -165,7 +167,8 @@ def save_checkpoint(
         in config.json, are taken over.
 
     Raises:
-      ValueError: no model type expresses `config`; `params` do not fit `config`; `max_shard_bytes` is not positive.
+      ValueError: no model type expresses `config`; `params` do not fit `config` or have a value head;
+        `max_shard_bytes` is not positive.
       FileExistsError: `directory` holds files that are no part of a checkpoint.
       FileNotFoundError: `tokenizer_from` holds no tokenizer.
     """
@@ -268,6 +271,11 @@ def _to_parameter(tensor: np.ndarray, leaf: Leaf, dtype: FloatName) -> Any:
 
 def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
     leaves = {leaf.path: leaf for leaf in table.values()}
+    if any(path.startswith(f"{VALUE_HEAD}/") for path in flat):
+        raise ValueError(
+            "expected parameters without a value head, because a language model in Hugging Face's format has none: "
+            f"smd.drop_value_head(params); got {_some(sorted({path.split('/')[0] for path in flat}))}"
+        )
     _check_names(missing=leaves.keys() - flat.keys(), extra=flat.keys() - leaves.keys(), where="params")
     wrong = [
         f"{path}: expected {list(leaf.shape)}, got {list(flat[path].shape)}"

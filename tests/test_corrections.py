@@ -103,6 +103,8 @@ def test_what_the_loss_is_told():
         name for name in CORRECTIONS if any(word in name for word in looks_at_xi)
     }
     assert {name for name, c in CORRECTIONS.items() if c.uses_present} == {"OPSM", "DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.judges_responses} == {"OPSM"}
+    assert Chain((Chain((OPSM(),)), TIS())).judges_responses
     assert {name for name, c in CORRECTIONS.items() if c.per_response} == {
         "Naive",
         "Shadow",

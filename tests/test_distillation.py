@@ -94,8 +94,8 @@ def of_token(direction, estimator, dense: float, shadow: float) -> tuple[float, 
     def one(dense, shadow):
         return sampled_divergence(dense[None, None], shadow[None, None], direction, estimator)[0, 0]
 
-    value, slopes = jax.value_and_grad(one, argnums=(0, 1))(jnp.float32(dense), jnp.float32(shadow))
-    return float(value), *map(float, slopes)
+    value, (by_dense, by_shadow) = jax.value_and_grad(one, argnums=(0, 1))(jnp.float32(dense), jnp.float32(shadow))
+    return float(value), float(by_dense), float(by_shadow)
 
 
 L = np.log(2)

@@ -15,6 +15,7 @@ from smd_jax import checkpoint
 from smd_jax.advantages import group_relative
 from smd_jax.corrections import Naive, Shadow
 from smd_jax.distillation import DistillConfig
+from smd_jax.dpo import DPO_METRICS
 from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.grpo import GRPOLoop
 from smd_jax.learner import score
@@ -25,6 +26,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.update import TrainBatch, UpdateConfig, init_state
+from smd_jax.value import VALUE_METRICS, ValueConfig
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,
@@ -94,7 +96,8 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    assert set(metrics) == METRICS.keys() - {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"}
+    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts"} | VALUE_METRICS.keys() | DPO_METRICS.keys()
+    assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
@@ -355,6 +358,10 @@ def test_an_easy_reward_rises():
     [
         ({"group_size": 1}, "expected group_size >= 2, because .* less the mean of its group; got 1"),
         ({"group_size": 1, "scale_rewards": "none"}, "expected group_size >= 2.*; got 1"),
+        (
+            {"update": UpdateConfig(value=ValueConfig())},
+            r"update.value None, because .* no critic.*; got ValueConfig\(",
+        ),
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
         ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),

@@ -16,13 +16,21 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 
 def test_code_blocks(capsys: Any):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     names: dict[str, Any] = {"smd": smd}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
 
     assert float(capsys.readouterr().out) <= 2e-5, "what the first block prints"
     assert names["visible"].shape == (4, 3, 2, 320, 320) and names["visible"].dtype == jnp.bool_
+
+    correction = names["HalfOfTheUnlikely"]()
+    smd.UpdateConfig("dense", correction=smd.Chain((correction, smd.Veto())))
+    old = jnp.log(jnp.array([[0.1, 0.3, 0.5]]))
+    inputs = smd.CorrectionInputs(
+        jnp.log(jnp.full((1, 3), 0.2)), old, None, jnp.ones(1), jnp.array([[True, True, False]])
+    )
+    np.testing.assert_array_equal(correction.terms(inputs).weights, [[0.5, 1.0, 0.0]])
 
     policy = names["KeepLoudValues"]()
     sizes = smd.RolloutConfig(max_new_tokens=9, budget=16, buffer=4)

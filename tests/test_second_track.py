@@ -11,7 +11,7 @@ import pytest
 from smd_jax.distillation import Direction, DistillConfig, Estimator
 from smd_jax.learner import response_hidden
 from smd_jax.masks import Segments
-from smd_jax.model import Decoder, apply_model
+from smd_jax.model import Decoder, Params, apply_model
 from smd_jax.second_track import distill_term
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
@@ -80,7 +80,7 @@ def reference_of(direction):
     return REFERENCE if direction == "anchor" else None
 
 
-def run(config: DistillConfig, step: int = 0):
+def run(config: DistillConfig, step: int = 0) -> tuple[jax.Array, Params]:
     return term(config)(PARAMS, reference_of(config.direction), jnp.int32(step))
 
 
@@ -112,11 +112,10 @@ def policies(direction) -> tuple[np.ndarray, np.ndarray]:
 
 def expected(direction, slope: np.ndarray):
     """The gradient of a term whose learner has these slopes `[ROWS, LENGTH, VOCAB]` by its log-probabilities."""
-    slope, none = jnp.asarray(slope, jnp.float32), jnp.zeros(slope.shape)
-    dense_params = REFERENCE if direction == "anchor" else PARAMS
-    published = direction == "published"
-    of_dense, of_shadow = plain_gradient(dense_params, PARAMS, *((slope, none) if published else (none, slope)))
-    return of_dense if published else of_shadow
+    slopes, none = jnp.asarray(slope, jnp.float32), jnp.zeros(slope.shape)
+    if direction == "published":
+        return plain_gradient(PARAMS, PARAMS, slopes, none)[0]
+    return plain_gradient(REFERENCE if direction == "anchor" else PARAMS, PARAMS, none, slopes)[1]
 
 
 def exact(direction) -> tuple[np.ndarray, np.ndarray]:
@@ -174,8 +173,8 @@ def test_a_full_rotation_is_the_whole(direction):
     whole, whole_grads = run(DistillConfig(direction))
     turns = [run(half(direction), step) for step in range(ROWS * LENGTH)]
     np.testing.assert_allclose(np.mean([value for value, _ in turns]), whole, rtol=1e-5)
-    assert np.std([value for value, _ in turns]) > 1e-3 * abs(whole), "parts must differ"
-    mean = jax.tree.map(lambda *leaves: np.mean(np.float64(leaves), axis=0), *[grads for _, grads in turns])
+    assert np.ptp([value for value, _ in turns]) > 1e-3, "parts must differ"
+    mean = jax.tree.map(lambda *leaves: np.mean(np.asarray(leaves, np.float64), axis=0), *[grads for _, grads in turns])
     assert distance(mean, whole_grads) < 1e-4
 
 
@@ -212,13 +211,9 @@ def test_only_chosen_positions_are_projected_to_the_vocabulary():
     assert part == {f"{ROWS // 2},{LENGTH // 2}"}
 
 
-@pytest.mark.parametrize("estimator", ["exact", "k1"])
-def test_a_teacher_that_does_not_learn_has_no_backward_pass(estimator):
-    published, forward, reverse, anchor = (
-        program(DistillConfig(direction, estimator=estimator)).count("dot_general")
-        for direction in ("published", "forward", "reverse", "anchor")
-    )
-    assert forward == reverse == anchor < 0.8 * published
+def test_one_of_the_two_forward_passes_has_a_backward_pass():
+    anchor, *others = (program(DistillConfig(d)).count("dot_general") for d in ("anchor", "forward", "published"))
+    assert others == [anchor, anchor], "the reference's parameters cannot have one, the live teacher must not"
 
 
 def test_a_missing_reference():

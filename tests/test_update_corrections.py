@@ -61,12 +61,11 @@ def stale() -> TrainBatch:
 
 def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
     """Loss and gradients of the whole batch at once, from the pure functions."""
-    logprobs, pull = dense_logprobs()
+    assert data.old_logprobs is not None
+    old, (logprobs, pull) = data.old_logprobs, dense_logprobs()
     mask = trajectory().response_mask
-    terms = correction.terms(
-        CorrectionInputs(trajectory().logprobs, data.old_logprobs, logprobs, data.advantages, mask)
-    )
-    anchor = trajectory().logprobs if correction.anchor == "sampler" else data.old_logprobs
+    terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
+    anchor = trajectory().logprobs if correction.anchor == "sampler" else old
 
     def of(logprobs):
         weights = token_weights(terms.keep, loss.loss_type)
@@ -172,6 +171,7 @@ def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
     """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
     first half, and the log-probabilities there are what they like."""
     t = data.trajectory
+    assert isinstance(t.mask, ShadowMask) and data.old_logprobs is not None
     columns = ((0, 0), (left, right))
     evicted_at = jnp.pad(t.mask.evicted_at, ((0, 0), (0, 0), (0, 0), (left, right)))
     moved = jnp.where((evicted_at > 0) & (evicted_at < t.tokens.shape[1] + 1), evicted_at + left, evicted_at)

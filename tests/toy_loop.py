@@ -13,6 +13,7 @@ import optax
 from smd_jax.distillation import DistillConfig
 from smd_jax.eviction import H2O
 from smd_jax.grpo import GRPOConfig, GRPOLoop
+from smd_jax.loop import Loop
 from smd_jax.model import Decoder
 from smd_jax.prompts import Tokenizer
 from smd_jax.rollout import RolloutConfig
@@ -59,7 +60,7 @@ def new_state(seed: int = 0) -> TrainState:
     return init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
 
 
-def run(loop: GRPOLoop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
+def run(loop: Loop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
     """Metrics of every step but for the wall time."""
     rows = []
     for _ in range(steps):

@@ -1,0 +1,89 @@
+"""Generalised advantage estimation: from the reward of a response to an advantage for each of its tokens.
+
+    rewards [batch] ─ terminal_rewards ─► [batch, R] ─┐
+    values [batch, R], of the critic ─────────────────┴─ gae ─► returns, the critic's target
+                                                             └► advantages ─ whiten ─► policy loss
+
+Tokens are those of the mask. What stands outside it in any array may be anything, and what comes out there is 0.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+EPSILON = 1e-8  # added to the variance, as TRL's masked_whiten does
+
+
+def terminal_rewards(rewards: Float[Array, " batch"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
+    """The reward of each response at its last token, 0 elsewhere; a response without tokens gets nothing.
+
+    So in verl (token_level_scores). TRL's PPO puts it one column later where there is one, on a state that follows the
+    last token, whose value its critic learns too.
+    """
+    following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
+    return jnp.where(mask & (following == 1), rewards[:, None], 0.0)
+
+
+def gae(
+    rewards: Float[Array, "batch R"],
+    values: Float[Array, "batch R"],
+    mask: Bool[Array, "batch R"],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"]]:
+    """GAE (arXiv:1506.02438 eq. 16), over the tokens of a row in their order:
+
+        delta_t = r_t + gamma V_{t+1} - V_t          the value after a row's last token is 0
+        A_t     = delta_t + gamma lam A_{t+1}
+
+    `lam` 0 trusts the critic for all that follows a token; 1 takes the rewards that really came, less its value. A
+    response that the length limit cut off ends like any other: its reward is for what stands there.
+
+    Returns:
+      advantages A, and returns A + V, float32 or wider; both 0 outside the mask.
+    """
+    wide = jnp.promote_types(jnp.result_type(rewards, values), jnp.float32)
+    rewards, values = (jnp.where(mask, x, 0.0).astype(wide) for x in (rewards, values))
+
+    def back(later: tuple[Array, Array], column: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        next_value, next_advantage = later
+        reward, value, inside = column
+        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        # A column that is no token is no step in time: the next one to the left looks past it.
+        earlier = jnp.where(inside, value, next_value), jnp.where(inside, advantage, next_advantage)
+        return earlier, jnp.where(inside, advantage, 0.0)
+
+    nothing = jnp.zeros(mask.shape[0], wide)
+    _, columns = jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)
+    return columns.T, columns.T + values
+
+
+def whiten(advantages: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
+    """Shifted and scaled to mean 0 and variance 1 over all tokens of the batch; 0 outside the mask.
+
+    `(x - mean) / sqrt(variance + 1e-8)` with Bessel's correction, as masked_whiten with shift_mean in
+    trl/experimental/ppo/ppo_trainer.py. A single token becomes 0.
+    """
+    centred = _centred(advantages, mask)
+    variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
+    return centred * jax.lax.rsqrt(variance + EPSILON)
+
+
+def explained_variance(
+    values: Float[Array, "batch R"], returns: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
+) -> Float[Array, ""]:
+    """`1 - var(returns - values) / (var(returns) + 1e-5)` over all tokens, as verl's critic/vf_explained_var.
+
+    1 for a critic that knows the returns, 0 for one that says the same everywhere, negative for one that is worse.
+    """
+    tokens = jnp.maximum(mask.sum(), 1)
+    unexplained, of_returns = (jnp.square(_centred(x, mask)).sum() / tokens for x in (returns - values, returns))
+    return 1.0 - unexplained / (of_returns + 1e-5)
+
+
+def _centred(x: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
+    """`x` less its mean over the mask; 0 outside."""
+    mean = jnp.where(mask, x, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    return jnp.where(mask, x - mean, 0.0)

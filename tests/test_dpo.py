@@ -1,0 +1,260 @@
+"""The DPO loss: by hand, its gradient by formula, and what must not matter; corrections of whole pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.correction import Correction, CorrectionInputs
+from smd_jax.corrections import Bypass, Chain, Naive, Shadow, SparseRL, SparseRLPaper
+from smd_jax.dpo import (
+    DPO_METRICS,
+    DPOConfig,
+    DPOInputs,
+    check_pair_correction,
+    dpo_loss,
+    dpo_metrics,
+    pair_correction,
+    pair_weights,
+    sequence_logprobs,
+)
+from smd_jax.importance import MIS, TIS, IcePop, QuRL
+from smd_jax.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.trust_region import DPPOTV, OPSM
+
+LOSSES = pytest.mark.parametrize("config", [DPOConfig(0.5), DPOConfig(0.5, "ipo")], ids=lambda c: c.loss_type)
+
+
+def inputs_of(chosen, rejected, reference_chosen, reference_rejected, weights, correction=None) -> DPOInputs:
+    arrays = (chosen, rejected, reference_chosen, reference_rejected, weights)
+    return DPOInputs(*(jnp.asarray(np.atleast_1d(x), jnp.float32) for x in arrays), correction_weights=correction)
+
+
+def gradients(inputs: DPOInputs, config: DPOConfig):
+    """By the log-probabilities of the chosen and of the rejected."""
+
+    def loss(chosen, rejected):
+        return dpo_loss(inputs.replace(chosen_logprobs=chosen, rejected_logprobs=rejected), config)[0]
+
+    return jax.grad(loss, argnums=(0, 1))(inputs.chosen_logprobs, inputs.rejected_logprobs)
+
+
+# --- by hand: log ratios 1 and -1 to the reference, h = 2, beta h = 1
+
+ONE_PAIR = inputs_of(-4.0, -6.0, -5.0, -5.0, 1.0)
+
+
+def test_sigmoid_by_hand():
+    loss, terms = dpo_loss(ONE_PAIR, DPOConfig(0.5))
+    np.testing.assert_allclose(loss, 0.31326168751822286, rtol=1e-6)  # log(1 + e^-1)
+    np.testing.assert_allclose([terms.chosen_rewards[0], terms.rejected_rewards[0]], [0.5, -0.5], rtol=1e-6)
+
+
+def test_ipo_by_hand():
+    """(2 - 1 / (2 * 0.5))^2 = 1, and at the target 1 / (2 beta) = h nothing is left."""
+    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(0.5, "ipo"))[0], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(0.25, "ipo"))[0], 0.0, atol=1e-6)
+
+
+def test_the_policy_is_its_reference():
+    """-log sigmoid(0) = log 2 whatever beta, and IPO's squared target."""
+    inputs = inputs_of(-3.0, -9.0, -3.0, -9.0, 1.0)
+    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig())[0], np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(0.1, "ipo"))[0], 25.0, rtol=1e-6)
+
+
+def test_weights_and_corrections_multiply():
+    """0.25 * 2 * log(1 + e^-1) + 0.75 * 0.5 * log(1 + e^1)."""
+    inputs = inputs_of([-4, -6], [-6, -4], [-5, -5], [-5, -5], [0.25, 0.75], jnp.array([2.0, 0.5]))
+    expected = 0.25 * 2 * 0.31326168751822286 + 0.75 * 0.5 * 1.3132616875182228
+    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(0.5))[0], expected, rtol=1e-6)
+
+
+def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
+    rng = np.random.default_rng(seed)
+    chosen, rejected, reference_chosen, reference_rejected = rng.normal(-20, 3, (4, pairs))
+    correction = jnp.asarray(rng.uniform(0, 2, pairs), jnp.float32)
+    return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs), correction)
+
+
+@LOSSES
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_by_formula(config, seed):
+    """sigmoid: -beta sigmoid(-beta h) (arXiv:2305.18290 section 4); ipo: 2 (h - 1 / (2 beta)). Beta is 0.5."""
+    inputs = random_inputs(seed)
+    chosen, rejected, reference_chosen, reference_rejected, weights, correction = map(
+        np.float64, jax.tree.leaves(inputs)
+    )
+    h = chosen - rejected - reference_chosen + reference_rejected
+    slope = -0.5 / (1 + np.exp(0.5 * h)) if config.loss_type == "sigmoid" else 2 * (h - 1)
+    of_chosen, of_rejected = gradients(inputs, config)
+    np.testing.assert_allclose(of_chosen, weights * correction * slope, rtol=1e-4)
+    np.testing.assert_allclose(of_rejected, -weights * correction * slope, rtol=1e-4)
+
+
+@LOSSES
+def test_only_the_policy_has_a_gradient(config):
+    inputs = random_inputs(0)
+    slopes = jax.grad(lambda x: dpo_loss(x, config)[0])(inputs)
+    for name in ("reference_chosen_logprobs", "reference_rejected_logprobs", "weights", "correction_weights"):
+        np.testing.assert_array_equal(getattr(slopes, name), 0.0)
+    terms = jax.grad(lambda x: dpo_loss(x, config)[1].chosen_rewards.sum())(inputs)
+    np.testing.assert_array_equal(terms.chosen_logprobs, 0.0)
+
+
+@LOSSES
+@pytest.mark.parametrize("junk", [jnp.inf, -jnp.inf, jnp.nan, 1e30])
+@pytest.mark.parametrize("name", ["chosen_logprobs", "reference_rejected_logprobs", "correction_weights"])
+def test_a_pair_that_weighs_nothing_may_hold_anything(config, junk, name):
+    inputs = random_inputs(1)
+    inputs = inputs.replace(weights=inputs.weights.at[2].set(0.0))
+    dirty = inputs.replace(**{name: getattr(inputs, name).at[2].set(junk)})
+    assert float(dpo_loss(dirty, config)[0]) == float(dpo_loss(inputs, config)[0])
+    jax.tree.map(np.testing.assert_array_equal, dpo_loss(dirty, config)[1], dpo_loss(inputs, config)[1])
+    jax.tree.map(np.testing.assert_array_equal, gradients(dirty, config), gradients(inputs, config))
+
+
+@LOSSES
+def test_far_from_the_reference_nothing_overflows(config):
+    inputs = inputs_of([-1e4, -1.0], [-1.0, -1e4], [-1.0, -1.0], [-1.0, -1.0], [0.5, 0.5])
+    assert np.isfinite(dpo_loss(inputs, config)[0])
+    assert all(np.isfinite(x).all() for x in gradients(inputs, config))
+
+
+@LOSSES
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_microbatches_and_order_change_nothing(config, size):
+    inputs = random_inputs(2, pairs=6)
+    whole = dpo_loss(inputs, config)[0]
+    order = np.array([3, 0, 5, 1, 4, 2])
+    parts = [
+        dpo_loss(jax.tree.map(lambda x, i=i: x[order[i : i + size]], inputs), config)[0] for i in range(0, 6, size)
+    ]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+
+
+# --- weights, sums over tokens, metrics
+
+
+def test_pairs_without_signal_leave_the_denominator():
+    np.testing.assert_allclose(pair_weights(jnp.array([True, False, True, True])), [1 / 3, 0, 1 / 3, 1 / 3], rtol=1e-6)
+    np.testing.assert_array_equal(pair_weights(jnp.zeros(3, bool)), np.zeros(3))
+
+
+@pytest.mark.parametrize("junk", [0.0, jnp.nan, -jnp.inf])
+def test_padding_changes_nothing(junk):
+    logprobs = jnp.array([[-1.0, -2.0, -4.0], [-0.5, junk, junk]])
+    mask = jnp.array([[True, True, True], [True, False, False]])
+    wide = jnp.pad(logprobs, ((0, 0), (0, 2)), constant_values=junk)
+    np.testing.assert_allclose(sequence_logprobs(logprobs, mask), [-7.0, -0.5])
+    np.testing.assert_allclose(sequence_logprobs(wide, jnp.pad(mask, ((0, 0), (0, 2)))), [-7.0, -0.5])
+    slope = jax.grad(lambda x: sequence_logprobs(x, mask).sum())(logprobs)
+    np.testing.assert_array_equal(slope, mask)
+
+
+def test_metrics_by_hand():
+    """Margins 1, -1 and, of a pair that weighs nothing, 0."""
+    inputs = inputs_of([-4, -6, -1], [-6, -4, -2], [-5, -5, -9], [-5, -4, -9], [0.5, 0.5, 0.0])
+    terms = dpo_loss(inputs, DPOConfig(0.5))[1]
+    metrics = dpo_metrics(terms, inputs.weights)
+    expected = {"rewards/chosen": 0.0, "rewards/rejected": -0.25, "rewards/margins": 0.25, "rewards/accuracies": 0.5}
+    expected |= {"logps/chosen": -5.0, "logps/rejected": -5.0}
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
+    nothing = dpo_metrics(terms, jnp.zeros(3))
+    assert set(nothing) == set(expected) == DPO_METRICS.keys() and not any(float(value) for value in nothing.values())
+
+
+@pytest.mark.parametrize("beta", [0.0, -0.1, float("nan")])
+def test_a_beta_that_means_nothing(beta):
+    with pytest.raises(ValueError, match=f"expected beta > 0; got {beta}"):
+        DPOConfig(beta)
+
+
+def test_an_unknown_loss():
+    config = DPOConfig()
+    object.__setattr__(config, "loss_type", "hinge")  # behind the type checker, which users do not have
+    with pytest.raises(ValueError, match="expected loss_type to be one of sigmoid, ipo; got 'hinge'"):
+        config.__post_init__()
+
+
+# --- corrections of whole pairs
+
+
+def of_xi(xi, mask=None) -> CorrectionInputs:
+    """Responses whose tokens have these mismatch ratios."""
+    xi = np.atleast_2d(np.asarray(xi, np.float64))
+    sampler = np.full(xi.shape, -1.0)
+    return CorrectionInputs(
+        sampler_logprobs=jnp.asarray(sampler, jnp.float32),
+        old_logprobs=jnp.asarray(sampler + np.log(xi), jnp.float32),
+        logprobs=None,
+        advantages=jnp.zeros(len(xi)),
+        mask=jnp.ones(xi.shape, bool) if mask is None else jnp.asarray(mask, bool),
+    )
+
+
+def check(correction: Correction, chosen, rejected, weights, keep) -> None:
+    terms = pair_correction(correction, chosen, rejected)
+    np.testing.assert_allclose(terms.weights, weights, rtol=1e-5)
+    np.testing.assert_array_equal(terms.keep, keep)
+
+
+# Products of xi: chosen 1.5, 0.5, 4 (padding left out); rejected 1, 0.8, 0.5.
+CHOSEN = of_xi([[1.5, 1.0, 9.0], [0.5, 1.0, 1.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+REJECTED = of_xi([[1.0, 1.0, 1.0], [0.8, 9.0, 9.0], [1.0, 0.5, 9.0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+
+
+def test_the_weight_of_a_pair_is_the_product():
+    check(TIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0 * 0.5], [1, 1, 1])
+    check(TIS("sequence", clip_max=None), CHOSEN, REJECTED, [1.5, 0.4, 4.0 * 0.5], [1, 1, 1])
+    check(MIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 0.0], [1, 1, 1])
+
+
+def test_a_pair_stays_if_both_stay():
+    check(Rejection("sequence", 0.6, 2.0), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 0])
+    # Geometric means: sqrt(1.5) = 1.22, 0.5^(1/3) = 0.79, 4^(1/3) = 1.59; 1, 0.8, sqrt(0.5) = 0.71.
+    check(Rejection("geometric", 0.75, 1.5), CHOSEN, REJECTED, [1, 1, 1], [1, 1, 0])
+    check(GeometricRejection(), CHOSEN, REJECTED, [1, 1, 1], [0, 0, 0])
+    check(Veto(0.6), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 0])
+    check(Chain((TIS("sequence"), Veto(0.6))), CHOSEN, REJECTED, [1.5, 0.4, 1.0], [1, 0, 0])
+
+
+def test_normalised_weights_look_at_all_responses():
+    mean = np.mean([1.5, 0.5, 2.0, 1.0, 0.8, 0.5])
+    weights = np.array([1.5, 0.4, 1.0]) / mean**2
+    check(TIS("sequence", batch_normalize=True), CHOSEN, REJECTED, weights, [1, 1, 1])
+
+
+@pytest.mark.parametrize("correction", [Shadow(), Naive()])
+def test_neither_weight_nor_rejection(correction):
+    check(correction, CHOSEN, REJECTED, [1, 1, 1], [1, 1, 1])
+
+
+@pytest.mark.parametrize("correction", [Shadow(), TIS("sequence"), Veto()])
+def test_a_response_without_tokens_makes_no_pair(correction):
+    empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
+    assert pair_correction(correction, empty, REJECTED).keep.tolist() == [True, False, True]
+    assert pair_correction(correction, REJECTED, empty).keep.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [TIS(), MIS("token"), IcePop(), QuRL(), Rejection(), SparseRL(), SparseRLPaper(), OPSM(), Chain((Veto(), TIS()))],
+    ids=lambda c: type(c).__name__,
+)
+def test_corrections_of_single_tokens_are_refused(correction):
+    name = type(correction).__name__
+    with pytest.raises(ValueError, match=f"one number per response made from xi alone, .* pair counts .*; got {name}"):
+        check_pair_correction(correction)
+
+
+@pytest.mark.parametrize("correction", [Bypass(), DPPOTV(), Chain((Bypass(), Veto()))], ids=lambda c: type(c).__name__)
+def test_a_ratio_to_the_sampler_is_refused(correction):
+    with pytest.raises(ValueError, match=f"takes no ratio to the sampler; got {type(correction).__name__}"):
+        check_pair_correction(correction)
+
+
+def test_weights_by_the_sampler_need_its_log_probabilities():
+    with pytest.raises(ValueError, match=r"expected the sampler's log-probabilities.*; got None"):
+        nameless = (x.replace(sampler_logprobs=None) for x in (CHOSEN, REJECTED))
+        pair_correction(TIS("sequence"), *nameless)

@@ -1,0 +1,366 @@
+"""The train step of online DPO on a tiny model: against a plain computation, and the same in any split."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.corrections import Bypass, Chain, Naive, Shadow
+from smd_jax.dpo import DPO_METRICS, DPOConfig
+from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.eviction import H2O
+from smd_jax.importance import TIS
+from smd_jax.metrics import METRICS
+from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.model import Decoder, apply_model
+from smd_jax.prompts import PromptBatch
+from smd_jax.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.update import init_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PAIRS, WIDTH, LENGTH = 6, 6, 7
+TEMPERATURE, BETA = 0.9, 0.3
+MODEL = Decoder(tiny_model_config(vocab_size=16, max_positions=16, num_layers=1))
+
+# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
+RECORD = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+)
+
+
+def spread_params(seed: int):
+    """Parameters whose logits are not all alike, so that it matters what a query sees."""
+    params = random_params(MODEL.config)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return structure.unflatten([x + 0.15 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+
+PARAMS, REFERENCE = spread_params(0), spread_params(1)
+
+
+@functools.cache
+def trajectory():
+    """Twelve rows of unequal prompts and responses, under a budget of half their length."""
+    rng = np.random.default_rng(0)
+    valid = jnp.asarray(np.arange(WIDTH)[None] >= rng.integers(0, WIDTH - 1, 2 * PAIRS)[:, None])
+    tokens = jnp.asarray(rng.integers(0, 16, (2 * PAIRS, WIDTH)), jnp.int32)
+    prompts = PromptBatch(jnp.where(valid, tokens, 0), valid)
+    config = RolloutConfig(LENGTH, 4, 2, eos_token_id=5, sampling=SamplingConfig(TEMPERATURE))
+    return rollout(MODEL, PARAMS, prompts, jax.random.key(2), policy=H2O(), config=config)
+
+
+CHOSEN, REJECTED = np.array([3, 0, 8, 5, 10, 7]), np.array([2, 1, 9, 4, 11, 6])
+SIGNAL = np.array([True, True, False, True, True, True])
+
+
+def batch(chosen=CHOSEN, rejected=REJECTED, signal=SIGNAL) -> PairBatch:
+    return PairBatch(
+        jax.tree.map(lambda x: x[chosen], trajectory()),
+        jax.tree.map(lambda x: x[rejected], trajectory()),
+        jnp.asarray(signal),
+    )
+
+
+def config_of(**options: Any) -> DPOUpdateConfig:
+    return DPOUpdateConfig(loss=DPOConfig(BETA), **options)
+
+
+SHADOW = config_of()
+DENSE = config_of(visibility="dense", correction=Naive())
+
+
+@functools.cache
+def recording_update(config: DPOUpdateConfig):
+    return make_dpo_update(MODEL, RECORD, config)
+
+
+def metrics_and_gradients(config=SHADOW, data=None, reference=REFERENCE):
+    """One update of copies of the parameters (it donates them)."""
+    params, reference = jax.tree.map(jnp.copy, (PARAMS, reference))
+    state = init_state(params, RECORD, jax.random.key(3), reference)
+    state, metrics = recording_update(config)(state, batch() if data is None else data)
+    return jax.device_get(metrics), state.opt_state
+
+
+def distance(left, right) -> float:
+    """|left - right| / |right| over all leaves, in float64."""
+    pairs = [(np.float64(a), np.float64(b)) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)]
+    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
+    return float(np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs)))
+
+
+# --- against a plain computation
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def token_logprobs(params, visibility):
+    """`[12, LENGTH]` from the model's plain call on all rows, 0 outside the responses."""
+    t = trajectory()
+    mask = t.mask if visibility == "shadow" else t.dense_mask()
+    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1] / TEMPERATURE
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), t.response[..., None], -1)[..., 0]
+    return jnp.where(t.response_mask, logprobs, 0.0)
+
+
+def rewards_of(params, visibility, seen) -> tuple[jax.Array, jax.Array]:
+    """Implicit rewards of chosen and rejected."""
+    policy, reference = token_logprobs(params, visibility), token_logprobs(REFERENCE, seen)
+    per_row = BETA * jnp.sum(policy - reference, axis=1)
+    return per_row[CHOSEN], per_row[REJECTED]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def plain(params, weights, visibility, seen, loss_type):
+    """Loss and gradient, pair by pair."""
+
+    def loss(params):
+        chosen, rejected = rewards_of(params, visibility, seen)
+        margin = chosen - rejected
+        per_pair = jnp.log1p(jnp.exp(-margin)) if loss_type == "sigmoid" else (margin / BETA - 0.5 / BETA) ** 2
+        return jnp.sum(weights * per_pair)
+
+    return jax.value_and_grad(loss)(params)
+
+
+def assert_plain(config: DPOUpdateConfig, weights, data=None) -> None:
+    metrics, grads = metrics_and_gradients(config, data)
+    seen = config.reference_visibility or config.visibility
+    value, expected = plain(PARAMS, jnp.asarray(weights, jnp.float32), config.visibility, seen, config.loss.loss_type)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert distance(grads, expected) < 1e-5
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected), rtol=1e-5)
+
+
+def test_the_trajectory_is_a_hard_one():
+    lengths = np.asarray(trajectory().lengths())
+    assert (lengths[CHOSEN] != lengths[REJECTED]).any() and lengths.max() == LENGTH and lengths.min() < 4
+    margins = np.subtract(*rewards_of(PARAMS, "shadow", "shadow"))
+    assert (margins > 0).any() and (margins < 0).any()
+
+
+@pytest.mark.parametrize(
+    ("visibility", "seen", "loss_type"),
+    [("shadow", None, "sigmoid"), ("shadow", "dense", "ipo"), ("dense", "shadow", "sigmoid"), ("dense", None, "ipo")],
+)
+def test_loss_and_gradient_against_the_definition(visibility, seen, loss_type):
+    correction = Shadow() if visibility == "shadow" else Naive()
+    assert_plain(DPOUpdateConfig(visibility, seen, DPOConfig(BETA, loss_type), correction), SIGNAL / 5)
+
+
+TRUNCATED = config_of(
+    visibility="dense", correction=TIS("sequence", clip_max=1.5, batch_normalize=True), microbatch_size=2
+)
+REJECTING = config_of(visibility="dense", correction=Rejection("sequence", 0.5, 2.0))
+
+
+def mismatch() -> np.ndarray:
+    """xi of every response of the pairs, `[2, pairs]`, for a dense learner."""
+    difference = np.float64(token_logprobs(PARAMS, "dense")) - np.float64(trajectory().logprobs)
+    return np.exp(difference.sum(1)[np.stack([CHOSEN, REJECTED])])
+
+
+def kept() -> np.ndarray:
+    """Pairs with signal of which both responses are inside the bounds of REJECTING."""
+    return SIGNAL & ((mismatch() >= 0.5) & (mismatch() <= 2.0)).all(axis=0)
+
+
+def test_a_dense_learner_may_be_reweighted():
+    """Whatever the microbatches, the normalisation is over all responses of pairs with signal."""
+    weights = np.minimum(mismatch(), 1.5)
+    weights = (weights / weights[:, SIGNAL].mean()).prod(axis=0)
+    assert np.ptp(weights[SIGNAL]) > 0.1
+    assert_plain(TRUNCATED, SIGNAL * weights / 5)
+
+
+def test_pairs_of_a_dense_learner_may_be_rejected():
+    assert 0 < kept().sum() < 5
+    assert_plain(REJECTING, kept() / kept().sum())
+
+
+def test_old_log_probabilities_may_be_given():
+    """After a step the present learner is not the one that xi is about."""
+    old = np.asarray(token_logprobs(REFERENCE, "dense"))
+    data = batch().replace(old_chosen_logprobs=old[CHOSEN], old_rejected_logprobs=old[REJECTED])
+    ratio = np.exp((old - np.asarray(trajectory().logprobs)).sum(1))
+    weights = np.minimum(np.stack([ratio[CHOSEN], ratio[REJECTED]]), 1.5)
+    weights = (weights / weights[:, SIGNAL].mean()).prod(axis=0)
+    assert_plain(TRUNCATED, SIGNAL * weights / 5, data)
+
+
+def test_the_metrics_by_their_definitions():
+    metrics, _ = metrics_and_gradients()
+    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | {
+        *("loss", "grad_norm", "entropy", "kl", "mismatch_kl"),
+        *(name for name in METRICS if name.startswith("sampling/")),
+    }
+    chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow", "shadow"))
+    logps = np.asarray(token_logprobs(PARAMS, "shadow"), np.float64).sum(1)
+    expected = {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/accuracies": (chosen > rejected).mean(),
+        "logps/chosen": logps[CHOSEN][SIGNAL].mean(),
+        "logps/rejected": logps[REJECTED][SIGNAL].mean(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+    mask = np.asarray(trajectory().response_mask)
+    log_ratio = np.asarray(token_logprobs(REFERENCE, "shadow") - token_logprobs(PARAMS, "shadow"), np.float64)[mask]
+    np.testing.assert_allclose(metrics["kl"], (np.exp(log_ratio) - 1 - log_ratio).mean(), rtol=1e-4)
+    assert 0 < metrics["entropy"] < np.log(16)
+
+
+def test_what_a_correction_did_is_counted():
+    metrics, _ = metrics_and_gradients(REJECTING)
+    lengths = np.asarray(trajectory().lengths())
+    tokens = (lengths[CHOSEN] + lengths[REJECTED])[SIGNAL]
+    lost = ~kept()[SIGNAL]
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], tokens[lost].sum() / tokens.sum())
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], lost.mean(), rtol=1e-6)
+
+
+# --- on-policy with shadow masks
+
+
+def test_with_shadow_masks_there_is_nothing_to_correct():
+    correction = Chain((TIS("sequence"), Rejection("sequence"), GeometricRejection(), Veto()))
+    plain, corrected = metrics_and_gradients(), metrics_and_gradients(config_of(correction=correction))
+    assert corrected[0]["mismatch_kl"] <= 1e-6
+    assert corrected[0]["sampling/sampling_logp_difference/max"] <= 2e-5
+    np.testing.assert_allclose(corrected[0]["rollout_corr/rollout_is_eff_sample_size"], 1.0, atol=1e-5)
+    for name in ("min", "mean", "max"):
+        np.testing.assert_allclose(corrected[0][f"rollout_corr/rollout_is_{name}"], 1.0, atol=1e-4)
+    assert corrected[0]["rollout_corr/rollout_rs_masked_fraction"] == 0
+    np.testing.assert_allclose(corrected[0]["loss"], plain[0]["loss"], rtol=1e-5)
+    assert distance(corrected[1], plain[1]) < 1e-4
+
+
+def test_a_dense_learner_is_another_policy():
+    metrics, _ = metrics_and_gradients(DENSE)
+    assert metrics["mismatch_kl"] > 0.001 and metrics["sampling/sampling_logp_difference/max"] > 0.05
+
+
+def test_what_the_reference_sees_matters():
+    dense, shadow = metrics_and_gradients(config_of(reference_visibility="dense")), metrics_and_gradients()
+    assert abs(dense[0]["loss"] - shadow[0]["loss"]) > 1e-3
+    assert distance(dense[1], shadow[1]) > 1e-3
+
+
+def test_the_policy_is_its_reference():
+    metrics, _ = metrics_and_gradients(reference=PARAMS)
+    np.testing.assert_allclose(metrics["loss"], np.log(2), rtol=1e-6)
+    np.testing.assert_allclose([metrics["rewards/margins"], metrics["kl"]], 0.0, atol=1e-6)
+
+
+# --- the same in any split and order
+
+
+def test_microbatches_change_nothing():
+    whole, parts = metrics_and_gradients(), metrics_and_gradients(config_of(microbatch_size=3))
+    assert distance(parts[1], whole[1]) < 1e-5
+    for name, value in whole[0].items():
+        np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [SHADOW, TRUNCATED], ids=["shadow", "truncated"])
+def test_the_order_of_the_pairs_changes_nothing(config):
+    order = np.array([3, 1, 5, 0, 2, 4])
+    one = metrics_and_gradients(config)
+    other = metrics_and_gradients(config, batch(CHOSEN[order], REJECTED[order], SIGNAL[order]))
+    np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-5)
+    assert distance(other[1], one[1]) < 1e-5
+
+
+def test_pairs_without_signal_change_nothing():
+    few = np.array([0, 1, 3, 4])  # in whole microbatches
+    rest = np.isin(np.arange(PAIRS), few)
+    alone = metrics_and_gradients(TRUNCATED, batch(CHOSEN[few], REJECTED[few], np.ones(4, bool)))
+    among = metrics_and_gradients(TRUNCATED, batch(signal=rest))
+    np.testing.assert_allclose(among[0]["loss"], alone[0]["loss"], rtol=1e-5)
+    assert distance(among[1], alone[1]) < 1e-5
+
+
+@pytest.mark.parametrize("config", [SHADOW, TRUNCATED, REJECTING], ids=["shadow", "truncated", "rejecting"])
+def test_a_batch_without_signal_teaches_nothing(config):
+    metrics, grads = metrics_and_gradients(config, batch(signal=np.zeros(PAIRS, bool)))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(grads))
+
+
+def test_masks_may_be_stored_as_booleans():
+    boolean = trajectory().mask.to_boolean()
+    pairs = batch()
+    chosen, rejected = pairs.chosen.replace(mask=boolean[CHOSEN]), pairs.rejected.replace(mask=boolean[REJECTED])
+    explicit = metrics_and_gradients(data=pairs.replace(chosen=chosen, rejected=rejected))
+    np.testing.assert_allclose(explicit[0]["loss"], metrics_and_gradients()[0]["loss"], rtol=1e-6)
+    assert distance(explicit[1], metrics_and_gradients()[1]) < 1e-5
+
+
+# --- bad input
+
+
+def test_a_missing_reference():
+    with pytest.raises(ValueError, match=r"expected reference parameters .* DPO's reward is a ratio to them; got None"):
+        metrics_and_gradients(reference=None)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_trajectories_that_no_learner_can_replay(side):
+    data = batch()
+    data = data.replace(**{side: getattr(data, side).replace(replayable=False)})
+    with pytest.raises(ValueError, match=r"without top-k or top-p.*got one from a filtered or greedy sampler"):
+        metrics_and_gradients(data=data)
+
+
+def test_pairs_that_do_not_divide():
+    with pytest.raises(ValueError, match="divide into microbatches of 4 pairs; got 6 pairs"):
+        metrics_and_gradients(config_of(microbatch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatch_size": 0}, "expected microbatch_size >= 1; got 0"),
+        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow\(\).*; got 'dense'"),
+        ({"correction": TIS("token")}, "one number per response .*; got TIS"),
+        ({"correction": Chain((TIS("token"), Veto()))}, "one number per response .*; got Chain"),
+        ({"correction": Bypass()}, "no ratio to the sampler; got Bypass"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        DPOUpdateConfig(**options)
+
+
+# --- the program
+
+
+def test_the_update_compiles_once_and_takes_the_old_buffers():
+    optimizer = optax.adam(1e-2)
+    update = make_dpo_update(MODEL, optimizer, SHADOW)
+    first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3), REFERENCE)
+    losses = []
+    with count_compilations() as counts:
+        for _ in range(4):
+            state, metrics = update(state, batch())
+            losses.append(float(metrics["loss"]))
+    assert counts["update"] == 1
+    assert int(state.step) == 4
+    assert all(after < before for before, after in itertools.pairwise(losses)), losses
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
+    for before, after in zip(jax.tree.leaves(REFERENCE), jax.tree.leaves(state.reference), strict=True):
+        np.testing.assert_array_equal(after, before)

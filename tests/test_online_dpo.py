@@ -1,0 +1,236 @@
+"""The loop of online DPO on a real task, in sizes of a toy: pairs by reward and by a judge, and that it learns."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import Naive
+from smd_jax.dpo import DPO_METRICS, DPOConfig
+from smd_jax.dpo_update import DPOUpdateConfig
+from smd_jax.importance import TIS
+from smd_jax.learner import score
+from smd_jax.loop import Samples
+from smd_jax.metrics import METRICS
+from smd_jax.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.pairs import Judge
+from smd_jax.sharding import make_mesh
+from smd_jax.tasks import Task
+from smd_jax.update import TrainState, init_state
+from tests.toy_loop import CONFIG as GRPO
+from tests.toy_loop import MODEL, TASK, TOKENIZER, assert_bitwise_equal, optimizer, run, warm_params
+
+CONFIG = OnlineDPOConfig(
+    prompts_per_step=4, group_size=4, prompt_width=GRPO.prompt_width, policy=GRPO.policy, rollout=GRPO.rollout
+)
+DENSE = DPOUpdateConfig("dense", correction=TIS("sequence"))
+
+
+def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), judge: Judge | None = None):
+    return OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
+
+
+@functools.cache
+def plain_loop() -> OnlineDPOLoop:
+    """The loop of CONFIG, compiled once."""
+    return new_loop()
+
+
+def new_state(seed: int = 0) -> TrainState:
+    """The policy starts as its own reference."""
+    params = jax.tree.map(jnp.copy, warm_params())
+    return init_state(params, optimizer(), jax.random.key(seed), reference=params)
+
+
+@functools.cache
+def samples() -> Samples:
+    return plain_loop().sample(new_state(), 0)
+
+
+def most_of(symbol: str) -> Judge:
+    """The completion with the most of one symbol is the best; of equal ones the first."""
+
+    def judge(prompts: list[Any], completions: list[list[str]]) -> list[list[int]]:
+        return [sorted(range(len(group)), key=lambda i: -group[i].count(symbol)) for group in completions]
+
+    return judge
+
+
+# --- it runs
+
+
+def test_a_step_with_shadow_masks():
+    state, metrics = plain_loop().step(new_state())
+    assert DPO_METRICS.keys() | {"mismatch_kl", "kl", "entropy", "grad_norm", "loss", "reward"} <= metrics.keys()
+    assert metrics.keys() <= METRICS.keys()
+    assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
+    assert int(state.step) == 1 and metrics["grad_norm"] > 0
+    assert metrics["mismatch_kl"] <= 1e-6 and metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0)
+    assert metrics["loss"] == pytest.approx(math.log(2), rel=1e-5), "the policy is still its reference"
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    for mine, before in zip(jax.tree.leaves(state.reference), jax.tree.leaves(warm_params()), strict=True):
+        np.testing.assert_array_equal(mine, before)
+
+
+def test_several_steps_per_rollout():
+    """Each with whole pairs, as often as num_iterations says; what compares with the sampler is of the first."""
+    config = dataclasses.replace(CONFIG, minibatches=2, num_iterations=2)
+    state, metrics = new_loop(config).step(new_state())
+    assert int(state.step) == 4
+    assert metrics["mismatch_kl"] <= 1e-6
+    assert metrics["kl"] > 1e-6, "after a step the policy is no longer its reference"
+    assert metrics["rewards/margins"] > 0 and metrics["loss"] < math.log(2)
+
+
+def test_the_minibatches_of_a_rollout():
+    loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2))
+    pairs = loop.pairs(samples())
+    parts = list(loop.batches(loop.batch(warm_params(), samples().trajectory, pairs)))
+    tokens = np.asarray(samples().trajectory.tokens)
+    for part, groups in zip(parts, ([0, 2], [1, 3], [0, 2], [1, 3]), strict=True):
+        np.testing.assert_array_equal(part.chosen.tokens, tokens[np.asarray(pairs.chosen)[groups]])
+        np.testing.assert_array_equal(part.rejected.tokens, tokens[np.asarray(pairs.rejected)[groups]])
+        np.testing.assert_array_equal(part.signal, np.asarray(pairs.signal)[groups])
+
+
+def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
+    """With one step the update makes the log-probabilities itself; with two the loop does, before the first."""
+    once, twice = (new_loop(dataclasses.replace(CONFIG, update=DENSE, minibatches=n)) for n in (1, 2))
+    pairs = once.pairs(samples())
+    trajectory = samples().trajectory
+    assert once.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
+    naive = dataclasses.replace(CONFIG, update=DPOUpdateConfig("dense", correction=Naive()), minibatches=2)
+    assert new_loop(naive).batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
+    batch = twice.batch(warm_params(), trajectory, pairs)
+    expected = jax.jit(lambda: score(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
+    assert batch.old_chosen_logprobs is not None and batch.old_rejected_logprobs is not None
+    np.testing.assert_allclose(batch.old_chosen_logprobs, expected[pairs.chosen], atol=1e-5)
+    np.testing.assert_allclose(batch.old_rejected_logprobs, expected[pairs.rejected], atol=1e-5)
+    state, metrics = twice.step(new_state())
+    assert int(state.step) == 2 and metrics["mismatch_kl"] > 1e-4
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] < 1
+
+
+def test_a_step_depends_on_the_state_alone():
+    (one, first), (other, second) = (run(plain_loop(), new_state(), 2) for _ in range(2))
+    assert first == second
+    assert_bitwise_equal(one, other)
+
+
+def test_a_mesh_gives_the_same_step():
+    """One pair a device, and a reference that is not the policy."""
+
+    def metrics(loop: OnlineDPOLoop) -> dict[str, float]:
+        return run(loop, new_state().replace(reference=jax.tree.map(lambda x: 1.2 * x, warm_params())), 1)[1][0]
+
+    one, many = metrics(plain_loop()), metrics(new_loop(sizes=(2, 2, 1)))
+    assert abs(one["rewards/margins"]) > 1e-3
+    for name in ("loss", "reward", "entropy", "grad_norm", *DPO_METRICS):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# --- pairs
+
+
+def test_pairs_by_the_rewards_of_the_task():
+    pairs = plain_loop().pairs(samples())
+    groups = samples().rewards.reshape(4, 4)
+    np.testing.assert_array_equal(samples().rewards[pairs.chosen], groups.max(1))
+    np.testing.assert_array_equal(samples().rewards[pairs.rejected], groups.min(1))
+    np.testing.assert_array_equal(pairs.signal, np.ptp(groups, axis=1) > 0)
+    assert pairs.signal.any()
+
+
+def test_a_completion_without_an_end_may_be_punished():
+    loop = new_loop(dataclasses.replace(CONFIG, missing_eos_penalty=100.0))
+    terminated = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [1, 1, 1, 1]], bool)
+    drawn = samples()._replace(
+        trajectory=samples().trajectory.replace(terminated=jnp.asarray(terminated.reshape(-1))),
+        rewards=np.array([1, 9, 2, 3, 5, 6, 4, 7, 9, 9, 1, 8, 0, 0, 0, 1], np.float32),
+    )
+    pairs = loop.pairs(drawn)
+    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 10, 15], [1, 6, 11, 14])
+
+
+def test_a_judge_chooses():
+    asked = []
+
+    def judge(prompts, completions):
+        asked.append((prompts, completions))
+        return [[3, 0, 1, 2]] * len(prompts)
+
+    pairs = new_loop(judge=judge).pairs(samples())
+    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 11, 15], [2, 6, 10, 14])
+    assert pairs.signal.all()
+    ((prompts, completions),) = asked
+    assert prompts == [row["prompt"] for row in samples().rows[::4]] and len(set(prompts)) == 4
+    assert sum(completions, []) == samples().completions
+
+
+# --- it learns
+
+
+def test_what_the_judge_likes_becomes_frequent():
+    """The task's own reward plays no part."""
+    config = dataclasses.replace(CONFIG, update=DPOUpdateConfig(loss=DPOConfig(0.5)))
+    loop, state = new_loop(config, judge=most_of("7")), new_state()
+
+    def share(state: TrainState) -> float:
+        texts = loop.sample(state, 99).completions
+        return sum(text.count("7") for text in texts) / sum(map(len, texts))
+
+    before = share(state)
+    state, rows = run(loop, state, 25)
+    assert before < 0.3
+    assert share(state) > 0.6
+    assert max(row["rewards/margins"] for row in rows) > 1
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("answer", [None, [[0, 1, 2, 3]], [[0, 1, 2, 3]] * 3 + [[0, 1, 2, 2]], [0, 0, 0, -1]])
+def test_a_judge_that_returns_no_order(answer):
+    with pytest.raises(ValueError, match=r"orders from the judge, one per prompt; got|expected the judge to order all"):
+        new_loop(judge=lambda prompts, completions: answer).step(new_state())
+
+
+def test_a_missing_reference():
+    with pytest.raises(ValueError, match="expected reference parameters in the train state"):
+        plain_loop().step(new_state().replace(reference=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1}, "at least 2 completions, to make a pair; got group_size 1"),
+        ({"minibatches": 3}, "a group is never split; got 4"),
+        ({"missing_eos_penalty": 0.0}, "expected missing_eos_penalty > 0, or None; got 0.0"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **options)
+
+
+def test_a_penalty_with_a_judge():
+    with pytest.raises(ValueError, match="missing_eos_penalty None with a judge, which gives no rewards; got 1.0"):
+        new_loop(dataclasses.replace(CONFIG, missing_eos_penalty=1.0), judge=most_of("7"))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"minibatches": 4}, "minibatch that .*; got 1"),
+        ({"update": DPOUpdateConfig(microbatch_size=3)}, "microbatch that .*; got 3"),
+    ],
+)
+def test_pairs_that_do_not_divide_over_the_mesh(options, what):
+    with pytest.raises(ValueError, match=what):
+        new_loop(dataclasses.replace(CONFIG, **options), sizes=(2, 1, 1))

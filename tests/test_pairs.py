@@ -1,0 +1,149 @@
+"""Pairs of a group: by hand, under permutations, and what a judge may not say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.pairs import Pairs, best_worst, judged_ranks, pairs_of_ranks
+
+
+def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:
+    return pairs.chosen.tolist(), pairs.rejected.tolist(), pairs.signal.tolist()
+
+
+# --- by rewards
+
+
+def test_best_and_worst_by_hand():
+    rewards = jnp.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
+    assert listed(best_worst(rewards, 3)) == ([1, 3], [2, 4], [True, True])
+    assert listed(best_worst(rewards, 2)) == ([1, 3, 5], [0, 2, 4], [True] * 3)
+    assert listed(best_worst(rewards, 6)) == ([3], [2], [True])
+
+
+def test_of_equal_ones_the_first_is_chosen_and_the_last_rejected():
+    rewards = jnp.array([0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 2.0])
+    assert listed(best_worst(rewards, 4)) == ([1, 4], [3, 7], [True, False])
+
+
+def test_two_completions_as_in_trl():
+    """The first is chosen where its reward is at least the second's; we let equal ones weigh nothing."""
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.5], np.float32)
+    first = rewards[::2] >= rewards[1::2]
+    chosen = np.arange(0, 6, 2) + ~first
+    assert listed(best_worst(jnp.asarray(rewards), 2)) == (chosen.tolist(), (chosen ^ 1).tolist(), [True, True, False])
+
+
+def test_a_reward_that_is_nan_gives_no_signal():
+    assert best_worst(jnp.array([jnp.nan, 1.0, 0.0, 1.0]), 2).signal.tolist() == [False, True]
+
+
+def test_the_difference_may_be_one_bit():
+    value = np.float32(0.1)
+    rewards = jnp.asarray(np.array([value, np.nextafter(value, np.float32(1)), value, value], np.float32))
+    assert listed(best_worst(rewards, 2)) == ([1, 2], [0, 3], [True, False])
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rewards of one group, and where each completion goes."""
+
+    rewards: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@st.composite
+def batches(draw):
+    size = draw(st.integers(2, 5))
+    rewards = st.lists(st.integers(-3, 3), min_size=size, max_size=size)
+    groups = draw(st.lists(st.tuples(rewards, st.permutations(range(size))), min_size=1, max_size=4))
+    places = draw(st.permutations(range(len(groups))))
+    return size, [Group(tuple(r), tuple(o)) for r, o in groups], list(places)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches())
+def test_pairs_follow_their_rows(spec):
+    """Groups in another order, completions in another order within theirs: rows are renamed and nothing else."""
+    size, groups, places = spec
+    rewards = np.array([group.rewards for group in groups], np.float32).reshape(-1)
+    moved = np.concatenate([size * place + np.array(groups[place].order) for place in places])
+    one, other = best_worst(jnp.asarray(rewards), size), best_worst(jnp.asarray(rewards[moved]), size)
+    np.testing.assert_array_equal(other.signal, np.asarray(one.signal)[places])
+    for name in ("chosen", "rejected"):
+        before, after = np.asarray(getattr(one, name))[places], moved[np.asarray(getattr(other, name))]
+        np.testing.assert_array_equal(rewards[after], rewards[before])
+        unique = [groups[p].rewards.count(int(rewards[row])) == 1 for p, row in zip(places, before, strict=True)]
+        np.testing.assert_array_equal(after[unique], before[unique])
+    assert (np.asarray(one.chosen) // size == np.arange(len(groups))).all()
+    assert (np.asarray(one.chosen) != np.asarray(one.rejected)).all()
+
+
+def test_pairs_under_jit():
+    rewards = jnp.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
+    assert listed(jax.jit(best_worst, static_argnums=1)(rewards, 3)) == listed(best_worst(rewards, 3))
+
+
+@pytest.mark.parametrize(("rewards", "size"), [(5, 2), (2, 4)])
+def test_rewards_that_do_not_divide(rewards, size):
+    with pytest.raises(ValueError, match=f"divides into groups of {size}; got {rewards} rewards"):
+        best_worst(jnp.ones(rewards), size)
+
+
+def test_groups_of_one():
+    with pytest.raises(ValueError, match="at least 2 completions, to make a pair; got group_size 1"):
+        best_worst(jnp.ones(4), 1)
+    with pytest.raises(ValueError, match="at least 2 completions, to make a pair; got group_size 1"):
+        pairs_of_ranks(np.zeros((4, 1), np.int32))
+
+
+# --- by a judge
+
+
+def by_length(prompts: list, completions: list[list[str]]) -> list[list[int]]:
+    """The longest is the best."""
+    return [sorted(range(len(group)), key=lambda i: -len(group[i])) for group in completions]
+
+
+def test_a_judge_gives_pairs():
+    ranks = judged_ranks(by_length, ["a", "b"], [["xx", "xxx", "x"], ["x", "xx", "xxx"]])
+    assert ranks.tolist() == [[1, 0, 2], [2, 1, 0]]
+    assert listed(pairs_of_ranks(ranks)) == ([1, 5], [2, 3], [True, True])
+
+
+def test_the_judge_sees_the_prompts():
+    def last_letter(prompts, completions):
+        return [[0, 1] if prompt.endswith("0") else [1, 0] for prompt in prompts]
+
+    assert judged_ranks(last_letter, ["p0", "p1"], [["a", "b"], ["a", "b"]]).tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("answer", [np.array([[1, 0]]), jnp.array([[1, 0]]), ((1, 0),), [np.array([1, 0], np.int64)]])
+def test_arrays_and_tuples_are_orders_too(answer):
+    assert judged_ranks(lambda prompts, completions: answer, ["a"], [["x", "y"]]).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [-1, None, "012", [0, 1], [0, 1, 2, 0], [0, 1, 1], [1, 2, 3], [0.0, 1.0, 2.0], [[0], [1, 2]], [2, True, 0]],
+)
+def test_a_judge_that_returns_no_order(answer):
+    def judge(prompts, completions):
+        return [[2, 0, 1], answer]
+
+    with pytest.raises(ValueError, match=r"indices 0 to 2 from best to worst; prompt 1 got ") as error:
+        judged_ranks(judge, ["a", "b"], [["x", "y", "z"]] * 2)
+    assert str(error.value).endswith(f"got {answer!r}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"), [([[0, 1]], "1 answers"), ([], "0 answers"), (None, "None"), ([[0, 1]] * 3, "3 answers")]
+)
+def test_a_judge_that_returns_too_few_or_too_many(answer, got):
+    with pytest.raises(ValueError, match=f"expected 2 orders from the judge, one per prompt; got {got}"):
+        judged_ranks(lambda prompts, completions: answer, ["a", "b"], [["x", "y"]] * 2)

@@ -1,0 +1,210 @@
+"""The study of all methods, in its quick form: rows, tables, the choice of a rate, commands that make a row again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "experiments" / "showdown.py"
+FIELDS = {"arm", "seed", "command", "sparse", "dense", "sparse_before", "dense_before", "mismatch_kl"}
+FIELDS |= {"learning_rate", "steps", "seconds", "sparse_first", "dense_first", "mismatch_kl/max"}
+FIELDS |= {"rollout_corr/chi2_token", "rollout_corr/eff_sample_size/end", "rollout_corr/rollout_rs_masked_fraction"}
+CLOCKS = {"seconds", "cpu_seconds"}
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """Standard output of the script. Compilation is most of it, so the compiler spares itself the polish."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in CLOCKS}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all of a quick study."""
+    folder = tmp_path_factory.mktemp("showdown")
+    run(["--quick", "--runs", "all"], folder)
+    return folder / "all"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """The script as a module; what it does to the environment is for its own processes alone."""
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):
+        return importlib.import_module("showdown")
+
+
+def test_rows(study: Path):
+    rows, grid = rows_of(study / "showdown.json"), rows_of(study / "showdown_grid.json")
+    assert [(row["arm"], row["seed"]) for row in rows] == [("naive", 0), ("shadow", 0)]
+    assert [(row["arm"], row["seed"]) for row in grid] == [("naive", 100)] * 2 + [("shadow", 100)] * 2
+    for row in rows + grid:
+        assert row.keys() >= FIELDS
+        assert (row["mismatch_kl/max"] <= 1e-6) == (row["arm"] == "shadow")
+    for row in rows:
+        best = max((r for r in grid if r["arm"] == row["arm"]), key=lambda r: r["sparse"] + r["dense"])
+        assert best["chosen"] and row["learning_rate"] == best["learning_rate"]
+    assert sum(row["chosen"] for row in grid) == 2
+
+
+def test_arms_of_a_seed_begin_at_one_policy(study: Path):
+    naive, shadow = rows_of(study / "showdown.json")
+    for kind in ("sparse_before", "dense_before"):
+        assert naive[kind] == shadow[kind]
+    assert naive["sparse"] != shadow["sparse"] or naive["dense"] != shadow["dense"]
+
+
+def test_tables_curves_and_picture(study: Path):
+    text = (study / "showdown.md").read_text()
+    assert text.count("\n| naive |") == text.count("\n| shadow |") == 3
+    for curve, row in zip(rows_of(study / "showdown_curves.json"), rows_of(study / "showdown.json"), strict=True):
+        assert curve["arm"] == row["arm"] and curve["eval/step"] == [0, 1, 2, 4]
+        assert curve["eval/sparse"][-1] == pytest.approx(row["sparse"], rel=1e-3)
+        assert curve["step"] == [1, 2, 3, 4] and len(curve["grad_norm"]) == 4
+    assert matplotlib.image.imread(study / "showdown.png").shape[1] > 1000
+
+
+def test_the_command_of_a_row_makes_it_again(study: Path, tmp_path: Path):
+    row = rows_of(study / "showdown.json")[1]
+    program, path, *arguments = shlex.split(row["command"])
+    assert (program, ROOT / path) == ("python", SCRIPT)
+    run(arguments, tmp_path)
+    (again,) = rows_of(tmp_path / "runs" / "showdown-again" / "showdown.json")
+    assert numbers(again) == numbers(row)
+    assert not rows_of(tmp_path / "runs" / "showdown-again" / "showdown_grid.json")
+
+
+def test_what_is_finished_is_not_run_again(study: Path):
+    rows = rows_of(study / "showdown.json")
+    lost = study / "naive" / f"lr-{rows[0]['learning_rate']}" / "seed-0" / "run.json"
+    kept = {path: path.stat().st_mtime_ns for path in study.rglob("run.json") if path != lost}
+    assert len(kept) == 5
+    lost.unlink()
+    output = run(["--quick", "--runs", str(study)], study)
+    assert output.count("(kept)") == 5
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    again = rows_of(study / "showdown.json")
+    assert list(map(numbers, again)) == list(map(numbers, rows))
+    assert again[1] == rows[1]
+
+
+def test_other_settings_are_refused(script: Any, study: Path):
+    (naive,) = (arm for arm in script.ARMS if arm.name == "naive")
+    job = script.Job(naive, 1e-4, 100, script.Sizes(), study)
+    with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=4"):
+        script.finished(job)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"arms": ("smd",)}, r"got \['smd'\]"), ({"seeds": (0, 100)}, "seeds other than those of the pilot")],
+)
+def test_bad_arguments(script: Any, arguments: dict[str, Any], message: str):
+    with pytest.raises(SystemExit, match=message):
+        script.make_plan(script.Args(**arguments))
+
+
+def test_the_whole_study(script: Any):
+    plan = script.make_plan(script.Args())
+    assert len(plan.arms) == len({arm.name for arm in plan.arms}) == 12
+    assert len(plan.rates) >= 3 and len(plan.seeds) >= 3 and not set(plan.seeds) & set(plan.pilot_seeds)
+    assert plan.results == ROOT / "experiments" / "results"
+    assert len({repr(arm.update) + repr(arm.sampler) for arm in plan.arms}) == 12
+    assert script.make_plan(script.Args(seeds=(7,))).results == plan.runs
+
+
+def test_choice_of_the_rate(script: Any):
+    def pilot(*rows: tuple[float, float, float]) -> list[Any]:
+        names = ("learning_rate", "sparse", "dense")
+        return [script.report.Run(dict(zip(names, row, strict=True)), {}) for row in rows]
+
+    assert script.best_rate(pilot((1e-3, 0.9, 0.1), (1e-4, 0.5, 0.6), (1e-3, 0.2, 0.6), (1e-4, 0.4, 0.5))) == 1e-4
+    assert script.best_rate(pilot((1e-3, 0.5, 0.5), (1e-4, 0.5, 0.5))) == 1e-4, "the lower one of two equals"
+
+
+def test_interval(script: Any):
+    low, high = script.report.bootstrap([0.0, 1.0])
+    assert (low, high) == (0.0, 1.0)  # of four resamples one is 0, 0 and one is 1, 1
+    low, high = script.report.bootstrap(np.linspace(0.0, 1.0, 101))
+    assert 0.5 - low == pytest.approx(1.96 * 0.2915 / 101**0.5, rel=0.05) == high - 0.5
+    assert script.report.bootstrap([0.5]) == (0.5, 0.5)
+
+
+def history(rewards: list[float], metric: str, values: list[float]) -> list[dict[str, Any]]:
+    """One evaluation before, and one after each rollout."""
+    names = [name for name in importlib.import_module("showdown_report").MEASURED]
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/sparse": rewards[0], "eval/dense": 0.7}]
+    for step, (reward, value) in enumerate(zip(rewards[1:], values, strict=True), start=1):
+        rows.append({"step": step, "reward": reward, "eval/sparse": reward, "eval/dense": 0.7})
+        rows[-1] |= dict.fromkeys(names, 1.0) | {metric: value}
+    return rows
+
+
+def test_a_fall_is_named_with_its_metrics(script: Any):
+    rows = history([0.5, 0.5, 0.1, 0.2], "entropy", [2.0, 0.25, 0.5])
+    row = {"arm": "shadow", "learning_rate": 1e-3, "seed": 0}
+    run = script.report.Run(row, script.report.thin_curve(rows))
+    (cells,) = script.report.falls(run, "pilot")
+    assert cells[:5] == ("shadow", 1e-3, "0 pilot", "sparse", "0.500 → 0.200")
+    assert cells[5:8] == ("1 to 2", "0.500 → 0.100", "2 → 0.25")
+    upright = script.report.Run(row, script.report.thin_curve(history([0.5, 0.1, 0.48], "entropy", [1.0, 1.0])))
+    assert script.report.falls(upright, "") == []
+
+
+def test_summary(script: Any):
+    rows = history([0.5, 0.4, 0.6, 0.7], "mismatch_kl", [1.0, 2.0, float("inf")])
+    row = script.report.summary(rows)
+    assert (row["sparse_before"], row["sparse_first"], row["sparse"], row["dense"]) == (0.5, 0.4, 0.7, 0.7)
+    assert (row["grad_norm"], row["grad_norm/end"], row["grad_norm/max"]) == (1.0, 1.0, 1.0)
+    assert row["mismatch_kl"] is None, "JSON has no infinity"
+
+
+def test_task(script: Any):
+    task, held_out = script.RunningSums("train"), script.RunningSums("evaluation", 5)
+    assert len(held_out) == 5 and len(task) > 40_000
+    for index in (0, 7):
+        row = task[index]
+        terms, total, sums = row["prompt"], 0, ""
+        for digit in terms[:-1]:
+            total += int(digit)
+            sums += str(total)[-1]
+        assert terms[-1] == "=" and len(terms) == 13 and row["answer"] == sums
+    answers = ["012345678901"] * 4
+    texts = ["012345678901", "01234567890", "1123456789019", ""]
+    assert task.reward([""] * 4, texts, answer=answers) == pytest.approx([1.0, 11 / 12, 11 / 12, 0.0])
+
+
+def test_no_row_is_in_both_splits(script: Any):
+    splits = [{script.RunningSums(name)[i]["prompt"] for i in range(512)} for name in ("train", "evaluation")]
+    digits = importlib.import_module("showdown_task").digits
+    both = np.concatenate([digits("train"), digits("evaluation")])
+    assert len(np.unique(both, axis=0)) == len(both) and len(digits("evaluation")) == 512
+    assert not splits[0] & splits[1]
+
+
+def test_one_token_per_character(script: Any):
+    tokenizer = script.tokenizer()
+    assert tokenizer.decode(tokenizer.encode("0918=", add_special_tokens=False), skip_special_tokens=True) == "0918="
+    assert len(tokenizer.encode("0918=", add_special_tokens=False)) == 5 and len(tokenizer) == 13
