@@ -239,9 +239,10 @@ class QuantizedReplay(struct.PyTreeNode):
         v: Float[Array, "batch kv_heads columns head_dim"],
         valid: Bool[Array, "#batch #kv_heads columns"],
     ) -> Copies:
-        """What later segments see of one layer's keys and values. Columns that are not `valid` give numbers without a
-        meaning."""
+        """What later segments see of one layer's keys and values, without gradients. Columns that are not `valid` give
+        numbers without a meaning."""
         columns, head_dim = k.shape[2:]
+        k, v = jax.lax.stop_gradient((k, v))
         key_bits = value_bits = None
         if self.parity is not None:
             key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))

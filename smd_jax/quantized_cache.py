@@ -3,8 +3,11 @@
 A key or value is quantised once, when its segment ends, and its codes stay as they are: eviction moves them. Values
 bring the ranges of their own token along. Keys share theirs with all columns of their group, evicted or not, so these
 lie in a table of all groups, which grows with the response: by 2 numbers a channel for `group` tokens, 1/group of the
-keys and values that a cache without eviction would hold. So against the same slots in full precision memory is saved
-up to about `group * budget` tokens.
+keys and values that a cache without eviction would hold. After `group * budget` tokens the table alone is as large as
+the kept keys and values in full precision: long responses want large groups.
+
+Unlike in KIVI, where the newest tokens always stay in full precision, the whole prompt is quantised at its end and a
+segment at its own: then all queries of a segment see the same.
 """
 
 from __future__ import annotations

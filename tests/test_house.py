@@ -25,6 +25,7 @@ LEVELS = {
     "masks": 1,
     "quantization": 1,
     "quantized_cache": 1,
+    "rollout_config": 1,
     "cache": 1,
     "eviction": 1,
     "sampling": 1,
