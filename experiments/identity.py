@@ -2,14 +2,16 @@
 
 Question   Under every eviction policy: how far is log p of a sampled token in the learner's teacher-forced pass with
            the replayed shadow mask from log p under which the sampler drew it? And in a dense learner?
+           The same with the cache in 8, 4 and 2 bits: replayed with the sampler's parities, and without them.
 Command    python experiments/identity.py            (--json: one object a line and policy)
-Cost       about a minute on two CPU cores
-Result     float32: below 2e-5; float64: below 1e-10; a dense learner is off by whole nats.
+Cost       about three minutes on two CPU cores
+Result     float32: below 2e-5, at every number of bits; float64: below 1e-10; a dense learner is off by whole nats.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -43,6 +45,8 @@ class Args:
     """Compares sampler and learner, policy by policy."""
 
     policy: tuple[str, ...] = tuple(POLICIES)  # names; all by default
+    quantized: tuple[str, ...] = ("dense", "streaming_llm", "h2o", "rkv")  # names, with a quantised cache
+    bits: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)  # of the quantised caches
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # compute dtype of the model
     budget: int = 48  # keys kept per layer and KV head
     buffer: int = 16  # queries between two compressions
@@ -52,16 +56,22 @@ class Args:
     json: bool = False  # print one JSON object a line in place of a table
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.policy) - set(POLICIES))
+        unknown = sorted({*self.policy, *self.quantized} - set(POLICIES))
         if unknown:
             raise SystemExit(f"expected policies from {sorted(POLICIES)}; got {unknown}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's result; differences are in nats."""
+    """One policy's result; differences are in nats.
+
+    Attributes:
+      bits: of the cache; None: full precision. no_parity_max_abs_dlogp: of a quantised cache, when the learner rounds
+        by itself.
+    """
 
     policy: str
+    bits: int | None
     dtype: str
     layers: int
     response_tokens: int
@@ -70,6 +80,7 @@ class Row:
     max_abs_dlogp: float
     mean_abs_dlogp: float
     dense_max_abs_dlogp: float
+    no_parity_max_abs_dlogp: float | None
 
 
 def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
@@ -79,7 +90,7 @@ def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
     return smd.PromptBatch(tokens=tokens, valid=valid)
 
 
-def compare(name: str, args: Args) -> Row:
+def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     config = replace(
         tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16), dtype=args.dtype
     )
@@ -93,16 +104,25 @@ def compare(name: str, args: Args) -> Row:
         prompts(args.seed, config.vocab_size),
         jax.random.key(args.seed + 1),
         policy=POLICIES[name],
-        config=smd.RolloutConfig(args.length, args.budget, args.buffer),
+        config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quantization(bits, args)),
     )
-    score = jax.jit(smd.score, static_argnums=0)
-    mask = np.asarray(trajectory.response_mask)
-    shadow, dense = (
-        np.abs(score(model, params, trajectory, m).logprobs - trajectory.logprobs)[mask]
-        for m in (trajectory.mask, trajectory.dense_mask())
-    )
-    sizes = (args.dtype, args.layers, int(mask.sum()), args.budget, args.buffer)
-    return Row(name, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()))
+    score, response = jax.jit(smd.score, static_argnums=0), np.asarray(trajectory.response_mask)
+
+    def difference(mask: smd.ShadowMask) -> np.ndarray:
+        return np.abs(score(model, params, trajectory, mask).logprobs - trajectory.logprobs)[response]
+
+    recorded, no_parity = trajectory.mask, None
+    assert isinstance(recorded, smd.ShadowMask)
+    if recorded.quantized is not None:
+        no_parity = float(difference(recorded.replace(quantized=recorded.quantized.replace(parity=None))).max())
+    shadow, dense = difference(recorded), difference(trajectory.dense_mask())
+    sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
+    return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()), no_parity)
+
+
+def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig | None:
+    """With groups as long as the buffer, up to KIVI's 32."""
+    return None if bits is None else smd.QuantConfig(bits, group=math.gcd(args.buffer, 32))
 
 
 def main(args: Args) -> None:
@@ -111,13 +131,17 @@ def main(args: Args) -> None:
     # On a GPU, float32 products would otherwise be TensorFloat-32, in another order here than there.
     jax.config.update("jax_default_matmul_precision", "highest")
     rows = []
-    for name in args.policy:
-        rows.append(compare(name, args))
+    quantized = [(name, bits) for name in args.quantized for bits in args.bits]
+    for name, bits in [*((name, None) for name in args.policy), *quantized]:
+        rows.append(compare(name, bits, args))
         if args.json:
             print(json.dumps(asdict(rows[-1])), flush=True)
     if not args.json:
-        columns = ("policy", "tokens", "max |Δ log p|", "mean |Δ log p|", "dense learner, max")
-        cells = [(r.policy, r.response_tokens, r.max_abs_dlogp, r.mean_abs_dlogp, r.dense_max_abs_dlogp) for r in rows]
+        columns = ("policy", "bits", "max |Δ log p|", "mean |Δ log p|", "dense learner, max", "without parities, max")
+        cells = [
+            (r.policy, r.bits, r.max_abs_dlogp, r.mean_abs_dlogp, r.dense_max_abs_dlogp, r.no_parity_max_abs_dlogp)
+            for r in rows
+        ]
         summary_table(f"Sampler against learner, {args.dtype}, budget {args.budget} + {args.buffer}", columns, cells)
 
 

@@ -55,6 +55,7 @@ from smd_jax.ppo import PPOConfig as PPOConfig
 from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch
 from smd_jax.prompts import encode_prompts as encode_prompts
+from smd_jax.quantization import QuantConfig as QuantConfig
 from smd_jax.rejection import GeometricRejection as GeometricRejection
 from smd_jax.rejection import Rejection as Rejection
 from smd_jax.rejection import Veto as Veto

@@ -15,7 +15,7 @@ Shapes and the convention for queries that see nothing are those of `smd_kernels
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from smd_jax.masks import KeyInterval, LayerMask, to_visible
 from smd_jax.sharding import over_heads, split_heads
 from smd_kernels import decode_gpu, decode_tpu, gpu, reference, tpu
 from smd_kernels.blocks import BlockKernel, BlockSizes
+from smd_kernels.copies import Copies, beside
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
 from smd_kernels.intervals import interval_attention
@@ -64,18 +65,31 @@ def attend(
         impl = best(q, k, mask)
     if (reason := why_not(impl, q, k, mask)) is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
-    if impl == "reference":
-        return reference.attention(q, k, v, to_visible(mask))
-    if impl == "xla" or not isinstance(mask, KeyInterval):
-        return attend_and_observe(q, k, v, to_visible(mask))[0]
-    evicted_at = jnp.broadcast_to(mask.evicted_at, k.shape[:3])
-    k, v, evicted_at = (split_heads(x, q.shape[1]) for x in (k, v, evicted_at))
+    copies = None
+    if isinstance(mask, KeyInterval) and mask.quantized is not None:
+        copies = mask.quantized.copies(k, v, mask.evicted_at > 0)
+    if impl in ("reference", "xla") or not isinstance(mask, KeyInterval):
+        visible = to_visible(mask)
+        if copies is not None:
+            k, v, visible = beside(k, v, visible, copies)
+        return reference.attention(q, k, v, visible) if impl == "reference" else attend_and_observe(q, k, v, visible)[0]
+    arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
+    arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
     kernel, most = _kernel(impl, sizes)
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
-        return over_heads(partial(interval_attention, kernel=kernel), q, k, v, evicted_at)
-    compacted = partial(segment_attention, segments=segments, kernel=kernel, most=most)
-    return over_heads(compacted, q, k, v, evicted_at)
+        return over_heads(partial(_intervals, kernel), q, *arrays)
+    return over_heads(partial(_segments, segments, kernel, most), q, *arrays)
+
+
+def _intervals(kernel: BlockKernel, q: Array, k: Array, v: Array, evicted_at: Array, copies: Copies | None) -> Array:
+    return interval_attention(q, k, v, evicted_at, kernel, copies)
+
+
+def _segments(
+    segments: Segments, kernel: BlockKernel, most: int, q: Array, k: Array, v: Array, evicted_at: Array, copies: Any
+) -> Array:
+    return segment_attention(q, k, v, evicted_at, segments, kernel, most, copies)
 
 
 def best(q: Array, k: Array, mask: LayerMask) -> Implementation:

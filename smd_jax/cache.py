@@ -7,6 +7,8 @@ A layer's slots are kept in column order with the empty ones first, so that the 
 
 After the last slot is written the layer is compressed to its `budget` best keys, and the buffer is free again. Every
 row and head writes the same slot at the same step: an in-place update of one slice.
+
+In a quantised cache the kept keys are codes of a few bits, and the buffer alone is in full precision.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax import quantized_cache
+from smd_jax.quantization import Parity
+from smd_jax.quantized_cache import QuantizedSlots
+
 EMPTY = -1  # column of a slot that holds no key
 
 
@@ -27,20 +33,23 @@ class LayerCache(struct.PyTreeNode):
     """Keys and values of one layer, and what its eviction policy asked to be kept beside them.
 
     Attributes:
-      keys: `[batch, kv_heads, slots, head_dim]` after RoPE, at their original positions.
-      values: `[batch, kv_heads, slots, head_dim]`.
+      keys: `[batch, kv_heads, slots, head_dim]` after RoPE, at their original positions; of the right slots only, if
+        the left ones are quantised.
+      values: as the keys.
       columns: `[batch, kv_heads, slots]` column of each key, -1 where the slot is empty.
       received: `[batch, kv_heads, slots]` attention that the key received so far, summed over queries and the query
         heads of its group; None if the policy does not ask for it.
       queries: `[batch, heads, window, head_dim]` the newest queries, that of column c at index `c % window`; None if
         the policy does not ask for them.
+      quantized: keys and values of the left slots, or None if all are in full precision.
     """
 
-    keys: Float[Array, "batch kv_heads slots head_dim"]
-    values: Float[Array, "batch kv_heads slots head_dim"]
+    keys: Float[Array, "batch kv_heads precise head_dim"]
+    values: Float[Array, "batch kv_heads precise head_dim"]
     columns: Int[Array, "batch kv_heads slots"]
     received: Float[Array, "batch kv_heads slots"] | None
     queries: Float[Array, "batch heads window head_dim"] | None
+    quantized: QuantizedSlots | None = None
 
     @property
     def valid(self) -> Bool[Array, "batch kv_heads slots"]:
@@ -61,15 +70,45 @@ def write(
     """Writes one token's key and value to `slot`; rows that are not live leave the slot empty."""
     columns = jnp.where(live, column, EMPTY).astype(jnp.int32)[:, None, None]
     columns = jnp.broadcast_to(columns, (*k.shape[:2], 1))
+    own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[2]
     cache = cache.replace(
-        keys=jax.lax.dynamic_update_slice_in_dim(cache.keys, k.astype(cache.keys.dtype), slot, axis=2),
-        values=jax.lax.dynamic_update_slice_in_dim(cache.values, v.astype(cache.values.dtype), slot, axis=2),
+        keys=jax.lax.dynamic_update_slice_in_dim(cache.keys, k.astype(cache.keys.dtype), own, axis=2),
+        values=jax.lax.dynamic_update_slice_in_dim(cache.values, v.astype(cache.values.dtype), own, axis=2),
         columns=jax.lax.dynamic_update_slice_in_dim(cache.columns, columns, slot, axis=2),
     )
     if cache.received is None:
         return cache
     fresh = jnp.zeros((*k.shape[:2], 1), cache.received.dtype)
     return cache.replace(received=jax.lax.dynamic_update_slice_in_dim(cache.received, fresh, slot, axis=2))
+
+
+def read(
+    cache: LayerCache,
+) -> tuple[Float[Array, "batch kv_heads slots head_dim"], Float[Array, "batch kv_heads slots head_dim"]]:
+    """Keys and values of all slots, in full precision."""
+    if cache.quantized is None:
+        return cache.keys, cache.values
+    # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
+    # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
+    slots, own = jax.lax.optimization_barrier((cache.quantized, (cache.keys, cache.values)))
+    left = quantized_cache.read(slots, cache.columns[:, :, : slots.keys.shape[2]])
+    keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, own, strict=True))
+    return keys, values
+
+
+def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, ""] | int) -> tuple[LayerCache, Parity]:
+    """Quantises the keys and values that are in full precision, of the columns from `start` on.
+
+    Args:
+      slots: those of the cache that are quantised already.
+
+    Returns:
+      A cache without a buffer, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
+    """
+    valid = cache.valid[:, :, slots.keys.shape[2] :]
+    slots, parity = quantized_cache.append(slots, cache.keys, cache.values, valid, start)
+    nothing = cache.keys[:, :, :0]
+    return cache.replace(keys=nothing, values=nothing, quantized=slots), parity
 
 
 def observe(
@@ -102,28 +141,33 @@ def select(
 
 
 def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer: int) -> LayerCache:
-    """The chosen slots, moved to the left of `buffer` empty ones."""
+    """The chosen slots, moved to the left of `buffer` empty ones. Of a quantised cache, all slots must be."""
 
-    def move(x: Array, fill: int) -> Array:
-        kept = jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
-        return _pad_slots(kept, 0, buffer, fill)
+    def choose(x: Array) -> Array:
+        return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    return _map_slots(move, cache)
+    return _move_slots(choose, cache, 0, buffer)
 
 
 def pad(cache: LayerCache, left: int, right: int) -> LayerCache:
-    """Empty slots at both ends."""
-    return _map_slots(lambda x, fill: _pad_slots(x, left, right, fill), cache)
+    """Empty slots at both ends. Of a quantised cache, all slots must be; those at the right are in full precision."""
+    return _move_slots(lambda x: x, cache, left, right)
 
 
-def _map_slots(move: Callable[[Array, int], Array], cache: LayerCache) -> LayerCache:
-    """Applies `move(array, fill value of an empty slot)` to everything that has one entry per slot."""
-    return cache.replace(
-        keys=move(cache.keys, 0),
-        values=move(cache.values, 0),
-        columns=move(cache.columns, EMPTY),
-        received=None if cache.received is None else move(cache.received, 0),
-    )
+def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, right: int) -> LayerCache:
+    """Applies `move` to everything that has one entry per slot, and puts so many empty slots to both ends."""
+
+    def between(x: Array, fill: int = 0) -> Array:
+        return _pad_slots(move(x), left, right, fill)
+
+    if cache.quantized is None:
+        cache = cache.replace(keys=between(cache.keys), values=between(cache.values))
+    else:
+        keys, values = (_pad_slots(x, 0, right, 0) for x in (cache.keys, cache.values))
+        quantized = quantized_cache.map_slots(lambda x: _pad_slots(move(x), left, 0, 0), cache.quantized)
+        cache = cache.replace(keys=keys, values=values, quantized=quantized)
+    cache = cache.replace(columns=between(cache.columns, EMPTY))
+    return cache if cache.received is None else cache.replace(received=between(cache.received))
 
 
 def _pad_slots(x: Array, left: int, right: int, fill: int) -> Array:

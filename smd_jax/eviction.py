@@ -24,7 +24,7 @@ class CacheView(struct.PyTreeNode):
     """What a policy may look at when a layer is compressed, after the attention of the newest query.
 
     Attributes:
-      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE.
+      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE; those of a quantised cache as it is read.
       valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
         also at the right, where its scores no longer matter).
       positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.

@@ -25,6 +25,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from smd_jax.quantization import QuantizedReplay
 from smd_kernels.reference import interval_mask
 from smd_kernels.segments import Segments
 
@@ -38,10 +39,12 @@ class KeyInterval(struct.PyTreeNode):
     Attributes:
       evicted_at: `[batch, kv_heads, keys]` first column whose query cannot see the key; the first two axes may be 1.
       segments: as in ShadowMask, of this layer; None if unknown. Static.
+      quantized: as in ShadowMask, of this layer.
     """
 
     evicted_at: Int[Array, "batch kv_heads keys"]
     segments: Segments | None = struct.field(pytree_node=False, default=None)
+    quantized: QuantizedReplay | None = None
 
     def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
         return interval_mask(self.evicted_at)
@@ -57,15 +60,18 @@ class ShadowMask(struct.PyTreeNode):
       segments: of every layer, or of one for all: where the sampler compressed its cache, and to how many keys. With
         it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
         whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
+      quantized: of a quantised cache, how a key looks to queries that come after its segment; None: as it is.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]
     segments: tuple[Segments, ...] = struct.field(pytree_node=False, default=())
+    quantized: QuantizedReplay | None = None
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer."""
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
-        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments)
+        quantized = None if self.quantized is None else self.quantized.layer(index)
+        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments, quantized)
 
     def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
         """The same mask, promised to keep to these segments; reads the values, so it cannot run under jit.
@@ -77,6 +83,8 @@ class ShadowMask(struct.PyTreeNode):
         layers = self.evicted_at.shape[1]
         if len(segments) not in (1, layers):
             raise ValueError(f"expected segments of 1 or {layers} layers; got {len(segments)}")
+        if self.quantized is not None:
+            self.quantized.check_segments(segments)
         evicted_at = np.asarray(self.evicted_at)
         for layer in range(max(layers, len(segments))):
             _check_segments(evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)], layer)
@@ -173,6 +181,10 @@ def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: i
         raise ValueError(
             f"expected a mask that broadcasts to {expected} (batch, layers, kv heads, columns); got {tuple(shape)}"
         )
+    if isinstance(mask, ShadowMask) and mask.quantized is not None and mask.quantized.parity is not None:
+        shape, expected = mask.quantized.parity.keys.shape[:4], (batch, layers, kv_heads, columns)
+        if shape != expected:
+            raise ValueError(f"expected parities {expected} (batch, layers, kv heads, columns); got {tuple(shape)}")
 
 
 def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:

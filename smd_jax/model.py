@@ -300,7 +300,7 @@ class Decoder(nn.Module):
 
         def attend_fn(q: Heads, k: KVHeads, v: KVHeads, layer_cache: LayerCache, slot: Int[Array, ""]):
             layer_cache = kv_cache.write(layer_cache, slot, k, v, column, live)
-            cached = (layer_cache.keys, layer_cache.values, layer_cache.valid)
+            cached = (*kv_cache.read(layer_cache), layer_cache.valid)
             out, received = decode_attention(q, *cached, self.decode_impl)
             return out, kv_cache.observe(layer_cache, received, q, column)
 

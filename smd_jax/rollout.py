@@ -9,9 +9,8 @@ KV head keeps its `budget` best keys. What was dropped, and when, is the shadow 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +19,31 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax import cache as kv_cache
 from smd_jax.cache import EMPTY, KVCache, LayerCache
-from smd_jax.config import ModelConfig
-from smd_jax.eviction import CacheView, EvictionPolicy, check_budget
+from smd_jax.eviction import CacheView, EvictionPolicy
 from smd_jax.masks import NEVER, Segments, ShadowMask, dense_mask, positions
 from smd_jax.model import Decoder, Params, PrefillLayer, apply_model
 from smd_jax.prompts import PromptBatch
-from smd_jax.sampling import SamplingConfig, sample
+from smd_jax.quantization import Parity, QuantizedReplay, packed_size
+from smd_jax.quantized_cache import QuantizedSlots, no_slots
+from smd_jax.rollout_config import RolloutConfig as RolloutConfig
+from smd_jax.rollout_config import cache_bytes as cache_bytes
+from smd_jax.rollout_config import plan as plan
+from smd_jax.rollout_config import whole_segments
+from smd_jax.sampling import sample
 from smd_jax.trajectory import Trajectory
 
 
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Sizes of a rollout, in tokens; static.
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class LayerRecord(struct.PyTreeNode):
+    """What the learner will have to know of one layer, in the making.
 
     Attributes:
-      max_new_tokens: R, columns of the response.
-      budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
-      buffer: queries between two compressions; the cache has `budget + buffer` slots.
-      eos_token_id: ends a response; None never does. pad_token_id: fills what follows.
-      sampling: temperature and filters.
-      mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
+      evicted_at: `[batch, kv_heads, T]` of the shadow mask.
+      parity: of a quantised cache, `[batch, kv_heads, T or more, bytes]`; None without one, or if not asked for.
     """
 
-    max_new_tokens: int
-    budget: int
-    buffer: int
-    eos_token_id: int | None = None
-    pad_token_id: int = 0
-    sampling: SamplingConfig = SamplingConfig()
-    mask_storage: Literal["compact", "boolean"] = "compact"
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "budget", "buffer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+    evicted_at: Int[Array, "batch kv_heads T"]
+    parity: Parity | None
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -64,7 +54,7 @@ class RolloutState(struct.PyTreeNode):
       step: tokens written to `tokens` so far, at least 1.
       tokens: `[batch, R]`. logprobs: `[batch, R]`. emitted: `[batch, R]` tokens that belong to the response.
       done: `[batch]` rows that have emitted their end of sequence.
-      cache: per layer. evicted_at: per layer `[batch, kv_heads, T]`, the shadow mask in the making.
+      cache: per layer. recorded: per layer.
     """
 
     step: Int[Array, ""]
@@ -73,7 +63,7 @@ class RolloutState(struct.PyTreeNode):
     emitted: Bool[Array, "batch R"]
     done: Bool[Array, " batch"]
     cache: KVCache
-    evicted_at: tuple[Int[Array, "batch kv_heads T"], ...]
+    recorded: tuple[LayerRecord, ...]
 
 
 @partial(jax.jit, static_argnames=("model", "policy", "config"))
@@ -148,12 +138,12 @@ class _Rollout:
             self.policy.observes_attention,
             method=Decoder.prefill,
         )
-        never = jnp.full((self.batch, self.model.config.num_kv_heads, self.columns), NEVER, jnp.int32)
-        cache, evicted_at = [], []
-        for index, layer in enumerate(layers):
-            filled, recorded = self.compress(self.from_prompt(layer), never, index, self.width, self.width)
-            cache.append(filled)
-            evicted_at.append(recorded)
+        nothing = self.no_record()
+        compressed = [
+            self.compress(self.from_prompt(layer), nothing, index, self.width, self.width)
+            for index, layer in enumerate(layers)
+        ]
+        cache, recorded = zip(*compressed, strict=True)
         empty = jnp.zeros((self.batch, self.config.max_new_tokens))
         state = RolloutState(
             step=jnp.zeros((), jnp.int32),
@@ -161,10 +151,20 @@ class _Rollout:
             logprobs=empty.astype(jnp.promote_types(self.model.config.dtype, jnp.float32)),
             emitted=jnp.zeros(empty.shape, bool),
             done=jnp.zeros((self.batch,), bool),
-            cache=tuple(cache),
-            evicted_at=tuple(evicted_at),
+            cache=cache,
+            recorded=recorded,
         )
         return self.draw(state, hidden[:, -1:])
+
+    def no_record(self) -> LayerRecord:
+        """Of a layer, before anything was evicted or quantised."""
+        shape, quant = (self.batch, self.model.config.num_kv_heads), self.config.quant
+        parity = None
+        if quant is not None and quant.record_parity:
+            columns = self.width + whole_segments(self.config)
+            bits = jnp.zeros((*shape, columns, packed_size(self.model.config.head_dim, 1)), jnp.uint8)
+            parity = Parity(bits, bits)
+        return LayerRecord(jnp.full((*shape, self.columns), NEVER, jnp.int32), parity)
 
     def from_prompt(self, layer: PrefillLayer) -> LayerCache:
         """A layer's prompt as a cache of P slots, in column order with the padding first."""
@@ -175,7 +175,12 @@ class _Rollout:
             columns=jnp.broadcast_to(column, layer.keys.shape[:3]).astype(jnp.int32),
             received=layer.received,
             queries=layer.queries,
+            quantized=self.no_slots(layer.keys),
         )
+
+    def no_slots(self, keys: Array) -> QuantizedSlots | None:
+        quant = self.config.quant
+        return None if quant is None else no_slots(keys, self.width, whole_segments(self.config), quant)
 
     def segment(self, state: RolloutState, unfinished) -> RolloutState:
         """Decodes until the buffer is full or nothing is left to do, then compresses."""
@@ -185,15 +190,15 @@ class _Rollout:
             return (state.step < first + self.buffer) & unfinished(state)
 
         state = jax.lax.while_loop(going_on, lambda state: self.step(state, state.step - first), state)
-        if not self.policy.evicts:
+        if not self.policy.evicts and self.config.quant is None:
             return state
         now, boundary = (self.width - 1 + step for step in (state.step, first + self.buffer))
         compressed = [
             self.compress(layer, recorded, index, now, boundary)
-            for index, (layer, recorded) in enumerate(zip(state.cache, state.evicted_at, strict=True))
+            for index, (layer, recorded) in enumerate(zip(state.cache, state.recorded, strict=True))
         ]
-        cache, evicted_at = zip(*compressed, strict=True)
-        return state.replace(cache=cache, evicted_at=evicted_at)
+        cache, recorded = zip(*compressed, strict=True)
+        return state.replace(cache=cache, recorded=recorded)
 
     def step(self, state: RolloutState, filled: Int[Array, ""]) -> RolloutState:
         """Reads the newest token into buffer slot `filled` and draws the next."""
@@ -235,50 +240,75 @@ class _Rollout:
     def compress(
         self,
         layer: LayerCache,
-        evicted_at: Int[Array, "batch kv_heads T"],
+        recorded: LayerRecord,
         index: int,
         now: Int[Array, ""] | int,
         boundary: Int[Array, ""] | int,
-    ) -> tuple[LayerCache, Int[Array, "batch kv_heads T"]]:
+    ) -> tuple[LayerCache, LayerRecord]:
         """Keeps a layer's best keys at the left of an empty buffer; what it drops is invisible from `boundary` on.
 
         Args:
           now: column after the newest key. boundary: column after the segment, later than `now` if no row had
             anything left to say. No query follows then; dropping keys all the same keeps the mask to its segments.
         """
-        budget, slots = self.budgets[index], layer.keys.shape[2]
+        budget, slots = self.budgets[index], layer.columns.shape[2]
         if slots <= budget:
-            return kv_cache.pad(layer, budget - slots, self.buffer), evicted_at
-        scores = self.policy.score(self.view(layer, index, now))
-        kept, dropped = kv_cache.select(scores, layer.valid, budget)
-        recorded = kv_cache.record(evicted_at, layer.columns, dropped & (boundary < self.columns), boundary)
+            layer, recorded = self.quantize(layer, recorded, boundary)
+            return kv_cache.pad(layer, budget - slots, self.buffer), recorded
+        if self.policy.evicts:
+            scores = self.policy.score(self.view(layer, index, now))
+            kept, dropped = kv_cache.select(scores, layer.valid, budget)
+            evicted_at = kv_cache.record(
+                recorded.evicted_at, layer.columns, dropped & (boundary < self.columns), boundary
+            )
+            recorded = recorded.replace(evicted_at=evicted_at)
+        else:  # the oldest slots are empty
+            kept = jnp.broadcast_to(jnp.arange(slots - budget, slots), (*layer.columns.shape[:2], budget))
+        layer, recorded = self.quantize(layer, recorded, boundary)
         return kv_cache.gather(layer, kept, self.buffer), recorded
+
+    def quantize(
+        self, layer: LayerCache, recorded: LayerRecord, boundary: Int[Array, ""] | int
+    ) -> tuple[LayerCache, LayerRecord]:
+        """Quantises what a layer holds in full precision, if it is to be: the columns before `boundary`."""
+        if layer.quantized is None:
+            return layer, recorded
+        start = boundary - layer.keys.shape[2]
+        layer, parity = kv_cache.quantize(layer, layer.quantized, start)
+        if recorded.parity is None:
+            return layer, recorded
+
+        def put(x: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=2)
+
+        return layer, recorded.replace(parity=jax.tree.map(put, recorded.parity, parity))
 
     def view(self, layer: LayerCache, index: int, now: Int[Array, ""] | int) -> CacheView:
         window = kv_cache.newest_columns(now - 1, max(self.policy.query_window, 1))[: self.policy.query_window]
-        keys = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, now), index))(self.eviction_keys)
+        rng = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, now), index))(self.eviction_keys)
         start = self.start[:, None, None]
+        keys, values = kv_cache.read(layer)
         return CacheView(
-            keys=layer.keys,
-            values=layer.values,
+            keys=keys,
+            values=values,
             valid=layer.valid,
             positions=jnp.where(layer.valid, layer.columns - start, EMPTY),
             received=layer.received,
             queries=layer.queries,
             query_positions=window[None] - self.start[:, None],
-            keys_rng=keys,
+            keys_rng=rng,
             budget=self.budgets[index],
         )
 
     def trajectory(self, state: RolloutState) -> Trajectory:
         valid = jnp.concatenate([self.prompts.valid, state.emitted], axis=1)
-        recorded = jnp.stack(state.evicted_at, axis=1)
-        recorded = jnp.where(valid[:, None, None], recorded, 0)
+        evicted_at = jnp.stack([recorded.evicted_at for recorded in state.recorded], axis=1)
+        evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
         segments = ()
         if self.policy.evicts:
-            recorded = self.without_last(recorded, state)
+            evicted_at = self.without_last(evicted_at, state)
             segments = tuple(Segments(self.width, self.buffer, budget) for budget in self.budgets)
-        mask = ShadowMask(recorded, segments)
+        mask = ShadowMask(evicted_at, segments, self.replay(state))
         ended = self.config.eos_token_id
         return Trajectory(
             tokens=jnp.concatenate([self.prompts.tokens, state.tokens], axis=1),
@@ -290,26 +320,17 @@ class _Rollout:
             replayable=self.config.sampling.trainable,
         )
 
+    def replay(self, state: RolloutState) -> QuantizedReplay | None:
+        """How the cache was quantised."""
+        if self.config.quant is None:
+            return None
+        parities = [recorded.parity for recorded in state.recorded]
+        parity = jax.tree.map(lambda *x: jnp.stack(x, axis=1)[..., : self.columns, :], *parities)
+        return QuantizedReplay(parity, self.config.quant, self.width, self.buffer)
+
     def without_last(self, evicted_at: Int[Array, "batch layers kv_heads T"], state: RolloutState) -> Array:
         """The mask in which nothing but itself sees a row's last token: it was drawn, but never entered the cache."""
         column = jnp.arange(self.columns, dtype=jnp.int32)[None]
         after = self.width + state.emitted.sum(axis=1, keepdims=True, dtype=jnp.int32)
         last = (column == after - 1) & (after < self.columns)
         return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
-
-
-def plan(
-    policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
-) -> tuple[tuple[int, ...], int]:
-    """Keys kept per layer, and buffer slots. A policy that never evicts gets a slot for every token."""
-    if not policy.evicts:
-        return (prompt_width,) * num_layers, config.max_new_tokens
-    check_budget(policy, config.budget, num_layers)
-    return policy.layer_budgets(config.budget, num_layers), config.buffer
-
-
-def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
-    """Bytes of keys and values that a rollout of `rows` prompts holds."""
-    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
-    slots = sum(budget + buffer for budget in budgets)
-    return 2 * slots * model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize * rows

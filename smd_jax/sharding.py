@@ -102,8 +102,9 @@ def constrain(x: Array) -> Array:
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P(BATCH))
 
 
-def over_heads(f: Callable[..., Any], *arrays: Array) -> Any:
-    """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them.
+def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
+    """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them; or of
+    pytrees of such arrays.
 
     The compiler cannot look into a kernel to split it, and would gather its inputs. Axes that do not divide every
     array stay whole: every device then does all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
@@ -112,8 +113,9 @@ def over_heads(f: Callable[..., Any], *arrays: Array) -> Any:
     if mesh is None or mesh.size == 1:
         return f(*arrays)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows = BATCH if all(x.shape[0] % ways == 0 for x in arrays) else None
-    heads = "tensor" if all(x.shape[1] % mesh.shape["tensor"] == 0 for x in arrays) else None
+    leaves = jax.tree.leaves(arrays)
+    rows = BATCH if all(x.shape[0] % ways == 0 for x in leaves) else None
+    heads = "tensor" if all(x.shape[1] % mesh.shape["tensor"] == 0 for x in leaves) else None
     spec = P(rows, heads)
     return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 

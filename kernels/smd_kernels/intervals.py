@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smd_kernels.blocks import BlockKernel, Blocks
+from smd_kernels.copies import Copies, blocks_beside
 
 
 def interval_attention(
@@ -19,18 +20,23 @@ def interval_attention(
     v: Float[Array, "batch kv_heads tokens head_dim"],
     evicted_at: Int[Array, "batch kv_heads tokens"],
     kernel: BlockKernel,
+    copies: Copies | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`; memory O(tokens), no tile of zeros computed.
 
     Args:
       evicted_at: int32; 0 for padding. kernel: does the arithmetic; static.
+      copies: what later segments see of the keys, see `smd_kernels.copies`; None: the keys themselves.
 
     Returns:
       In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
     """
     rows = fold(q, k.shape[1])
-    flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v, evicted_at.astype(jnp.int32)))
-    out: Array = block_attention(kernel, whole_sequences(rows, *flat))
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
+    blocks = whole_sequences(rows, *flat[:3])
+    if flat[3] is not None:
+        blocks = blocks_beside(blocks, flat[3])
+    out: Array = block_attention(kernel, blocks)
     return unfold(out.reshape(rows.shape), k.shape[1])
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
+from smd_kernels.copies import Copies
 from smd_kernels.intervals import fold, no_gradient, unfold, whole_sequences
 
 EMPTY = -1  # column of a slot that holds no key
@@ -105,6 +106,7 @@ def segment_attention(
     segments: Segments,
     kernel: BlockKernel,
     most: int = 256,
+    copies: Copies | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, for a mask that keeps to its segments.
 
@@ -112,13 +114,15 @@ def segment_attention(
       evicted_at: int32; 0 for padding. More than `segments.budget` keys visible at a boundary give wrong results.
       kernel: does the arithmetic. most: blocks gathered at once, one for each segment, KV head and row of the batch;
         bounds the memory. All three static.
+      copies: what later segments see of the keys, see `smd_kernels.copies`; None: the keys themselves. Their segments
+        are these.
 
     Returns:
       In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
     """
     kv_heads, tokens = k.shape[1], q.shape[2]
     segments = replace(segments, first=min(segments.first, tokens))
-    flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v, evicted_at.astype(jnp.int32)))
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
     together = max(most // (k.shape[0] * kv_heads), 1)
     plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))
     return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
@@ -139,13 +143,19 @@ class _Tokens(NamedTuple):
 
     Attributes:
       rows: `[blocks, tokens, group, head_dim]` queries. k, v: `[blocks, tokens, head_dim]`.
-      evicted_at: `[blocks, tokens]`.
+      evicted_at: `[blocks, tokens]`. copies: as k and v.
     """
 
     rows: Float[Array, "blocks tokens group head_dim"]
     k: Float[Array, "blocks tokens head_dim"]
     v: Float[Array, "blocks tokens head_dim"]
     evicted_at: Int[Array, "blocks tokens"]
+    copies: Copies | None
+
+    @property
+    def kept(self) -> tuple[Array, Array]:
+        """Keys and values as later segments see them."""
+        return (self.k, self.v) if self.copies is None else (self.copies.k, self.copies.v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,7 +167,7 @@ def _forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, tuple[_Tokens, SlotTa
     table = slot_table(tokens.evicted_at, plan.segments)
     out, lse = _prompt_forward(plan, tokens)
     if table.kept.shape[1]:
-        padded, kept = _Tokens(*(_pad_response(plan, x) for x in tokens)), _pad_segments(plan, table.kept)
+        padded, kept = _pad_tokens(plan, tokens), _pad_segments(plan, table.kept)
         parts = jax.lax.map(lambda i: plan.kernel.forward(_chunk(plan, tokens, padded, kept, i)), _chunks(kept, plan))
         response = (_join(plan, x, tokens.rows.shape) for x in parts)
         out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), response, strict=True))
@@ -172,15 +182,17 @@ def _backward(plan: _Plan, saved: tuple[_Tokens, SlotTable, Array, Array], d_out
         slot = table.slot[:, : plan.segments.first]
         dk, dv = dk + _from_slots(ck, slot), dv + _from_slots(cv, slot)
         dq, dk, dv = (jnp.concatenate(pair, axis=1) for pair in ((dq, rq), (dk, rk), (dv, rv)))
-    integers = no_gradient(tokens.evicted_at)
-    return (_Tokens(dq, dk.astype(tokens.k.dtype), dv.astype(tokens.v.dtype), integers),)
+    # Kept keys gave their gradients to the keys, whether they are copies or not.
+    rest = no_gradient(tokens.evicted_at), jax.tree.map(jnp.zeros_like, tokens.copies)
+    return (_Tokens(dq, dk.astype(tokens.k.dtype), dv.astype(tokens.v.dtype), *rest),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _prompt(plan: _Plan, tokens: _Tokens) -> Blocks:
-    return whole_sequences(*(x[:, : plan.segments.first] for x in tokens))
+    rows, k, v, evicted_at, _ = tokens
+    return whole_sequences(*(x[:, : plan.segments.first] for x in (rows, k, v, evicted_at)))
 
 
 def _prompt_forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, Array]:
@@ -205,6 +217,11 @@ def _prompt_backward(plan: _Plan, tokens: _Tokens, out: Array, lse: Array, d_out
 def _pad_response(plan: _Plan, x: Array) -> Array:
     """The response's part of `[blocks, tokens, ...]`, up to a whole number of chunks."""
     return pad_rows(x[:, plan.segments.first :], plan.segments.length * plan.together, 0)
+
+
+def _pad_tokens(plan: _Plan, tokens: _Tokens) -> _Tokens:
+    """All of the response but the copies, of which it has no need."""
+    return jax.tree.map(lambda x: _pad_response(plan, x), tokens._replace(copies=None))
 
 
 def _pad_segments(plan: _Plan, kept: Array) -> Array:
@@ -232,7 +249,7 @@ def _join(plan: _Plan, parts: Array, shape: tuple[int, ...]) -> Array:
 def _chunk(plan: _Plan, tokens: _Tokens, padded: _Tokens, kept: Array, chunk: Array) -> Blocks:
     """The segments of one chunk, each with the keys that its boundary kept and its own."""
     together, length, group = plan.together, plan.segments.length, padded.rows.shape[2]
-    rows, own_k, own_v, own_evicted_at = (_part(plan, x, chunk) for x in padded)
+    rows, own_k, own_v, own_evicted_at, _ = jax.tree.map(lambda x: _part(plan, x, chunk), padded)
     column = plan.segments.first + chunk * together * length + jnp.arange(together * length, dtype=jnp.int32)
     column = jnp.tile(column.reshape(together, length), (padded.rows.shape[0], 1))
     kept = jax.lax.dynamic_slice_in_dim(kept, chunk * together, together, axis=1)
@@ -242,11 +259,11 @@ def _chunk(plan: _Plan, tokens: _Tokens, padded: _Tokens, kept: Array, chunk: Ar
         found = jnp.take_along_axis(x, index, axis=1).reshape(-1, kept.shape[2], *x.shape[2:])
         return jnp.concatenate([found, own], axis=1)
 
-    kept_column = kept.reshape(-1, kept.shape[2])
+    kept_column, (kept_k, kept_v) = kept.reshape(-1, kept.shape[2]), tokens.kept
     return Blocks(
         q=rows.reshape(rows.shape[0], length * group, -1),
-        k=gathered(tokens.k, own_k),
-        v=gathered(tokens.v, own_v),
+        k=gathered(kept_k, own_k),
+        v=gathered(kept_v, own_v),
         column=jnp.repeat(column, group, axis=1),
         born=jnp.concatenate([jnp.where(kept_column == EMPTY, LATEST, kept_column), column], axis=1),
         evicted_at=gathered(tokens.evicted_at, own_evicted_at),
@@ -257,7 +274,7 @@ def _response_backward(
     plan: _Plan, tokens: _Tokens, table: SlotTable, out: Array, lse: Array, d_out: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
     """Gradients of the keys and values in the slots of the first boundary, and of the response's q, k and v."""
-    padded, kept = _Tokens(*(_pad_response(plan, x) for x in tokens)), _pad_segments(plan, table.kept)
+    padded, kept = _pad_tokens(plan, tokens), _pad_segments(plan, table.kept)
     rows = [_pad_response(plan, x) for x in (out, lse, d_out)]
     slot, stays = _pad_response(plan, table.slot), _stays(kept)
     count, budget = kept.shape[0], plan.segments.budget

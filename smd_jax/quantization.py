@@ -1,0 +1,253 @@
+"""Keys and values in few bits, after KIVI (arXiv 2402.02750): the arithmetic, and what a learner needs to repeat it.
+
+A group of numbers with the range [low, high] becomes integers from 0 to `2**bits - 1`, low being 0 and high the last:
+
+    code = round((x - low) / scale)      scale = (high - low) / (2**bits - 1)      x is then read as low + code * scale
+
+Keys are grouped by channel, over `group` consecutive columns, because their large channels are large in every token;
+values by token, over `value_group` channels. Groups of keys end at the prompt's end, so left padding changes nothing:
+
+    columns   . 0 1 2 3 | 4 5 6 7 8 9      prompt of 4 and a column of padding, `group` 3
+    group     0 0 1 1 1 | 2 2 2 3 3 3
+
+Rounding is a decision. A learner computes the same keys but for the last bits, and where one of them lies halfway
+between two codes it would decide otherwise: at 2 bits that is a third of the range. So the sampler records one bit an
+element, its code's parity, and the learner takes the nearest code of that parity. The sampler's quotient is within half
+of its code; a learner whose quotient is off by less than another half is nearer to that code than to the next of its
+parity, which is 2 away. So it finds the same code, at any number of bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, UInt8
+
+from smd_kernels.copies import Copies
+from smd_kernels.segments import Segments
+
+Bits = Literal[8, 4, 2]
+BYTE = 8
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """A quantised KV cache; static.
+
+    Attributes:
+      bits: of a code: 8, 4 or 2.
+      group: columns that share a key channel's range; must divide the rollout's buffer.
+      value_group: channels that share a token's range; must divide head_dim, or be larger: then all channels do.
+      record_parity: the sampler records one bit per element of keys and values. Without, the learner rounds by itself
+        and errs where an element lies halfway between two codes.
+    """
+
+    bits: Bits
+    group: int = 32
+    value_group: int = 32
+    record_parity: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in get_args(Bits):
+            raise ValueError(f"expected bits to be 8, 4 or 2; got {self.bits}")
+        for name in ("group", "value_group"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+
+    @property
+    def highest(self) -> int:
+        """The highest code."""
+        return 2**self.bits - 1
+
+    def channels(self, head_dim: int) -> int:
+        """Channels of a value group.
+
+        Raises:
+          ValueError: if they do not divide `head_dim`.
+        """
+        size = min(self.value_group, head_dim)
+        if head_dim % size:
+            raise ValueError(f"expected a value_group that divides head_dim {head_dim}; got {self.value_group}")
+        return size
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes of so many codes."""
+    return -(-count * bits // BYTE)
+
+
+def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead bytes"]:
+    """Codes of 1, 2, 4 or 8 bits side by side, the first in a byte's lowest bits; zeros fill the last byte."""
+    each = BYTE // bits
+    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
+    parts = codes.reshape(*codes.shape[:-1], -1, each) << _shifts(bits, codes.ndim)
+    return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
+
+
+def unpack(packed: UInt8[Array, "*lead bytes"], bits: int, count: int) -> UInt8[Array, "*lead {count}"]:
+    """The inverse of `pack`."""
+    codes = (packed[..., None] >> _shifts(bits, packed.ndim)) & jnp.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * BYTE // bits)[..., :count]
+
+
+def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
+    return jnp.arange(0, BYTE, bits, dtype=jnp.uint8).reshape((1,) * ndim + (-1,))
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Ranges(struct.PyTreeNode):
+    """Of groups of keys or values, in their dtype: code c stands for `low + c * scale`.
+
+    Attributes:
+      low: the least of a group. scale: between two codes, 0 if all of a group are equal.
+    """
+
+    low: Float[Array, "batch kv_heads rows channels"]
+    scale: Float[Array, "batch kv_heads rows channels"]
+
+
+def key_ranges(
+    keys: Float[Array, "batch kv_heads columns head_dim"],
+    valid: Bool[Array, "#batch #kv_heads columns"],
+    first: int,
+    config: QuantConfig,
+) -> Ranges:
+    """Of every channel of every group of columns, `[batch, kv_heads, groups, head_dim]`.
+
+    Args:
+      valid: false for columns without a key, which belong to no group. A group without any has the range [0, 0].
+      first: a column at which a group begins, such as the prompt's width.
+    """
+    grouped, real = (by_group(x, first, config.group) for x in (keys, valid[..., None]))
+    low = jnp.min(jnp.where(real, grouped, jnp.inf), axis=3)
+    high = jnp.max(jnp.where(real, grouped, -jnp.inf), axis=3)
+    some = real.any(axis=3)
+    low, high = (jnp.where(some, x, 0).astype(keys.dtype) for x in (low, high))
+    return _ranges(low, high, config)
+
+
+def by_group(x: Array, first: int, group: int) -> Array:
+    """`[batch, kv_heads, columns, ...]` -> `[batch, kv_heads, groups, group, ...]`; zeros where there is no column."""
+    sides = (-first % group, -(x.shape[2] - first) % group)
+    x = jnp.pad(x, [(0, 0), (0, 0), sides, *[(0, 0)] * (x.ndim - 3)])
+    return x.reshape(*x.shape[:2], -1, group, *x.shape[3:])
+
+
+def value_ranges(values: Float[Array, "batch kv_heads tokens head_dim"], config: QuantConfig) -> Ranges:
+    """Of every group of channels of every token, `[batch, kv_heads, tokens, groups]`."""
+    grouped = values.reshape(*values.shape[:3], -1, config.channels(values.shape[3]))
+    return _ranges(grouped.min(-1), grouped.max(-1), config)
+
+
+def _ranges(low: Array, high: Array, config: QuantConfig) -> Ranges:
+    return Ranges(low, ((_wide(high) - _wide(low)) / config.highest).astype(low.dtype))
+
+
+def of_columns(ranges: Ranges, first: int, columns: int, config: QuantConfig) -> Ranges:
+    """Key ranges of groups -> of columns, `[batch, kv_heads, columns, head_dim]`; `first` as in `key_ranges`."""
+    before = -first % config.group
+    return jax.tree.map(lambda x: jnp.repeat(x, config.group, axis=2)[:, :, before : before + columns], ranges)
+
+
+def of_channels(ranges: Ranges, head_dim: int, config: QuantConfig) -> Ranges:
+    """Value ranges of groups -> of channels, `[batch, kv_heads, tokens, head_dim]`."""
+    return jax.tree.map(lambda x: jnp.repeat(x, config.channels(head_dim), axis=3), ranges)
+
+
+def quantize(
+    x: Float[Array, "batch kv_heads rows head_dim"],
+    ranges: Ranges,
+    config: QuantConfig,
+    parity: UInt8[Array, "batch kv_heads rows head_dim"] | None = None,
+) -> UInt8[Array, "batch kv_heads rows head_dim"]:
+    """The code of every element.
+
+    Args:
+      ranges: of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
+    """
+    scale = _wide(ranges.scale)
+    flat = scale < jnp.finfo(scale.dtype).tiny
+    quotient = jnp.where(flat, 0.0, (_wide(x) - _wide(ranges.low)) / jnp.where(flat, 1.0, scale))
+    if parity is None:
+        return jnp.clip(jnp.round(quotient), 0, config.highest).astype(jnp.uint8)
+    lowest = parity.astype(scale.dtype)
+    codes = lowest + 2 * jnp.round((quotient - lowest) / 2)
+    return jnp.clip(codes, lowest, config.highest - 1 + lowest).astype(jnp.uint8)
+
+
+def dequantize(
+    codes: UInt8[Array, "batch kv_heads rows head_dim"], ranges: Ranges
+) -> Float[Array, "batch kv_heads rows head_dim"]:
+    """What codes stand for, in the dtype of the ranges; computed in float32 or wider."""
+    low, scale = _wide(ranges.low), _wide(ranges.scale)
+    return (low + codes.astype(scale.dtype) * scale).astype(ranges.low.dtype)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Parity(struct.PyTreeNode):
+    """One bit of every code, 8 to a byte; with an axis of layers after the batch, or of one layer without.
+
+    Attributes:
+      keys, values: uint8 `[batch, (layers,) kv_heads, columns, head_dim / 8 rounded up]`.
+    """
+
+    keys: UInt8[Array, "batch *layers kv_heads columns bytes"]
+    values: UInt8[Array, "batch *layers kv_heads columns bytes"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class QuantizedReplay(struct.PyTreeNode):
+    """How a sampler quantised its cache: what a learner needs to do the same to its own keys and values.
+
+    A segment's keys and values are quantised when it ends, the prompt's when the response begins.
+
+    Attributes:
+      parity: of the sampler's codes; None if not recorded.
+      config: static. first: column where the first segment begins, the prompt's width. Static.
+      length: of a segment, the rollout's buffer. Static.
+    """
+
+    parity: Parity | None
+    config: QuantConfig = struct.field(pytree_node=False)
+    first: int = struct.field(pytree_node=False)
+    length: int = struct.field(pytree_node=False)
+
+    def layer(self, index: int) -> QuantizedReplay:
+        """Of one layer."""
+        return self.replace(parity=jax.tree.map(lambda x: x[:, index], self.parity))
+
+    def check_segments(self, segments: tuple[Segments, ...]) -> None:
+        """Raises ValueError for segments by which the cache was not quantised."""
+        for given in segments:
+            if (given.first, given.length) != (self.first, self.length):
+                raise ValueError(
+                    f"expected the segments by which the cache was quantised, first={self.first} and "
+                    f"length={self.length}; got {given}"
+                )
+
+    def copies(
+        self,
+        k: Float[Array, "batch kv_heads columns head_dim"],
+        v: Float[Array, "batch kv_heads columns head_dim"],
+        valid: Bool[Array, "#batch #kv_heads columns"],
+    ) -> Copies:
+        """What later segments see of one layer's keys and values, without gradients. Columns that are not `valid` give
+        numbers without a meaning."""
+        columns, head_dim = k.shape[2:]
+        k, v = jax.lax.stop_gradient((k, v))
+        key_bits = value_bits = None
+        if self.parity is not None:
+            key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
+        of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
+        of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)
+        keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys)
+        values = dequantize(quantize(v, of_values, self.config, value_bits), of_values)
+        return Copies(keys, values, self.first, self.length)

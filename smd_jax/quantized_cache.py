@@ -1,0 +1,138 @@
+"""The part of a layer's cache that is kept in few bits: codes packed into bytes, and the ranges that they stand for.
+
+A key or value is quantised once, when its segment ends, and its codes stay as they are: eviction moves them. Values
+bring the ranges of their own token along. Keys share theirs with all columns of their group, evicted or not, so these
+lie in a table of all groups, which grows with the response: by 2 numbers a channel for `group` tokens, 1/group of the
+keys and values that a cache without eviction would hold. After `group * budget` tokens the table alone is as large as
+the kept keys and values in full precision: long responses want large groups.
+
+Unlike in KIVI, where the newest tokens always stay in full precision, the whole prompt is quantised at its end and a
+segment at its own: then all queries of a segment see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from smd_jax.quantization import (
+    Parity,
+    QuantConfig,
+    Ranges,
+    dequantize,
+    key_ranges,
+    of_channels,
+    of_columns,
+    pack,
+    packed_size,
+    quantize,
+    unpack,
+    value_ranges,
+)
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class QuantizedSlots(struct.PyTreeNode):
+    """Keys and values of a layer's left slots.
+
+    Attributes:
+      keys, values: uint8 `[batch, kv_heads, slots, head_dim * bits / 8 rounded up]` codes.
+      value_ranges: `[batch, kv_heads, slots, head_dim / value_group]`.
+      key_ranges: `[batch, kv_heads, groups, head_dim]` of all groups of columns of prompt and response.
+      config: static. prompt: columns of the prompt, where a group ends. Static.
+    """
+
+    keys: UInt8[Array, "batch kv_heads slots bytes"]
+    values: UInt8[Array, "batch kv_heads slots bytes"]
+    value_ranges: Ranges
+    key_ranges: Ranges
+    config: QuantConfig = struct.field(pytree_node=False)
+    prompt: int = struct.field(pytree_node=False)
+
+    @property
+    def head_dim(self) -> int:
+        return self.key_ranges.low.shape[3]
+
+
+def group_count(columns: int, config: QuantConfig) -> int:
+    """Groups of so many consecutive columns that begin or end together with a group."""
+    return -(-columns // config.group)
+
+
+def no_slots(
+    like: Float[Array, "batch kv_heads columns head_dim"], prompt: int, response: int, config: QuantConfig
+) -> QuantizedSlots:
+    """Before anything is quantised: no slots, and an empty table for so many columns of prompt and response."""
+    rows, (head_dim, dtype) = like.shape[:2], (like.shape[3], like.dtype)
+    codes = jnp.zeros((*rows, 0, packed_size(head_dim, config.bits)), jnp.uint8)
+    of_values = jnp.zeros((*rows, 0, head_dim // config.channels(head_dim)), dtype)
+    table = jnp.zeros((*rows, group_count(prompt, config) + group_count(response, config), head_dim), dtype)
+    return QuantizedSlots(codes, codes, Ranges(of_values, of_values), Ranges(table, table), config, prompt)
+
+
+def append(
+    slots: QuantizedSlots,
+    keys: Float[Array, "batch kv_heads columns head_dim"],
+    values: Float[Array, "batch kv_heads columns head_dim"],
+    valid: Bool[Array, "batch kv_heads columns"],
+    start: Int[Array, ""] | int,
+) -> tuple[QuantizedSlots, Parity]:
+    """Quantises consecutive columns from `start` on into new slots at the right: the prompt if there are none yet, else
+    a segment.
+
+    Returns:
+      The slots, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
+    """
+    config, (columns, head_dim), prompt = slots.config, keys.shape[2:], slots.keys.shape[2] == 0
+    first = columns if prompt else 0  # counted from `start`: the prompt ends with a group, a segment begins with one
+    table = key_ranges(keys, valid, first, config)
+    index = 0 if prompt else group_count(slots.prompt, config) + (start - slots.prompt) // config.group
+    of_values = value_ranges(values, config)
+    key_codes = quantize(keys, of_columns(table, first, columns, config), config)
+    value_codes = quantize(values, of_channels(of_values, head_dim, config), config)
+
+    def join(old: Array, new: Array) -> Array:
+        return jnp.concatenate([old, new], axis=2)
+
+    slots = slots.replace(
+        keys=join(slots.keys, pack(key_codes, config.bits)),
+        values=join(slots.values, pack(value_codes, config.bits)),
+        value_ranges=jax.tree.map(join, slots.value_ranges, of_values),
+        key_ranges=jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=2), slots.key_ranges, table
+        ),
+    )
+    return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
+
+
+def read(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> tuple[Array, Array]:
+    """Keys and values `[batch, kv_heads, slots, head_dim]` of slots that hold these columns; -1: anything."""
+    config = slots.config
+    group = (columns - slots.prompt) // config.group + group_count(slots.prompt, config)
+    group = jnp.maximum(group, 0)[..., None]
+    of_keys = jax.tree.map(lambda x: jnp.take_along_axis(x, group, axis=2), slots.key_ranges)
+    of_values = of_channels(slots.value_ranges, slots.head_dim, config)
+    keys, values = (unpack(x, config.bits, slots.head_dim) for x in (slots.keys, slots.values))
+    return dequantize(keys, of_keys), dequantize(values, of_values)
+
+
+def map_slots(move: Callable[[Array], Array], slots: QuantizedSlots) -> QuantizedSlots:
+    """Applies `move` to everything that has one entry per slot."""
+    return slots.replace(
+        keys=move(slots.keys), values=move(slots.values), value_ranges=jax.tree.map(move, slots.value_ranges)
+    )
+
+
+def slot_bytes(head_dim: int, itemsize: int, config: QuantConfig) -> int:
+    """Bytes of a slot's key and value, without the key's ranges."""
+    return 2 * packed_size(head_dim, config.bits) + 2 * head_dim // config.channels(head_dim) * itemsize
+
+
+def table_bytes(prompt: int, response: int, head_dim: int, itemsize: int, config: QuantConfig) -> int:
+    """Bytes of the key ranges of one row and KV head."""
+    return 2 * (group_count(prompt, config) + group_count(response, config)) * head_dim * itemsize

@@ -1,0 +1,88 @@
+"""Sizes of a rollout, and what follows from them: keys per layer, and bytes of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from smd_jax.config import ModelConfig
+from smd_jax.eviction import EvictionPolicy, check_budget
+from smd_jax.quantization import QuantConfig
+from smd_jax.quantized_cache import slot_bytes, table_bytes
+from smd_jax.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sizes of a rollout, in tokens; static.
+
+    Attributes:
+      max_new_tokens: R, columns of the response.
+      budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
+      buffer: queries between two compressions; the cache has `budget + buffer` slots.
+      eos_token_id: ends a response; None never does. pad_token_id: fills what follows.
+      sampling: temperature and filters.
+      mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
+      quant: keeps keys and values in few bits once their segment of `buffer` tokens has ended, the prompt's at once;
+        also under a policy that never evicts. None keeps all in full precision.
+    """
+
+    max_new_tokens: int
+    budget: int
+    buffer: int
+    eos_token_id: int | None = None
+    pad_token_id: int = 0
+    sampling: SamplingConfig = SamplingConfig()
+    mask_storage: Literal["compact", "boolean"] = "compact"
+    quant: QuantConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "budget", "buffer"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if self.quant is not None:
+            self._check_quant(self.quant)
+
+    def _check_quant(self, quant: QuantConfig) -> None:
+        if self.buffer % quant.group:
+            raise ValueError(
+                "expected a quantisation group that divides the buffer, because a segment is quantised as a whole; got "
+                f"group {quant.group} and buffer {self.buffer}"
+            )
+        if self.mask_storage == "boolean":
+            raise ValueError(
+                "expected mask_storage 'compact' with a quantised cache, because booleans cannot say which keys a "
+                "query sees quantised; got 'boolean'"
+            )
+
+
+def plan(
+    policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
+) -> tuple[tuple[int, ...], int]:
+    """Keys kept per layer, and buffer slots. A policy that never evicts gets a slot for every token."""
+    if policy.evicts:
+        check_budget(policy, config.budget, num_layers)
+        return policy.layer_budgets(config.budget, num_layers), config.buffer
+    if config.quant is None:
+        return (prompt_width,) * num_layers, config.max_new_tokens
+    return (prompt_width + whole_segments(config),) * num_layers, config.buffer
+
+
+def whole_segments(config: RolloutConfig) -> int:
+    """Columns of a response, up to a whole number of segments."""
+    return -(-config.max_new_tokens // config.buffer) * config.buffer
+
+
+def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+    """Bytes of keys and values that a rollout of `rows` prompts holds."""
+    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
+    itemsize, quant = jnp.dtype(model.dtype).itemsize, config.quant
+    precise, table = 2 * model.head_dim * itemsize, 0
+    kept = precise
+    if quant is not None:
+        kept = slot_bytes(model.head_dim, itemsize, quant)
+        table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)
+    each = sum(budget * kept + buffer * precise + table for budget in budgets)
+    return each * model.num_kv_heads * rows

@@ -1,0 +1,381 @@
+"""Quantisation against a plain float64 reference, in the cache and in the learner that replays it, and identity again.
+
+The reference walks over groups one by one, as the paper's formulas stand; codes are compared, not only numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.attention import attend
+from smd_jax.cache import EMPTY, LayerCache, gather, quantize, read, select, write
+from smd_jax.masks import NEVER, KeyInterval, Segments
+from smd_jax.quantization import (
+    Parity,
+    QuantConfig,
+    QuantizedReplay,
+    Ranges,
+    dequantize,
+    key_ranges,
+    of_channels,
+    of_columns,
+    pack,
+    unpack,
+    value_ranges,
+)
+from smd_jax.quantization import quantize as to_codes
+from smd_jax.quantized_cache import no_slots
+from smd_jax.sharding import make_mesh
+from tests.under_test import QUICK
+
+EVERY_BITS = pytest.mark.parametrize("bits", [8, 4, 2])
+
+
+# Bytes.
+
+
+def test_pack_by_hand():
+    """The first code in the lowest bits: 1 + 2 * 4 + 3 * 16 + 0 * 64, then 1."""
+    assert pack(jnp.array([1, 2, 3, 0, 1], jnp.uint8), 2).tolist() == [57, 1]
+    assert pack(jnp.array([15, 1], jnp.uint8), 4).tolist() == [31]
+    assert pack(jnp.array([1, 0, 0, 0, 0, 0, 0, 1, 1], jnp.uint8), 1).tolist() == [129, 1]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 19), st.integers(0, 99))
+def test_pack_and_back(bits: int, count: int, seed: int):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (2, 3, count)).astype(np.uint8)
+    packed = pack(jnp.asarray(codes), bits)
+    assert packed.dtype == jnp.uint8 and packed.shape == (2, 3, -(-count * bits // 8))
+    np.testing.assert_array_equal(unpack(packed, bits, count), codes)
+
+
+# Codes.
+
+
+class Reference(NamedTuple):
+    """One row and head: codes, and what they stand for, `[columns, head_dim]`."""
+
+    codes: np.ndarray
+    numbers: np.ndarray
+
+
+def group_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and numbers of one group, by the formulas of KIVI, section 3.1."""
+    low, high = x.min(), x.max()
+    scale = (high - low) / (2**bits - 1)
+    if scale == 0:
+        return np.zeros(x.shape, np.uint8), np.full(x.shape, low)
+    codes = np.round((x - low) / scale).astype(np.uint8)
+    return codes, codes * scale + low
+
+
+def keys_reference(keys: np.ndarray, valid: np.ndarray, first: int, config: QuantConfig) -> Reference:
+    """By channel, in groups of columns that begin at `first` and everywhere `group` further on or back."""
+    out = Reference(np.zeros(keys.shape, np.uint8), np.zeros(keys.shape))
+    group_of = (np.arange(len(keys)) - first) // config.group
+    for group in np.unique(group_of):
+        members = np.flatnonzero((group_of == group) & valid)
+        for channel in range(keys.shape[1]) if len(members) else ():
+            codes, numbers = group_reference(keys[members, channel], config.bits)
+            out.codes[members, channel], out.numbers[members, channel] = codes, numbers
+    return out
+
+
+def values_reference(values: np.ndarray, config: QuantConfig) -> Reference:
+    """By token, in groups of neighbouring channels."""
+    out, size = Reference(np.zeros(values.shape, np.uint8), np.zeros(values.shape)), config.value_group
+    for token in range(len(values)):
+        for start in range(0, values.shape[1], size):
+            part = slice(start, start + size)
+            out.codes[token, part], out.numbers[token, part] = group_reference(values[token, part], config.bits)
+    return out
+
+
+def quantized_keys(keys: Any, valid: Any, first: int, config: QuantConfig, parity: Any = None) -> tuple[Any, Any]:
+    ranges = of_columns(key_ranges(keys, valid, first, config), first, keys.shape[2], config)
+    codes = to_codes(keys, ranges, config, parity)
+    return codes, dequantize(codes, ranges)
+
+
+def quantized_values(values: Any, config: QuantConfig) -> tuple[Any, Any]:
+    ranges = of_channels(value_ranges(values, config), values.shape[3], config)
+    codes = to_codes(values, ranges, config)
+    return codes, dequantize(codes, ranges)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([8, 4, 2]),
+    st.integers(1, 7),
+    st.integers(0, 12),
+    st.integers(1, 14),
+    st.integers(0, 16),
+    st.integers(0, 99),
+)
+def test_against_kivi(bits: Any, group: int, first: int, columns: int, padding: int, seed: int):
+    """Exactly, in float64; padding is as large as it can be, and must not widen a range."""
+    rng, config = np.random.default_rng(seed), QuantConfig(bits, group, 4)
+    x = rng.normal(size=(2, 2, columns, 8)) * 10.0 ** rng.integers(-3, 4, (2, 2, 1, 8))
+    valid = np.arange(columns) >= np.array([padding, 0])[:, None]
+    with jax.enable_x64(True):
+        given_keys = jnp.asarray(np.where(valid[:, None, :, None], x, 1e6))
+        codes, numbers = quantized_keys(given_keys, jnp.asarray(valid)[:, None], min(first, columns), config)
+        value_codes, value_numbers = quantized_values(jnp.asarray(x), config)
+    for b, h in np.ndindex(2, 2):
+        expected = keys_reference(x[b, h], valid[b], min(first, columns), config)
+        np.testing.assert_array_equal(np.asarray(codes)[b, h, valid[b]], expected.codes[valid[b]])
+        np.testing.assert_allclose(np.asarray(numbers)[b, h, valid[b]], expected.numbers[valid[b]], atol=1e-11)
+        expected = values_reference(x[b, h], config)
+        np.testing.assert_array_equal(value_codes[b, h], expected.codes)
+        np.testing.assert_allclose(value_numbers[b, h], expected.numbers, atol=1e-11)
+
+
+def test_by_hand():
+    """A prompt of 3, groups of 2: columns {0}, {1, 2}, {3, 4}. One channel is constant, one has its range."""
+    keys = jnp.array([[7.0, 5.0], [5.0, 0.0], [5.0, 3.0], [5.0, -1.0], [5.0, 8.0]])[None, None]
+    codes, numbers = quantized_keys(keys, jnp.ones((1, 1, 5), bool), 3, QuantConfig(2, 2))
+    assert codes[0, 0, :, 1].tolist() == [0, 0, 3, 0, 3] and codes[0, 0, :, 0].tolist() == [0] * 5
+    np.testing.assert_array_equal(numbers, keys)
+    values = jnp.array([0.0, 1.0, 2.0, 3.0, 10.0, 10.0, 16.0, 11.9])[None, None, None]
+    codes, numbers = quantized_values(values, QuantConfig(2, 1, 4))
+    assert codes.tolist() == [[[[0, 1, 2, 3, 0, 0, 3, 1]]]]
+    assert numbers.tolist() == [[[[0, 1, 2, 3, 10, 10, 16, 12]]]]
+
+
+@EVERY_BITS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_error_is_within_half_a_step(bits: Any, dtype: str):
+    """Also of numbers whose range is far smaller than they are; in bfloat16 up to its own rounding."""
+    config = QuantConfig(bits, 8, 8)
+    x = (100 + jax.random.normal(jax.random.key(0), (1, 2, 16, 8))).astype(dtype)
+    ranges = of_columns(key_ranges(x, jnp.ones((1, 1, 16), bool), 0, config), 0, 16, config)
+    error = np.abs(np.asarray(dequantize(to_codes(x, ranges, config), ranges) - x, np.float64))
+    step = np.asarray(ranges.scale, np.float64)
+    assert dequantize(to_codes(x, ranges, config), ranges).dtype == jnp.dtype(dtype)
+    assert (error <= step / 2 + 100 * float(jnp.finfo(dtype).eps)).all()
+
+
+def test_nothing_to_round():
+    """Groups without a key, with one, with equal keys, and with a range that vanishes in float32."""
+    keys = jnp.array([9.0, 9.0, 3.0, 9.0, 4.0, 4.0, 1e-40, 0.0])[None, None, :, None]
+    valid = jnp.array([False, False, True, False, True, True, True, True])[None, None]
+    codes, numbers = quantized_keys(keys, valid, 0, QuantConfig(2, 2))
+    assert np.isfinite(np.asarray(numbers)).all()
+    np.testing.assert_allclose(numbers[0, 0, np.array([2, 4, 5, 6, 7]), 0], [3.0, 4.0, 4.0, 0.0, 0.0], atol=1e-39)
+
+
+# Parity.
+
+
+@EVERY_BITS
+@pytest.mark.parametrize("off", [0.0, 0.3, 0.49])
+def test_parity_finds_the_sampler_s_code(bits: Any, off: float):
+    """As long as the learner's quotient is off by less than a half; at 8 bits as at 2."""
+    rng, config = np.random.default_rng(0), QuantConfig(bits)
+    quotient = np.concatenate([rng.uniform(0, config.highest, 4000), np.arange(config.highest) + 0.5])
+    sampler = jnp.asarray(quotient, jnp.float32)[None, None, None]
+    unit = Ranges(jnp.zeros_like(sampler), jnp.ones_like(sampler))
+    codes = to_codes(sampler, unit, config)
+    learner = sampler + jnp.asarray(rng.uniform(-off, off, quotient.shape), jnp.float32)[None, None, None]
+    np.testing.assert_array_equal(to_codes(learner, unit, config, codes & 1), codes)
+    plain = np.asarray(to_codes(learner, unit, config))
+    assert (plain == codes).all() == (off == 0.0)
+    too_far = sampler + 0.8 * jnp.sign(learner - sampler)
+    assert off == 0.0 or (to_codes(too_far, unit, config, codes & 1) != codes).any()
+
+
+@EVERY_BITS
+def test_parity_keeps_codes_in_range(bits: Any):
+    """Far outside, the nearest end of that parity."""
+    config, far = QuantConfig(bits), jnp.array([-1e9, -1e9, 1e9, 1e9])[None, None, None]
+    unit = Ranges(jnp.zeros_like(far), jnp.ones_like(far))
+    codes = to_codes(far, unit, config, jnp.array([0, 1, 0, 1], jnp.uint8)[None, None, None])
+    assert codes.tolist() == [[[[0, 1, config.highest - 1, config.highest]]]]
+
+
+# The cache.
+
+PROMPT, BUFFER, BUDGET, COLUMNS, HEAD_DIM = 7, 6, 5, 25, 8
+CACHE_QUANT = QuantConfig(2, group=3, value_group=4)
+
+
+@EVERY_BITS
+def test_codes_are_moved_and_never_made_again(bits: Any):
+    """A life of prompt and segments with random evictions. Whatever happened since, a key reads as the reference
+    rounded it with all columns of its group, evicted ones too, and one in the buffer reads as it is."""
+    config = replace(CACHE_QUANT, bits=bits)
+    rng = np.random.default_rng(1)
+    keys, values = rng.normal(size=(2, 2, 2, COLUMNS, HEAD_DIM)).astype(np.float32)
+    live = np.arange(COLUMNS) >= np.array([0, 3])[:, None]
+    live[1, 21:] = False  # row 1 ends within a segment
+
+    columns = jnp.where(jnp.asarray(live[:, None, :PROMPT]), jnp.arange(PROMPT)[None, None], EMPTY)
+    columns = jnp.broadcast_to(columns, (2, 2, PROMPT)).astype(jnp.int32)
+    prompt_keys, prompt_values = (jnp.asarray(x[:, :, :PROMPT]) for x in (keys, values))
+    cache = LayerCache(
+        prompt_keys, prompt_values, columns, None, None, no_slots(prompt_keys, PROMPT, COLUMNS - PROMPT, config)
+    )
+    quantised = 0
+    for column in range(PROMPT, COLUMNS + 1):
+        if (column - PROMPT) % BUFFER == 0:
+            check_reads(cache, keys, values, live, quantised, config)
+            cache, quantised = compress(cache, quantised, rng), column
+            check_reads(cache, keys, values, live, quantised, config)
+        if column < COLUMNS:
+            slot = jnp.array(BUDGET + (column - PROMPT) % BUFFER)
+            k, v = (jnp.asarray(x[:, :, column : column + 1]) for x in (keys, values))
+            cache = write(cache, slot, k, v, jnp.array(column), jnp.asarray(live[:, column]))
+
+
+@jax.jit
+def compress_jitted(cache: LayerCache, scores: Any, start: Any) -> LayerCache:
+    slots, _ = select(scores, cache.valid, BUDGET)
+    assert cache.quantized is not None
+    cache, _ = quantize(cache, cache.quantized, start)
+    return gather(cache, slots, BUFFER)
+
+
+def compress(cache: LayerCache, start: int, rng: Any) -> LayerCache:
+    return compress_jitted(cache, jnp.asarray(rng.normal(size=cache.columns.shape)), start)
+
+
+def check_reads(
+    cache: LayerCache, keys: np.ndarray, values: np.ndarray, live: np.ndarray, quantised: int, config: QuantConfig
+) -> None:
+    got_keys, got_values = (np.asarray(x) for x in jax.jit(read)(cache))
+    for b, h in np.ndindex(2, 2):
+        # A group holds the columns that were live when its segment ended.
+        of_keys = keys_reference(keys[b, h].astype(np.float64), live[b], PROMPT, config).numbers
+        of_values = values_reference(values[b, h].astype(np.float64), config).numbers
+        for slot, column in enumerate(np.asarray(cache.columns)[b, h]):
+            if column == EMPTY:
+                continue
+            rounded = column < quantised
+            expected = (of_keys, of_values) if rounded else (keys[b, h], values[b, h])
+            np.testing.assert_allclose(got_keys[b, h, slot], expected[0][column], atol=1e-6)
+            np.testing.assert_allclose(got_values[b, h, slot], expected[1][column], atol=1e-6)
+
+
+# The learner's attention.
+
+T, LENGTH, FIRST = 23, 6, 5
+SEGMENTS = Segments(FIRST, LENGTH, budget=7)
+QUANT = QuantConfig(2, group=3, value_group=4)
+
+
+def problem() -> tuple[list[jax.Array], np.ndarray, KeyInterval]:
+    """q, k, v and the gradient of the output; which queries see which keys; and that as a mask with parities."""
+    rng = np.random.default_rng(3)
+    q, k, v, d_out = (rng.normal(size=(2, heads, T, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
+    evicted_at = np.full((2, 2, T), NEVER)
+    evicted_at[0, :, :2] = 0
+    for column in range(FIRST, T, LENGTH):
+        for row in evicted_at.reshape(-1, T):
+            alive = np.flatnonzero(row[:column] > column)
+            row[rng.permutation(alive)[SEGMENTS.budget :]] = column
+    t = np.arange(T)
+    visible = (t[None] <= t[:, None]) & (t[:, None] < evicted_at[..., None, :])
+    valid = jnp.asarray(evicted_at > 0)
+    codes = quantized_keys(jnp.asarray(k), valid, FIRST, QUANT)[0], quantized_values(jnp.asarray(v), QUANT)[0]
+    parity = Parity(*(pack(x & 1, 1) for x in codes))
+    mask = KeyInterval(jnp.asarray(evicted_at, jnp.int32), SEGMENTS, QuantizedReplay(parity, QUANT, FIRST, LENGTH))
+    return [jnp.asarray(x) for x in (q, k, v, d_out)], visible, mask
+
+
+def by_query(q: Any, k: Any, v: Any, visible: np.ndarray, rounded: tuple[np.ndarray, np.ndarray]) -> Any:
+    """Every query with keys and values of its own, `[batch, kv_heads, queries, keys, head_dim]`: straight through."""
+    t = np.arange(T)
+    ends = np.where(t < FIRST, FIRST, FIRST + ((t - FIRST) // LENGTH + 1) * LENGTH)
+    later = jnp.asarray(t[:, None] >= ends)[None, None, :, :, None]
+    k, v = (
+        jnp.where(later, (x + jax.lax.stop_gradient(r - x))[:, :, None], x[:, :, None])
+        for x, r in ((k, rounded[0]), (v, rounded[1]))
+    )
+    grouped = q.reshape(2, 2, 2, T, 8)
+    scores = jnp.einsum("bhgtd,bhtsd->bhgts", grouped, k) / np.sqrt(8)
+    seen = jnp.asarray(visible)[:, :, None]
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0.0)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    return jnp.einsum("bhgts,bhtsd->bhgtd", weights, v).reshape(q.shape)
+
+
+def with_gradients(f: Any, q: Any, k: Any, v: Any, d_out: Any) -> list[np.ndarray]:
+    def run(*arrays: Any) -> Any:
+        out, pull = jax.vjp(f, *arrays)
+        return out, *pull(d_out)
+
+    return [np.asarray(x) for x in jax.jit(run).lower(q, k, v).compile(QUICK)(q, k, v)]
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
+def test_attention_sees_what_the_sampler_saw(impl: Any):
+    """Output and straight-through gradients, every query with keys of its own; rows that see nothing give zeros."""
+    arrays, visible, mask = problem()
+    valid = np.asarray(mask.evicted_at) > 0
+    k, v = (np.asarray(x, np.float64) for x in arrays[1:3])
+    rounded = [np.zeros(k.shape), np.zeros(k.shape)]
+    for b, h in np.ndindex(2, 2):
+        rounded[0][b, h] = keys_reference(k[b, h], valid[b, h], FIRST, QUANT).numbers
+        rounded[1][b, h] = values_reference(v[b, h], QUANT).numbers
+    numbers = rounded[0].astype(np.float32), rounded[1].astype(np.float32)
+    expected = with_gradients(lambda q, k, v: by_query(q, k, v, visible, numbers), *arrays)
+    got = with_gradients(lambda q, k, v: attend(q, k, v, mask, impl), *arrays)
+    precise = with_gradients(lambda q, k, v: attend(q, k, v, mask.replace(quantized=None), impl), *arrays)
+    for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, expected, precise, strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-6, err_msg=name)
+        assert np.abs(z - y).max() > 1e-2, f"{name} would be the same without quantisation"
+    assert not got[0][0, :, :2].any()
+
+
+@pytest.mark.parametrize("impl", ["interval", "segments"])
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4), (3, 1, 1)], ids=str)
+def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):
+    """The same values; four devices share two KV heads, three cannot share two rows."""
+    (q, k, v, _), _, mask = problem()
+    attending = jax.jit(jax.value_and_grad(lambda q, k, v, mask: jnp.sum(attend(q, k, v, mask, impl) ** 2), (0, 1, 2)))
+    expected = attending(q, k, v, mask)
+    with jax.set_mesh(make_mesh(*mesh)):
+        got = attending(q, k, v, mask)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+
+
+def test_attention_with_parities_of_another():
+    """The learner's own keys, a little off: the recorded bits decide how they round."""
+    (q, k, v, _), _, mask = problem()
+    assert mask.quantized is not None
+    near = k + 1e-6 * jax.random.normal(jax.random.key(0), k.shape)
+    out, again = (attend(q, x, v, mask, "xla") for x in (k, near))
+    np.testing.assert_allclose(out, again, atol=1e-4)
+    wrong = mask.quantized.replace(parity=jax.tree.map(lambda x: ~x, mask.quantized.parity))
+    assert np.abs(attend(q, k, v, mask.replace(quantized=wrong), "xla") - out).max() > 0.1
+
+
+# Bad input.
+
+
+def test_bad_configs():
+    config = QuantConfig(4)
+    object.__setattr__(config, "bits", 3)  # behind the type checker, which users do not have
+    with pytest.raises(ValueError, match="bits to be 8, 4 or 2; got 3"):
+        config.__post_init__()
+    with pytest.raises(ValueError, match="expected group >= 1; got 0"):
+        QuantConfig(4, group=0)
+    with pytest.raises(ValueError, match="expected value_group >= 1; got 0"):
+        QuantConfig(4, value_group=0)
+
+
+def test_value_groups_divide_the_head():
+    assert QuantConfig(4, value_group=32).channels(8) == 8 and QuantConfig(4, value_group=32).channels(64) == 32
+    with pytest.raises(ValueError, match="value_group that divides head_dim 80; got 32"):
+        QuantConfig(4).channels(80)
