@@ -71,6 +71,7 @@ class Args:
     policy: Literal["rkv", "snapkv", "h2o", "streaming_llm", "dense"] = "rkv"  # eviction policy of the sampler
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # queries between two compressions
+    quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes, in groups of 32; full precision by default
     prompt_tokens: int | None = None  # columns of the prompt; by default those of the longest in the data
     response_tokens: int = 1024  # longest response
     prompts: int = 16  # per rollout
@@ -125,7 +126,12 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         prompt_width=args.prompt_tokens or max(longest_prompt(tokenizer, task) for task in tasks),
         policy=POLICIES[args.policy],
         rollout=smd.RolloutConfig(
-            args.response_tokens, args.budget, args.buffer, eos_token_id(tokenizer), pad_token_id(tokenizer)
+            args.response_tokens,
+            args.budget,
+            args.buffer,
+            eos_token_id(tokenizer),
+            pad_token_id(tokenizer),
+            quant=None if args.quant_bits is None else smd.QuantConfig(args.quant_bits),
         ),
         update=smd.UpdateConfig(
             "shadow" if shadow else "dense",
@@ -148,22 +154,24 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.Params) -> Mapping[str,
         return {}
     task = load_gsm8k(args.eval)
     held_out = Gsm8kTask(task.rows[: args.eval_rows])
-    arms = {"sparse": loop.config.policy, "dense": smd.Dense()}
+    sizes = loop.config.rollout
+    arms = {"sparse": (loop.config.policy, sizes), "dense": (smd.Dense(), replace(sizes, quant=None))}
     key = jax.random.key(args.seed + 1)
     return {
-        name: loop.evaluate(params, held_out, key, policy=policy, config=loop.config.rollout)
-        for name, policy in arms.items()
+        name: loop.evaluate(params, held_out, key, policy=policy, config=config)
+        for name, (policy, config) in arms.items()
     }
 
 
 def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
-    sizes = (loop.config.rollout, loop.config.prompt_width, loop.config.rows)
-    kept, full = (cache_bytes(loop.model.config, policy, *sizes) for policy in (loop.config.policy, smd.Dense()))
-    rows = [(f"reward, {name} decoding", before[name], after[name]) for name in before]
-    rows.append(("reward, training", history[0]["reward"], history[-1]["reward"]))
-    summary_table(f"GSM8K, {len(history)} rollouts", ("", "before", "after"), rows)
+    sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.rows)
+    kept = cache_bytes(loop.model.config, loop.config.policy, sizes, *rows)
+    full = cache_bytes(loop.model.config, smd.Dense(), replace(sizes, quant=None), *rows)
+    rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]
+    rewards.append(("reward, training", history[0]["reward"], history[-1]["reward"]))
+    summary_table(f"GSM8K, {len(history)} rollouts", ("", "before", "after"), rewards)
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     summary_table(
         "sampler against learner",
