@@ -28,6 +28,7 @@ FALL = 0.03  # a reward that ends further below its start than this has fallen: 
 RESAMPLES = 10_000
 
 DECODINGS = {"sparse": EVAL_SPARSE, "dense": EVAL_DENSE}
+BASELINE = "naive"  # the arm that the others are compared with
 
 
 class Run(NamedTuple):
@@ -105,7 +106,7 @@ def values_of(runs: Sequence[Run], name: str) -> list[float]:
 
 
 def tables(pilot: Sequence[Run], reported: Sequence[Run]) -> list[Table]:
-    made = [reward_table(reported), mismatch_table(reported)]
+    made = [reward_table(reported), paired_table(reported), mismatch_table(reported)]
     return [*made, *([pilot_table(pilot, reported)] if pilot else []), fall_table(pilot, reported)]
 
 
@@ -120,9 +121,41 @@ def reward_table(reported: Sequence[Run]) -> Table:
     return Table(title, ("arm", "learning rate", "sparse", "interval", "dense", "interval"), rows)
 
 
-def mean_cells(values: Sequence[float]) -> tuple[str, str]:
-    interval = "-" if len(values) == 1 else "{:.3f} … {:.3f}".format(*bootstrap(values))
-    return f"{np.mean(values):.3f}", interval
+def mean_cells(values: Sequence[float], form: str = ".3f") -> tuple[str, str]:
+    """Mean and interval; one value has no interval, and no value has neither."""
+    if not values:
+        return "-", "-"
+    interval = "-" if len(values) == 1 else " … ".join(format(end, form) for end in bootstrap(values))
+    return format(np.mean(values), form), interval
+
+
+def paired_table(reported: Sequence[Run]) -> Table:
+    """Arms of a seed share their start: differences within a seed are free of how far apart the starts are."""
+    arms = by_arm(reported)
+    baseline = arms.get(BASELINE, [])
+    rows: list[tuple[Cell, ...]] = []
+    for name, runs in arms.items():
+        differences = [gains(runs, kind) for kind in DECODINGS]
+        differences += [leads(runs, [] if name == BASELINE else baseline, kind) for kind in DECODINGS]
+        rows.append((name, *(cell for values in differences for cell in mean_cells(values, "+.3f"))))
+    title = (
+        f"Gain over the start, and difference to {BASELINE}: final reward minus that of the same seed before training, "
+        f"and minus the final one of {BASELINE} from the same seed; mean over seeds and 95 % bootstrap interval"
+    )
+    names = (*(f"{kind} gain" for kind in DECODINGS), *(f"{kind} − {BASELINE}" for kind in DECODINGS))
+    return Table(title, ("arm", *(column for name in names for column in (name, "interval"))), rows)
+
+
+def gains(runs: Sequence[Run], kind: str) -> list[float]:
+    """One number a run: its final reward minus the one that it began with."""
+    pairs = zip(values_of(runs, kind), values_of(runs, f"{kind}_before"), strict=True)
+    return [final - before for final, before in pairs]
+
+
+def leads(runs: Sequence[Run], baseline: Sequence[Run], kind: str) -> list[float]:
+    """One number a seed that both have: the final reward of `runs` minus that of `baseline`."""
+    ours, theirs = ({r.row["seed"]: v for r, v in zip(of, values_of(of, kind), strict=True)} for of in (runs, baseline))
+    return [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
 
 
 def mismatch_table(reported: Sequence[Run]) -> Table:
@@ -149,14 +182,19 @@ def pilot_table(pilot: Sequence[Run], reported: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, runs in by_arm(pilot).items():
         chosen = by_arm(reported)[name][0].row["learning_rate"]
+        edge = " edge" if chosen in (rates[0], rates[-1]) else ""
         cells = []
         for rate in rates:
             of_rate = [run for run in runs if run.row["learning_rate"] == rate]
             sparse, dense = (float(np.mean(values_of(of_rate, kind))) for kind in DECODINGS)
-            cells.append(f"{'→ ' if rate == chosen else ''}{(sparse + dense) / 2:.3f} ({sparse:.3f}, {dense:.3f})")
+            cell = f"{(sparse + dense) / 2:.3f} ({sparse:.3f}, {dense:.3f})"
+            cells.append(f"→ {cell}{edge}" if rate == chosen else cell)
         rows.append((name, *cells))
     seeds = sorted({run.row["seed"] for run in pilot})
-    title = f"Choice of the learning rate on seeds {seeds}: mean (sparse, dense) of the final rewards, → chosen"
+    title = (
+        f"Choice of the learning rate on seeds {seeds}: mean (sparse, dense) of the final rewards, → chosen, "
+        "edge: chosen at an end of the grid, and a better one may lie beyond it"
+    )
     return Table(title, ("arm", *(f"{rate:g}" for rate in rates)), rows)
 
 
@@ -164,8 +202,11 @@ def pilot_table(pilot: Sequence[Run], reported: Sequence[Run]) -> Table:
 
 
 def fall_table(pilot: Sequence[Run], reported: Sequence[Run]) -> Table:
-    """Runs whose reward ended more than `FALL` below its start: the steepest part, and the metrics there."""
-    rows = [cells for kind, runs in (("pilot", pilot), ("", reported)) for run in runs for cells in falls(run, kind)]
+    """Runs whose reward ended more than `FALL` below its start: the steepest part, and the metrics there.
+
+    The reported ones come first.
+    """
+    rows = [cells for kind, runs in (("", reported), ("pilot", pilot)) for run in runs for cells in falls(run, kind)]
     names = ("entropy", "grad norm", "clipped", "rejected")
     title = (
         f"Rewards that ended more than {FALL} below their start: where they fell most between two evaluations, and "

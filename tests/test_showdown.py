@@ -78,7 +78,7 @@ def test_arms_of_a_seed_begin_at_one_policy(study: Path):
 
 def test_tables_curves_and_picture(study: Path):
     text = (study / "showdown.md").read_text()
-    assert text.count("\n| naive |") == text.count("\n| shadow |") == 3
+    assert text.count("\n| naive |") == text.count("\n| shadow |") == 4
     for curve, row in zip(rows_of(study / "showdown_curves.json"), rows_of(study / "showdown.json"), strict=True):
         assert curve["arm"] == row["arm"] and curve["eval/step"] == [0, 1, 2, 4]
         assert curve["eval/sparse"][-1] == pytest.approx(row["sparse"], rel=1e-3)
@@ -171,6 +171,61 @@ def test_a_fall_is_named_with_its_metrics(script: Any):
     assert cells[5:8] == ("1 to 2", "0.500 → 0.100", "2 → 0.25")
     upright = script.report.Run(row, script.report.thin_curve(history([0.5, 0.1, 0.48], "entropy", [1.0, 1.0])))
     assert script.report.falls(upright, "") == []
+
+
+def test_falls_of_reported_runs_come_first(script: Any):
+    thin = script.report.thin_curve(history([0.5, 0.1], "entropy", [1.0]))
+    pilot, reported = (
+        [script.report.Run({"arm": arm, "learning_rate": 1e-3, "seed": seed}, thin) for arm in ("naive", "shadow")]
+        for seed in (100, 0)
+    )
+    rows = script.report.fall_table(pilot, reported).rows
+    order = [("naive", "0"), ("shadow", "0"), ("naive", "100 pilot"), ("shadow", "100 pilot")]
+    assert [(row[0], row[2]) for row in rows] == order
+
+
+def ended(script: Any, arm: str, seed: int, sparse: tuple[float, float], dense: tuple[float, float]) -> Any:
+    """A run with its rewards before and after, at a rate of 1e-3."""
+    row = {"arm": arm, "seed": seed, "learning_rate": 1e-3, "sparse_before": sparse[0], "sparse": sparse[1]}
+    return script.report.Run(row | {"dense_before": dense[0], "dense": dense[1]}, {})
+
+
+def test_differences_are_paired_by_seed(script: Any):
+    # The seeds are far apart and not in the same order. Of two seeds, the ends of the interval are the seeds' values.
+    runs = [
+        ended(script, "naive", 0, (0.25, 0.5), (0.5, 0.25)),
+        ended(script, "naive", 1, (0.5, 1.0), (0.75, 0.75)),
+        ended(script, "shadow", 1, (0.5, 0.875), (0.75, 1.0)),
+        ended(script, "shadow", 0, (0.25, 0.625), (0.5, 0.75)),
+    ]
+    table = script.report.paired_table(runs)
+    naive, shadow = table.rows
+    gains = ("+0.375", "+0.250 … +0.500", "-0.125", "-0.250 … +0.000")
+    assert naive == ("naive", *gains, "-", "-", "-", "-")
+    gains = ("+0.375", "+0.375 … +0.375", "+0.250", "+0.250 … +0.250")
+    assert shadow == ("shadow", *gains, "+0.000", "-0.125 … +0.125", "+0.375", "+0.250 … +0.500")
+    assert len(table.columns) == len(shadow)
+
+
+def test_differences_without_naive_or_with_one_seed(script: Any):
+    naive = ended(script, "naive", 0, (0.25, 0.5), (0.5, 0.25))
+    shadow = ended(script, "shadow", 0, (0.25, 0.625), (0.5, 0.75))
+    (alone,) = script.report.paired_table([shadow]).rows
+    assert alone == ("shadow", "+0.375", "-", "+0.250", "-", "-", "-", "-", "-")
+    _, row = script.report.paired_table([naive, shadow]).rows
+    assert row == ("shadow", "+0.375", "-", "+0.250", "-", "+0.125", "-", "+0.500", "-")
+
+
+@pytest.mark.parametrize(("chosen", "edge"), [(1e-4, " edge"), (3e-4, ""), (1e-3, " edge")])
+def test_a_rate_at_an_edge_of_the_grid_is_marked(script: Any, chosen: float, edge: str):
+    names, rates = ("arm", "seed", "learning_rate", "sparse", "dense"), (1e-4, 3e-4, 1e-3)
+    rows = [dict(zip(names, ("shadow", 100, rate, 0.5, 0.25), strict=True)) for rate in rates]
+    pilot = [script.report.Run(row, {}) for row in rows]
+    reported = [script.report.Run({"arm": "shadow", "learning_rate": chosen}, {})]
+    table = script.report.pilot_table(pilot, reported)
+    cell = "0.375 (0.500, 0.250)"
+    expected = tuple(f"→ {cell}{edge}" if rate == chosen else cell for rate in rates)
+    assert table.rows == [("shadow", *expected)] and "edge: " in table.title
 
 
 def test_summary(script: Any):
