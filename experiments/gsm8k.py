@@ -65,7 +65,7 @@ class Args:
     eval: Path | None = None  # JSONL file with rows to evaluate on, before and after
     eval_rows: int = 256  # how many of them
     correction: Literal["shadow", "naive", "bypass", "tis", "icepop", "sparse_rl"] = "shadow"  # of the mismatch
-    distill: Direction | Literal["none"] = "forward"  # second track; with shadow masks alone
+    distill: Direction | Literal["none", "auto"] = "auto"  # second track; auto: forward with shadow masks, else none
     distill_coef: float = 0.1  # its weight in the loss
     distill_fraction: float = 0.25  # share of the rows that get the dense teacher's forward pass
     policy: Literal["rkv", "snapkv", "h2o", "streaming_llm", "dense"] = "rkv"  # eviction policy of the sampler
@@ -117,8 +117,8 @@ def main(args: Args) -> None:
 def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     shadow = args.correction == "shadow"
-    distills = shadow and args.distill != "none" and args.policy != "dense"
-    direction: Direction = "forward" if args.distill == "none" else args.distill
+    distills = args.distill != "none" if args.distill != "auto" else shadow and args.policy != "dense"
+    direction: Direction = "forward" if args.distill in ("none", "auto") else args.distill
     tasks = [load_gsm8k(path) for path in (args.data, args.eval) if path is not None]
     config = smd.GRPOConfig(
         prompts_per_step=args.prompts,

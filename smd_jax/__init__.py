@@ -4,12 +4,15 @@ The way of the data: prompts -> rollout (cache + eviction policy) -> Trajectory 
 """
 
 from smd_jax.advantages import group_relative as group_relative
+from smd_jax.advantages import groups_with_signal as groups_with_signal
+from smd_jax.advantages import leave_one_out as leave_one_out
 from smd_jax.attention import BlockSizes as BlockSizes
 from smd_jax.attention import attend as attend
 from smd_jax.config import ModelConfig as ModelConfig
 from smd_jax.correction import Correction as Correction
 from smd_jax.correction import CorrectionInputs as CorrectionInputs
 from smd_jax.correction import CorrectionTerms as CorrectionTerms
+from smd_jax.correction import combine_terms as combine_terms
 from smd_jax.corrections import Bypass as Bypass
 from smd_jax.corrections import Chain as Chain
 from smd_jax.corrections import Naive as Naive
@@ -18,7 +21,9 @@ from smd_jax.corrections import SparseRL as SparseRL
 from smd_jax.corrections import SparseRLPaper as SparseRLPaper
 from smd_jax.distillation import DistillConfig as DistillConfig
 from smd_jax.dpo import DPOConfig as DPOConfig
+from smd_jax.dpo import DPOInputs as DPOInputs
 from smd_jax.dpo import dpo_loss as dpo_loss
+from smd_jax.dpo import pair_weights as pair_weights
 from smd_jax.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.dpo_update import PairBatch as PairBatch
 from smd_jax.dpo_update import make_dpo_update as make_dpo_update
@@ -36,6 +41,7 @@ from smd_jax.eviction import Random as Random
 from smd_jax.eviction import Recent as Recent
 from smd_jax.eviction import SnapKV as SnapKV
 from smd_jax.eviction import StreamingLLM as StreamingLLM
+from smd_jax.gae import gae as gae
 from smd_jax.grpo import GRPOConfig as GRPOConfig
 from smd_jax.grpo import GRPOLoop as GRPOLoop
 from smd_jax.importance import MIS as MIS
@@ -43,14 +49,19 @@ from smd_jax.importance import TIS as TIS
 from smd_jax.importance import IcePop as IcePop
 from smd_jax.importance import QuRL as QuRL
 from smd_jax.learner import score as score
+from smd_jax.loop import Loop as Loop
+from smd_jax.loop import LoopConfig as LoopConfig
 from smd_jax.losses import LossConfig as LossConfig
+from smd_jax.losses import LossInputs as LossInputs
 from smd_jax.losses import policy_loss as policy_loss
+from smd_jax.losses import token_weights as token_weights
 from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
 from smd_jax.online_dpo import OnlineDPOConfig as OnlineDPOConfig
 from smd_jax.online_dpo import OnlineDPOLoop as OnlineDPOLoop
+from smd_jax.pairs import best_worst as best_worst
 from smd_jax.ppo import PPOConfig as PPOConfig
 from smd_jax.ppo import PPOLoop as PPOLoop
 from smd_jax.prompts import PromptBatch as PromptBatch
@@ -63,6 +74,7 @@ from smd_jax.rollout import RolloutConfig as RolloutConfig
 from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig
 from smd_jax.schedules import CoefSchedule as CoefSchedule
+from smd_jax.sharding import make_mesh as make_mesh
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.trust_region import DPPOTV as DPPOTV
 from smd_jax.trust_region import OPSM as OPSM
@@ -70,6 +82,7 @@ from smd_jax.update import TrainBatch as TrainBatch
 from smd_jax.update import TrainState as TrainState
 from smd_jax.update import UpdateConfig as UpdateConfig
 from smd_jax.update import init_state as init_state
+from smd_jax.update import make_score as make_score
 from smd_jax.update import make_update as make_update
 from smd_jax.value import ValueConfig as ValueConfig
 from smd_jax.value import add_value_head as add_value_head

@@ -5,9 +5,11 @@ Everywhere the `group_size` completions of a prompt lie side by side in `rewards
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtyping import Array, Bool, Float
+
+from smd_jax.config import check_choice
 
 Scale = Literal["group", "batch", "none"]
 
@@ -23,8 +25,10 @@ def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scal
         ("none", Dr. GRPO arXiv:2503.20783). Deviations have Bessel's correction, as in TRL.
 
     Raises:
-      ValueError: if the batch does not divide into groups, or a group is one completion, whose advantage is always 0.
+      ValueError: if the batch does not divide into groups, a group is one completion, whose advantage is always 0, or
+        there is no such scale.
     """
+    check_choice("scale_rewards", scale, get_args(Scale))
     groups = _groups(rewards, group_size)
     centred = groups - groups.mean(1, keepdims=True)
     if scale == "group":

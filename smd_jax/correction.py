@@ -92,15 +92,21 @@ class Correction:
 
     @property
     def uses_mismatch(self) -> bool:
-        """Whether the terms depend on xi, the rollout's learner against the sampler."""
-        return False
+        """Whether the terms depend on xi, the rollout's learner against the sampler. If not, xi need not be known, and
+        `old_logprobs` may be the sampler's own."""
+        return True
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether pi_old matters at all, in the terms or as the loss's anchor."""
+        return self.uses_mismatch or self.anchor == "old"
 
     @property
     def uses_present(self) -> bool:
         """Whether the terms depend on `logprobs`, the learner now, so that they wait for its forward pass.
 
-        Such a correction only weighs: it keeps every token and has no `high_scale`, and no row depends on another
-        (`split_by_time`).
+        A token that such a correction does not keep weighs 0: the denominators are made before. It has no `high_scale`,
+        and no row depends on another (`split_by_time`).
         """
         return False
 

@@ -42,6 +42,10 @@ class Naive(Correction):
     """
 
     @property
+    def uses_mismatch(self) -> bool:
+        return False
+
+    @property
     def per_response(self) -> bool:
         return True
 
@@ -155,7 +159,7 @@ def split_by_time(correction: Correction) -> tuple[Correction, Correction | None
     """
     if not correction.uses_present:
         return correction, None
-    parts = _flat(correction)
+    parts = flat_parts(correction)
     late = tuple(part for part in parts if part.uses_present)
     for part in late:
         if part.whole_batch:
@@ -163,10 +167,11 @@ def split_by_time(correction: Correction) -> tuple[Correction, Correction | None
     return _joined(tuple(part for part in parts if not part.uses_present)), _joined(late)
 
 
-def _flat(correction: Correction) -> tuple[Correction, ...]:
+def flat_parts(correction: Correction) -> tuple[Correction, ...]:
+    """The corrections that a chain, or a chain in it, is made of; of another correction itself."""
     if not isinstance(correction, Chain):
         return (correction,)
-    return tuple(single for part in correction.parts for single in _flat(part))
+    return tuple(single for part in correction.parts for single in flat_parts(part))
 
 
 def _joined(parts: tuple[Correction, ...]) -> Correction:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smd_jax.config import check_choice
 from smd_jax.mismatch import SAFETY_BOUND
 from smd_jax.schedules import CoefSchedule
 
@@ -49,8 +50,8 @@ class DistillConfig:
     estimator: Estimator = "exact"
 
     def __post_init__(self) -> None:
-        _check_name("direction", self.direction, get_args(Direction))
-        _check_name("estimator", self.estimator, get_args(Estimator))
+        check_choice("direction", self.direction, get_args(Direction))
+        check_choice("estimator", self.estimator, get_args(Estimator))
         ends = (self.coef.start, self.coef.end) if isinstance(self.coef, CoefSchedule) else (self.coef,)
         if not all(0 <= end < math.inf for end in ends):
             raise ValueError(
@@ -63,11 +64,6 @@ class DistillConfig:
     def coef_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The coefficient at an optimizer step, which may be traced."""
         return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else jnp.asarray(self.coef, float)
-
-
-def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
-    if name not in names:
-        raise ValueError(f"expected {field} to be one of {', '.join(names)}; got {name!r}")
 
 
 def _check_fraction(name: str, fraction: float) -> None:

@@ -41,7 +41,7 @@ from smd_jax.mismatch import chi2_metrics, correction_metrics
 from smd_jax.model import Decoder, Params
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import Metrics, TrainState, Visibility, check_correction, learner_mask
+from smd_jax.update import Metrics, TrainState, Visibility, check_correction, check_visibilities, learner_mask
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DPOUpdateConfig:
       reference_visibility: what the reference policy sees: the sampler's mask, or everything; None: what the learner
         sees.
       loss: the preference loss.
-      correction: what is done about the mismatch between sampler and learner, as one number per response, see
+      correction: what is done about the mismatch between sampler and learner, as one number per pair, see
         `smd_jax.dpo.pair_correction`. `Shadow()` is the claim that there is none.
       microbatch_size: pairs of one forward and backward pass, each of them two rows; gradients are summed over
         microbatches, in float32 or wider. None: all pairs.
@@ -69,6 +69,7 @@ class DPOUpdateConfig:
     def __post_init__(self) -> None:
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
+        check_visibilities(self.visibility, self.reference_visibility)
         check_correction(self.correction, self.visibility)
         check_pair_correction(self.correction)
 
@@ -137,6 +138,11 @@ def make_dpo_update(
 def _check(state: TrainState, batch: PairBatch) -> None:
     check_replayable(batch.chosen)
     check_replayable(batch.rejected)
+    check_reference(state)
+
+
+def check_reference(state: TrainState) -> None:
+    """Raises ValueError for a state without reference parameters."""
     if state.reference is None:
         raise ValueError(
             "expected reference parameters in the train state, because DPO's reward is a ratio to them; got None"

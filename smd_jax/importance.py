@@ -7,11 +7,12 @@ verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.config import check_choice
 from smd_jax.correction import (
     Correction,
     CorrectionInputs,
@@ -22,6 +23,8 @@ from smd_jax.correction import (
     mismatch_ratio,
     weighing,
 )
+
+Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,17 @@ class TIS(Correction):
         have tokens ("sequence").
     """
 
-    level: Literal["token", "sequence"] = "token"
+    level: Level = "token"
     clip_min: float | None = None
     clip_max: float | None = 2.0
     batch_normalize: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
     @property
     def weighs(self) -> bool:
-        return True
-
-    @property
-    def uses_mismatch(self) -> bool:
         return True
 
     @property
@@ -79,19 +79,16 @@ class MIS(Correction):
     `Chain((TIS("sequence"), Rejection("sequence", 0.5, 2.0)))`.
     """
 
-    level: Literal["token", "sequence"] = "sequence"
+    level: Level = "sequence"
     clip_min: float | None = None
     clip_max: float | None = 3.0
 
     def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
     @property
     def weighs(self) -> bool:
-        return True
-
-    @property
-    def uses_mismatch(self) -> bool:
         return True
 
     @property
@@ -108,7 +105,7 @@ class MIS(Correction):
 class IcePop(MIS):
     """MIS of tokens with two bounds (ringtech.notion.site/icepop). verl: decoupled_token_icepop(5.0, 0.5)."""
 
-    level: Literal["token", "sequence"] = "token"
+    level: Level = "token"
     clip_min: float | None = 0.5
     clip_max: float | None = 5.0
 
@@ -140,10 +137,6 @@ class QuRL(Correction):
         return True
 
     @property
-    def uses_mismatch(self) -> bool:
-        return True
-
-    @property
     def scales_bounds(self) -> bool:
         return True
 
@@ -153,9 +146,7 @@ class QuRL(Correction):
         return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
 
 
-def _normalize(
-    weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Literal["token", "sequence"]
-) -> Float[Array, "batch R"]:
+def _normalize(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
     """Weights over their mean; unchanged where that is 0 (at most 1e-8, as in verl and slime)."""
     # All tokens of a response have one weight at the sequence level: its first token stands for it.
     counted = mask if level == "token" else mask & (jnp.cumsum(mask, axis=1) == 1)

@@ -29,7 +29,12 @@ class ResponseScores(struct.PyTreeNode):
 
 
 def check_replayable(trajectory: Trajectory) -> None:
-    """Raises ValueError for a trajectory whose probabilities a learner cannot reproduce."""
+    """Raises ValueError for a trajectory whose probabilities a learner cannot reproduce, or that has none."""
+    if trajectory.logprobs is None:
+        raise ValueError(
+            "expected the sampler's log-probabilities in the trajectory: without them there is neither a ratio to the "
+            "sampler nor a correction; got None"
+        )
     if not trajectory.replayable:
         raise ValueError(
             "expected a trajectory sampled at a temperature > 0 without top-k or top-p, because the learner does not "

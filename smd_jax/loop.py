@@ -134,13 +134,18 @@ class Loop:
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
-        learner are of the first optimizer step, before it; the others are means over the optimizer steps."""
+        learner (`mismatch_kl`, `sampling/*`, MISMATCH_METRICS) are of the first optimizer step, before it; the others
+        are means over the optimizer steps."""
         started = time.perf_counter()
+        self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         samples = self.sample(state, int(state.step) // self.config.steps_per_rollout)
         state, metrics = self.learn(state, samples)
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         return state, host | {"step_time": time.perf_counter() - started}
+
+    def check(self, state: TrainState) -> None:
+        """Raises ValueError for a state that `learn` cannot use."""
 
     def sample(self, state: TrainState, step: int) -> Samples:
         """One rollout of prompts that no other step has."""
@@ -194,9 +199,10 @@ def _rows(batch: Any, rows: np.ndarray) -> Any:
 
 
 def over_steps(steps: Iterable[Metrics]) -> Metrics:
-    """The metrics of a rollout from those of its optimizer steps: what compares sampler and learner is of the first."""
+    """The metrics of a rollout from those of its optimizer steps: what compares sampler and learner is of the first.
+    None without any step."""
     steps = list(steps)
-    return {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+    return {} if not steps else {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
 
 
 def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:

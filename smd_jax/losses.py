@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.config import check_choice
 from smd_jax.mismatch import SAFETY_BOUND, bounded_exp, response_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
@@ -48,8 +49,8 @@ class LossConfig:
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        _check_name("loss_type", self.loss_type, get_args(LossType))
-        _check_name("importance_sampling_level", self.importance_sampling_level, get_args(Level))
+        check_choice("loss_type", self.loss_type, get_args(LossType))
+        check_choice("importance_sampling_level", self.importance_sampling_level, get_args(Level))
         if not 0 < self.epsilon < 1:
             raise ValueError(f"expected 0 < epsilon < 1; got {self.epsilon}")
         if self.epsilon_high is not None and self.epsilon_high <= 0:
@@ -78,25 +79,19 @@ class LossConfig:
         return self.clips_tokens and self.delta is None
 
 
-def _check_name(field: str, name: str, names: tuple[str, ...]) -> None:
-    if name not in names:
-        raise ValueError(f"expected {field} to be one of {', '.join(names)}; got {name!r}")
-
-
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
 class LossInputs(struct.PyTreeNode):
-    """What a policy loss looks at; all float32 (or wider) `[batch, response]`, but for `keep`.
+    """What a policy loss looks at; all float32 (or wider) `[batch, response]`.
 
     Attributes:
       logprobs: of the policy being trained; the only input with a gradient.
       old_logprobs: of the policy that the ratio is taken to.
       reference_logprobs: of the reference policy; None where beta is 0.
       advantages: `[batch]`, or `[batch, response]` where every token has its own (PPO).
-      weights: weight of each token in the loss, above 0 in the response and 0 outside. Also the mask of the response:
-        what a correction does belongs into the next three.
+      weights: weight of each token in the loss, made by `token_weights` from the tokens that stay in it: 0 outside the
+        response and where a correction rejects a token. Also the mask: what weighs 0 may be anything.
       correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
         truncated importance weights; None: all 1.
-      keep: bool, false where a correction rejects a token; None: all true.
       high_scale: factor of the upper bound of each token's ratio, where a correction has one; None: all 1.
     """
 
@@ -106,7 +101,6 @@ class LossInputs(struct.PyTreeNode):
     advantages: Float[Array, " batch"] | Float[Array, "batch response"]
     weights: Float[Array, "batch response"]
     correction_weights: Float[Array, "batch response"] | None = None
-    keep: Bool[Array, "batch response"] | None = None
     high_scale: Float[Array, "batch response"] | None = None
 
 
@@ -166,7 +160,7 @@ def token_weights(
     Raises:
       ValueError: if there is no such loss type, or max_length is below 1 or given to another loss than dr_grpo.
     """
-    _check_name("loss_type", loss_type, get_args(LossType))
+    check_choice("loss_type", loss_type, get_args(LossType))
     if max_length is not None and (loss_type != "dr_grpo" or max_length < 1):
         raise ValueError(f"expected max_length >= 1, with dr_grpo alone; got {max_length} with {loss_type}")
     tokens = mask.astype(jnp.float32)
@@ -206,24 +200,23 @@ def policy_loss(inputs: LossInputs, config: LossConfig, clip: bool = True) -> tu
     # Outside the response the log-probabilities mean nothing and may be anything. They are replaced before any
     # arithmetic: a `where` after an exp that overflows would still give NaN gradients.
     inside = inputs.weights > 0
-    active = inside if inputs.keep is None else inside & inputs.keep
     logprobs = jnp.where(inside, inputs.logprobs, 0.0)
     log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
     if config.importance_sampling_level == "sequence":
         log_ratio = response_mean(log_ratio, inside)
-    ratio = bounded_exp(jnp.where(active, log_ratio, 0.0))
-    low, high = config.bounds[0], _upper_bound(inputs.high_scale, active, config)
+    ratio = bounded_exp(jnp.where(inside, log_ratio, 0.0))
+    low, high = config.bounds[0], _upper_bound(inputs.high_scale, inside, config)
     surrogate = _surrogate(ratio, logprobs, advantages, high, config) if clip else ratio * advantages
-    surrogate = _corrected(surrogate, inputs.correction_weights, active)
+    surrogate = _corrected(surrogate, inputs.correction_weights, inside)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
     loss = jnp.sum(inputs.weights * (config.beta * kl - surrogate))
-    clipped_low = active & clip & (ratio < low) & (advantages < 0)
-    clipped_high = active & clip & (ratio > high) & (advantages > 0)
+    clipped_low = inside & clip & (ratio < low) & (advantages < 0)
+    clipped_high = inside & clip & (ratio > high) & (advantages > 0)
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, clipped_low, clipped_high))
 
 
 def _upper_bound(
-    high_scale: Float[Array, "batch response"] | None, active: Bool[Array, "batch response"], config: LossConfig
+    high_scale: Float[Array, "batch response"] | None, inside: Bool[Array, "batch response"], config: LossConfig
 ) -> float | Float[Array, "batch response"]:
     """The highest ratio of each token that still has a gradient."""
     high = config.bounds[1]
@@ -233,7 +226,7 @@ def _upper_bound(
         raise ValueError(
             f"expected a loss that clips the ratio of single tokens, whose bounds a correction scales; got {config}"
         )
-    return high * jax.lax.stop_gradient(jnp.where(active, high_scale, 1.0))
+    return high * jax.lax.stop_gradient(jnp.where(inside, high_scale, 1.0))
 
 
 def _surrogate(
@@ -254,12 +247,12 @@ def _surrogate(
 def _corrected(
     surrogate: Float[Array, "batch response"],
     correction_weights: Float[Array, "batch response"] | None,
-    active: Bool[Array, "batch response"],
+    inside: Bool[Array, "batch response"],
 ) -> Float[Array, "batch response"]:
     """The surrogate times its correction, 0 where a token is rejected; weights there may be anything."""
     if correction_weights is None:
-        return jnp.where(active, surrogate, 0.0)
-    return surrogate * jax.lax.stop_gradient(jnp.where(active, correction_weights, 0.0))
+        return jnp.where(inside, surrogate, 0.0)
+    return surrogate * jax.lax.stop_gradient(jnp.where(inside, correction_weights, 0.0))
 
 
 def _reference_kl(

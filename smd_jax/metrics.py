@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.dpo import DPO_METRICS
-from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.value import VALUE_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
@@ -29,11 +29,11 @@ METRICS: dict[str, str] = {
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
     "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
     "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per token, nats; only with a reference",
+    "kl": "k3 estimate of KL(policy || reference) per kept token, nats; only with a reference",
     "entropy": "mean entropy of the next-token distribution, nats",
-    "clip_ratio/low_mean": "share of tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
-    "clip_ratio/high_mean": "share of tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
-    "clip_ratio/region_mean": "share of tokens clipped at either side",
+    "clip_ratio/low_mean": "share of kept tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
+    "clip_ratio/high_mean": "share of kept tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
+    "clip_ratio/region_mean": "share of kept tokens clipped at either side; kept: not rejected by the correction",
     "completions/mean_length": "mean length of a completion, tokens",
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
@@ -49,10 +49,12 @@ METRICS: dict[str, str] = {
     "loss": "policy loss, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
+    "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
     **MISMATCH_METRICS,
+    **CORRECTION_METRICS,
     **DPO_METRICS,
     **VALUE_METRICS,
 }

@@ -20,6 +20,9 @@ MISMATCH_METRICS: dict[str, str] = {
     "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
     "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
     "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
+}
+
+CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
     "rollout_corr/rollout_is_min": "smallest weight of a token that the correction applies",
     "rollout_corr/rollout_is_max": "largest weight of a token that the correction applies",
@@ -36,7 +39,7 @@ def chi2_metrics(
     """Spread of the mismatch ratio xi over the tokens in `mask`, whatever is done about it.
 
     Returns:
-      The first four of `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
+      `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
     """
     log_ratio = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
     ratio, of_response = bounded_exp(log_ratio), bounded_exp(log_ratio.sum(axis=1))
@@ -51,7 +54,7 @@ def chi2_metrics(
 def correction_metrics(
     weights: Float[Array, "batch R"], keep: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> dict[str, Float[Array, ""]]:
-    """What the terms of a correction do to the tokens in `mask`: the last seven of `MISMATCH_METRICS`.
+    """What the terms of a correction do to the tokens in `mask`: `CORRECTION_METRICS`.
 
     Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
     rejected if it is not kept or weighs 0; without tokens nothing is rejected.

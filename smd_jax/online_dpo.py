@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.accumulation import count_parts
+from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.loop import Loop, LoopConfig, Samples, over_steps
 from smd_jax.model import Params
 from smd_jax.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
@@ -61,6 +62,7 @@ class OnlineDPOLoop(Loop):
         super().__post_init__()
         config = self.config
         minibatch = config.prompts_per_step // config.minibatches
+        count_parts(minibatch, config.update.microbatch_size)
         check_rows(minibatch, self.mesh, "the pairs of a minibatch")
         check_rows(config.update.microbatch_size or minibatch, self.mesh, "the pairs of a microbatch")
         if self.judge is not None and config.missing_eos_penalty is not None:
@@ -75,7 +77,10 @@ class OnlineDPOLoop(Loop):
 
     @cached_property
     def score(self):
-        return make_score(self.model, self.config.update.visibility)
+        return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+
+    def check(self, state: TrainState) -> None:
+        check_reference(state)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""

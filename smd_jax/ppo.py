@@ -25,7 +25,17 @@ from smd_jax.loop import Loop, LoopConfig, Samples, over_steps
 from smd_jax.model import Decoder, Params
 from smd_jax.sharding import check_rows
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import Metrics, TrainBatch, TrainState, UpdateConfig, counted_tokens, learner_mask, make_update
+from smd_jax.update import (
+    Metrics,
+    TrainBatch,
+    TrainState,
+    UpdateConfig,
+    check_reference,
+    check_rows_of,
+    counted_tokens,
+    learner_mask,
+    make_update,
+)
 from smd_jax.value import ValueConfig, check_value_head, values
 
 
@@ -94,14 +104,16 @@ def make_train_batch(
 
 def _judge(
     model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
-) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"]]:
+) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
     """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
 
     With shadow masks the log-probabilities are the sampler's, as it recorded them, unless a correction is to measure
-    the difference.
+    the difference; None where neither loss nor correction looks at them.
     """
     hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
     judged = values(params, hidden)
+    if not config.correction.needs_old:
+        return judged, None
     if config.visibility == "shadow" and not config.correction.uses_mismatch:
         return judged, trajectory.logprobs
     logits = response_logits(model, params, hidden, trajectory.temperature)
@@ -127,8 +139,9 @@ class PPOLoop(Loop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        minibatch = self.config.rows // self.config.minibatches
-        check_rows(self.config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
+        config, minibatch = self.config, self.config.rows // self.config.minibatches
+        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
+        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
 
     @cached_property
     def update(self):
@@ -138,9 +151,9 @@ class PPOLoop(Loop):
     def train_batch(self):
         return make_train_batch(self.model, self.config)
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-        check_value_head(state.params)  # before the rollout, which takes its time
-        return super().step(state)
+    def check(self, state: TrainState) -> None:
+        check_value_head(state.params)
+        check_reference(self.config.update, state)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""

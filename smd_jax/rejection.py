@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
+from smd_jax.config import check_choice
 from smd_jax.correction import (
     Correction,
     CorrectionInputs,
@@ -23,6 +24,8 @@ from smd_jax.correction import (
     rejecting,
 )
 
+Level = Literal["token", "sequence", "geometric"]
+
 
 @dataclass(frozen=True)
 class Rejection(Correction):
@@ -32,16 +35,13 @@ class Rejection(Correction):
     that its "low_high" is our [1 / high, 1 / low]; the same for bounds that are each other's reciprocal.
     """
 
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: Level = "token"
     low: float = 0.5
     high: float = 2.0
 
     def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
         check_bounds("low", self.low, "high", self.high)
-
-    @property
-    def uses_mismatch(self) -> bool:
-        return True
 
     @property
     def per_response(self) -> bool:
@@ -56,7 +56,7 @@ class Rejection(Correction):
 class GeometricRejection(Rejection):
     """Rejects responses whose geometric mean of xi is not close to 1, at any length. verl: decoupled_geo_rs()."""
 
-    level: Literal["token", "sequence", "geometric"] = "geometric"
+    level: Level = "geometric"
     low: float = 0.999
     high: float = 1.001
 
@@ -69,10 +69,6 @@ class Veto(Correction):
 
     def __post_init__(self) -> None:
         check_positive("threshold", self.threshold)
-
-    @property
-    def uses_mismatch(self) -> bool:
-        return True
 
     @property
     def per_response(self) -> bool:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from smd_jax.config import check_choice
+
 Shape = Literal["linear", "cosine"]
 
 
@@ -30,8 +32,7 @@ class CoefSchedule:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"expected steps >= 1 from start to end; got {self.steps}")
-        if self.shape not in get_args(Shape):
-            raise ValueError(f"expected shape to be one of {', '.join(get_args(Shape))}; got {self.shape!r}")
+        check_choice("shape", self.shape, get_args(Shape))
 
     def at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The coefficient at an optimizer step, which may be traced."""

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.distillation import DistillConfig, choose, divergence, sampled_divergence
 from smd_jax.learner import response_hidden, response_logits
+from smd_jax.mismatch import overlap
 from smd_jax.model import Decoder, Params
 from smd_jax.sampling import token_logprobs
 from smd_jax.trajectory import Trajectory
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Agreement(struct.PyTreeNode):
+    """How much teacher and student agree, at the rows and positions that a step looks at.
+
+    Attributes:
+      overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
+      inside: whether there is a token.
+    """
+
+    overlap: Float[Array, "rows columns"]
+    inside: Bool[Array, "rows columns"]
 
 
 def distill_term(
@@ -22,8 +39,9 @@ def distill_term(
     trajectory: Trajectory,
     hidden: Float[Array, "batch R hidden"],
     weights: Float[Array, "batch R"],
-) -> Float[Array, ""]:
-    """`sum(weights * D)` over a microbatch, in nats, without the coefficient.
+) -> tuple[Float[Array, ""], Agreement | None]:
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement, if the divergence is
+    "exact", so that both distributions are at hand.
 
     D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
 
@@ -52,12 +70,14 @@ def distill_term(
 
     # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
     @jax.checkpoint
-    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> Array:
+    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> tuple[Array, Agreement | None]:
         shadow = response_logits(model, params, hidden, trajectory.temperature)
         dense = response_logits(model, teacher, dense_hidden, trajectory.temperature)
-        return jnp.sum(weights * _per_token(config, dense, shadow, tokens))
+        loss = jnp.sum(weights * _per_token(config, dense, shadow, tokens))
+        return loss, Agreement(overlap(dense, shadow), weights > 0) if config.estimator == "exact" else None
 
-    return weighted(params, teacher, hidden, dense_hidden) * scale
+    loss, agreement = weighted(params, teacher, hidden, dense_hidden)
+    return loss * scale, jax.lax.stop_gradient(agreement)
 
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:

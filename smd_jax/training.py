@@ -71,7 +71,7 @@ def train(
     start = done = int(state.step) // loop.config.steps_per_rollout
 
     def save() -> None:
-        position = {"rollouts": done, "prompts": done * loop.config.prompts_per_step, "seed": loop.config.seed}
+        position = {"rollouts": done, "seed": loop.config.seed}
         checkpoint.save(checkpoints, done, state, data_position=position, config=config)
 
     with (

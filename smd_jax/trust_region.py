@@ -37,6 +37,10 @@ class OPSM(Correction):
         check_positive("threshold", self.threshold)
 
     @property
+    def uses_mismatch(self) -> bool:
+        return False
+
+    @property
     def uses_present(self) -> bool:
         return True
 
@@ -80,6 +84,10 @@ class DPPOTV(Correction):
 
     @property
     def clips(self) -> bool:
+        return False
+
+    @property
+    def uses_mismatch(self) -> bool:
         return False
 
     @property

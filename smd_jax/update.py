@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +18,16 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.accumulation import Objective, accumulate, count_parts, in_parts
-from smd_jax.corrections import Correction, CorrectionInputs, CorrectionTerms, Shadow, split_by_time
-from smd_jax.distillation import DistillConfig
+from smd_jax.config import check_choice
+from smd_jax.corrections import Correction, CorrectionInputs, CorrectionTerms, Shadow, flat_parts, split_by_time
+from smd_jax.distillation import DistillConfig, teacher_positions, teacher_rows
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
 from smd_jax.losses import LossConfig, LossInputs, LossTerms, mask_truncated_completions, policy_loss, token_weights
 from smd_jax.masks import Mask
 from smd_jax.metrics import mismatch_metrics
-from smd_jax.mismatch import chi2_metrics, correction_metrics
+from smd_jax.mismatch import chi2_metrics, correction_metrics, lower_percentile
 from smd_jax.model import Decoder, Params
-from smd_jax.second_track import distill_term
+from smd_jax.second_track import Agreement, distill_term
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
 from smd_jax.value import ValueConfig, value_loss, values
@@ -65,6 +65,7 @@ class UpdateConfig:
     microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_visibilities(self.visibility, self.reference_visibility)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
         if self.distill is not None and self.visibility == "dense":
@@ -74,6 +75,10 @@ class UpdateConfig:
                 f"expected policy_coef > 0, or 0 with a distillation to learn from; got {self.policy_coef} and "
                 f"distill {self.distill}"
             )
+        if self.loss.beta > 0 and self.policy_coef == 0:
+            raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
+        if self.loss.beta == 0 and self.reference_visibility is not None:
+            raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         check_correction(self.correction, self.visibility)
         if not self.correction.clips and not self.loss.clips_plainly:
             raise ValueError(
@@ -92,9 +97,16 @@ class UpdateConfig:
         return self.loss.beta > 0 or (self.distill is not None and self.distill.direction == "anchor")
 
 
+def check_visibilities(visibility: str, reference_visibility: str | None) -> None:
+    """Raises ValueError for names that are no visibility."""
+    check_choice("visibility", visibility, get_args(Visibility))
+    if reference_visibility is not None:
+        check_choice("reference_visibility", reference_visibility, get_args(Visibility))
+
+
 def check_correction(correction: Correction, visibility: Visibility) -> None:
     """Raises ValueError for a claim that the learner's visibility does not keep."""
-    if isinstance(correction, Shadow) and visibility == "dense":
+    if visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
         raise ValueError(
             "expected visibility 'shadow' with the correction Shadow(), which claims that sampler and learner see the "
             "same; got 'dense'. Name what to do about the mismatch: Naive() ignores it"
@@ -148,15 +160,17 @@ class Prepared(struct.PyTreeNode):
       batch: as it came, with the old log-probabilities that the correction asked for.
       mask: tokens that count: responses without rows left out and without truncated completions.
       correction: of every token, as far as it does not depend on the present policy.
-      weights: of the tokens that the correction keeps, in the policy loss. all_weights: of all that count, in the
-        other losses.
+      weights: of the tokens that the correction keeps, in the policy loss.
+      value_weights: of the mean over all tokens that count. distill_weights: over all tokens of the responses, for
+        distillation needs no reward.
     """
 
     batch: TrainBatch
     mask: Bool[Array, "batch R"]
     correction: CorrectionTerms
     weights: Float[Array, "batch R"]
-    all_weights: Float[Array, "batch R"]
+    value_weights: Float[Array, "batch R"]
+    distill_weights: Float[Array, "batch R"]
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
@@ -168,6 +182,7 @@ class TokenTerms(struct.PyTreeNode):
     loss: LossTerms
     correction_weights: Float[Array, "batch R"]
     values_clipped: Bool[Array, "batch R"] | None
+    agreement: Agreement | None
 
 
 def init_state(
@@ -191,7 +206,8 @@ def make_update(
     """
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        _check(state, batch, config)
+        check_replayable(batch.trajectory)
+        check_reference(config, state)
         prepared = prepare(model, config, state.params, batch)
         count = count_parts(batch.advantages.shape[0], config.microbatch_size)
         objective = _objective(model, config, state)
@@ -200,9 +216,11 @@ def make_update(
         params = constrain_tree(optax.apply_updates(state.params, updates))
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(prepared, terms)}
         if config.loss.beta:
-            metrics["kl"] = _token_mean(terms.loss.kl, prepared.mask)
+            metrics["kl"] = _token_mean(terms.loss.kl, prepared.correction.keep)
         if config.distill is not None:
             metrics["distill_coef"] = config.distill.coef_at(state.step)
+        if terms.agreement is not None:
+            metrics["distill/agreement_p5"] = lower_percentile(terms.agreement.overlap, terms.agreement.inside, 5.0)
         if config.value is not None:
             metrics["val/clipfrac_avg"] = _token_mean(terms.values_clipped, prepared.mask)
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
@@ -210,14 +228,27 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def make_score(model: Decoder, visibility: Visibility) -> Callable[[Params, Trajectory], Array]:
+def make_score(
+    model: Decoder, visibility: Visibility, microbatch_size: int | None = None
+) -> Callable[[Params, Trajectory], Array]:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
-    sampler and takes several steps per rollout."""
+    sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
-        return score(model, params, trajectory, learner_mask(trajectory, visibility)).logprobs
+        return learner_logprobs(model, params, trajectory, visibility, microbatch_size)
 
     return jax.jit(logprobs)
+
+
+def learner_logprobs(
+    model: Decoder, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
+) -> Float[Array, "batch R"]:
+    """Of the response tokens, in as many passes as there are microbatches."""
+
+    def of(part: Trajectory) -> Array:
+        return score(model, params, part, learner_mask(part, visibility)).logprobs
+
+    return in_parts(of, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size))
 
 
 def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
@@ -241,10 +272,17 @@ def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBa
     mask = counted_tokens(config, trajectory, batch.counts)
     early = split_by_time(config.correction)[0]
     if early.uses_mismatch and batch.old_logprobs is None:
-        batch = batch.replace(old_logprobs=_present_logprobs(model, config, params, trajectory))
+        present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
+        batch = batch.replace(old_logprobs=jax.lax.stop_gradient(present))
     correction = early.terms(correction_inputs(batch, mask))
-    weigh = partial(token_weights, loss_type=config.loss.loss_type, counts=batch.counts)
-    return Prepared(batch, mask, correction, weigh(correction.keep), weigh(mask))
+    return Prepared(
+        batch,
+        mask,
+        correction,
+        weights=token_weights(correction.keep, config.loss.loss_type, counts=batch.counts),
+        value_weights=token_weights(mask, "bnpo"),
+        distill_weights=token_weights(trajectory.response_mask, "bnpo"),
+    )
 
 
 def correction_inputs(
@@ -256,20 +294,16 @@ def correction_inputs(
     return CorrectionInputs(sampler, old, logprobs, batch.advantages, mask)
 
 
-def _present_logprobs(
-    model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
-) -> Float[Array, "batch R"]:
-    """Of the learner before this step."""
-
-    def of(part: Trajectory) -> Array:
-        return score(model, params, part, learner_mask(part, config.visibility)).logprobs
-
-    rows = trajectory.tokens.shape[0]
-    return jax.lax.stop_gradient(in_parts(of, trajectory, count_parts(rows, config.microbatch_size)))
+def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
+    """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
+    part = rows // count_parts(rows, config.microbatch_size)
+    if config.distill is not None:
+        teacher_rows(part, config.distill.fraction)
+        teacher_positions(columns, config.distill.position_fraction)
 
 
-def _check(state: TrainState, batch: TrainBatch, config: UpdateConfig) -> None:
-    check_replayable(batch.trajectory)
+def check_reference(config: UpdateConfig, state: TrainState) -> None:
+    """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
     if config.needs_reference and state.reference is None:
         raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")
 
@@ -291,7 +325,7 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
         weights = part.correction.weights
         if late is not None:
             present = jax.lax.stop_gradient(scores.logprobs)
-            weights = weights * late.terms(correction_inputs(part.batch, part.mask, present)).weights
+            weights = weights * _late_weights(late, correction_inputs(part.batch, part.mask, present))
         inputs = LossInputs(
             logprobs=scores.logprobs,
             old_logprobs=_anchor_logprobs(config.correction, part.batch, scores.logprobs),
@@ -302,15 +336,15 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
             high_scale=part.correction.high_scale,
         )
         loss, terms = policy_loss(inputs, config.loss, clip=config.correction.clips)
-        loss, sums, values_clipped = config.policy_coef * loss, {}, None
+        loss, sums, values_clipped, agreement = config.policy_coef * loss, {}, None, None
         if config.distill is not None:
             second = (model, config.distill, params, state.reference, state.step)
-            sums["distill"] = distill_term(*second, trajectory, hidden, part.all_weights)
+            sums["distill"], agreement = distill_term(*second, trajectory, hidden, part.distill_weights)
             loss = loss + config.distill.coef_at(state.step) * sums["distill"]
         if config.value is not None:
             sums["loss/value_avg"], values_clipped = _value_loss(config.value, params, hidden, part)
             loss = loss + config.value.coef * sums["loss/value_avg"]
-        kept = TokenTerms(scores.logprobs, scores.entropy, terms, weights, values_clipped)
+        kept = TokenTerms(scores.logprobs, scores.entropy, terms, weights, values_clipped, agreement)
         return loss, jax.lax.stop_gradient((sums, kept))
 
     return objective
@@ -323,7 +357,15 @@ def _value_loss(
     batch = part.batch
     if batch.old_values is None or batch.returns is None:
         raise ValueError("expected old_values and returns in the batch for the value loss, as PPOLoop puts; got None")
-    return value_loss(values(params, hidden), batch.old_values, batch.returns, part.all_weights, config)
+    return value_loss(values(params, hidden), batch.old_values, batch.returns, part.value_weights, config)
+
+
+def _late_weights(late: Correction, inputs: CorrectionInputs) -> Float[Array, "batch R"]:
+    """Of a correction that looks at the present policy; what it rejects weighs 0."""
+    terms = late.terms(inputs)
+    if terms.high_scale is not None:
+        raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
+    return jnp.where(terms.keep, terms.weights, 0.0)
 
 
 def _anchor_logprobs(
@@ -346,8 +388,8 @@ def _reference_logprobs(
 
 def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
-    mask, sampler = prepared.mask, prepared.batch.trajectory.logprobs
-    low, high = _token_mean(terms.loss.clipped_low, mask), _token_mean(terms.loss.clipped_high, mask)
+    mask, kept, sampler = prepared.mask, prepared.correction.keep, prepared.batch.trajectory.logprobs
+    low, high = _token_mean(terms.loss.clipped_low, kept), _token_mean(terms.loss.clipped_high, kept)
     return {
         "entropy": _token_mean(terms.entropy, mask),
         "clip_ratio/low_mean": low,
@@ -355,7 +397,7 @@ def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
         "clip_ratio/region_mean": low + high,
         **mismatch_metrics(sampler, terms.logprobs, mask),
         **chi2_metrics(sampler, terms.logprobs, mask),
-        **correction_metrics(terms.correction_weights, prepared.correction.keep, mask),
+        **correction_metrics(terms.correction_weights, kept, mask),
     }
 
 

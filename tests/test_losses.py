@@ -136,35 +136,37 @@ def test_the_ratio_of_a_sequence_by_hand():
 # --- corrections
 
 
-def corrected(weights, keep=None) -> LossInputs:
+def corrected(weights) -> LossInputs:
     """Two tokens with ratios 1.1 and 0.9, advantage 1, and a reference half as likely."""
     old = jnp.log(jnp.full((1, 2), 0.25))
     new = old + jnp.log(jnp.array([[1.1, 0.9]]))
     weights = None if weights is None else jnp.array([weights])
-    keep = None if keep is None else jnp.array([keep])
-    return LossInputs(new, old, new + jnp.log(0.5), jnp.array([1.0]), jnp.full((1, 2), 0.5), weights, keep)
+    return LossInputs(new, old, new + jnp.log(0.5), jnp.array([1.0]), jnp.full((1, 2), 0.5), weights)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("weights", "keep", "factors"),
-    [
-        (None, None, [1, 1]),
-        ([0.5, 3.0], None, [0.5, 3.0]),
-        (None, [True, False], [1, 0]),
-        ([0.5, 3.0], [False, True], [0, 3.0]),
-        ([0.5, np.inf], [True, False], [0.5, 0]),
-    ],
+    ("weights", "factors"), [(None, [1, 1]), ([0.5, 3.0], [0.5, 3.0]), ([1.0, 0.0], [1, 0]), ([0.0, 3.0], [0, 3.0])]
 )
-def test_corrections_multiply_the_surrogate_and_not_the_kl(weights, keep, factors, beta):
-    inputs, config = corrected(weights, keep), LossConfig(beta=beta)
+def test_corrections_multiply_the_surrogate_and_not_the_kl(weights, factors, beta):
+    inputs, config = corrected(weights), LossConfig(beta=beta)
     kl = 0.5 - 1 + np.log(2)
     value, terms = policy_loss(inputs, config)
-    # The denominator stays 2 tokens, rejected ones included.
+    # The denominator stays 2 tokens, those of weight 0 included.
     np.testing.assert_allclose(value, beta * kl - 0.5 * (1.1 * factors[0] + 0.9 * factors[1]), rtol=1e-6)
     slopes = [0.5 * (beta * 0.5 - 1.1 * factors[0]), 0.5 * (beta * 0.5 - 0.9 * factors[1])]
     np.testing.assert_allclose(gradient(inputs, config), [slopes], rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(terms.ratio, [[1.1 if factors[0] else 1, 0.9 if factors[1] else 1]], rtol=1e-6)
+    np.testing.assert_allclose(terms.ratio, [[1.1, 0.9]], rtol=1e-6)
+
+
+def test_a_rejected_token_is_in_no_term_and_no_denominator():
+    """Its weight in the loss is 0, and what stands there may be anything."""
+    inputs = corrected([0.5, np.inf]).replace(weights=jnp.array([[1.0, 0.0]]))
+    inputs = inputs.replace(reference_logprobs=inputs.reference_logprobs.at[0, 1].set(-jnp.inf))
+    config = LossConfig(beta=0.1)
+    value, terms = policy_loss(inputs, config)
+    np.testing.assert_allclose(value, 0.1 * (0.5 - 1 + np.log(2)) - 0.5 * 1.1, rtol=1e-6)
+    assert gradient(inputs, config)[0, 1] == 0 and terms.kl[0, 1] == 0 and terms.ratio[0, 1] == 1
 
 
 def test_no_gradient_flows_through_the_correction():
@@ -178,7 +180,7 @@ def test_no_gradient_flows_through_the_correction():
 @pytest.mark.parametrize("loss_type", ["bnpo", "cispo"])
 def test_a_rejected_token_may_have_any_ratio(loss_type, level):
     """What a veto rejects is just what overflows: 200 nats."""
-    inputs = corrected([2.0, 2.0], [level == "token", False])
+    inputs = corrected([2.0, 2.0]).replace(weights=jnp.array([[0.5 * (level == "token"), 0.0]]))
     inputs = inputs.replace(old_logprobs=inputs.old_logprobs.at[0, 1].add(-200.0))
     config = LossConfig(loss_type, importance_sampling_level=level)
     value, grad = jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)
@@ -234,7 +236,7 @@ def test_only_the_ratio_of_a_token_has_a_scaled_bound(config):
 
 
 def test_rejected_tokens_are_not_counted_as_clipped():
-    inputs = one_token(1.5, 1.0).replace(keep=jnp.array([[False]]))
+    inputs = one_token(1.5, 1.0).replace(weights=jnp.zeros((1, 1)))
     assert not policy_loss(inputs, LossConfig())[1].clipped_high[0, 0]
 
 
@@ -465,15 +467,6 @@ def test_clipping_is_counted_as_in_trl(case):
         np.testing.assert_allclose(share, case["metrics"][f"clip_ratio/{side}_mean"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN["losses"] if "mask" in str(c["config"]["correction"])], ids=case_id)
-def test_rejecting_a_token_is_weighing_it_with_zero(case):
-    config = case["config"]
-    inputs = golden_inputs(config["loss_type"], config["correction"])
-    weights = jnp.array(GOLDEN["corrections"][config["correction"]])
-    inputs = inputs.replace(correction_weights=jnp.where(weights > 0, weights, 9.0), keep=weights > 0)
-    assert_loss(inputs, config_of(config), case["loss"], case["grad"])
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_truncated_completions_are_masked_as_in_trl(loss_type):
     terminated = jnp.array([False, True, True, False])
@@ -517,7 +510,8 @@ EVERY_LOSS = pytest.mark.parametrize(
 def hard_inputs(loss_type: LossType) -> LossInputs:
     """With weights and rejections that differ from token to token."""
     inputs = golden_inputs(loss_type, "token_truncate")
-    return inputs.replace(keep=jnp.array(GOLDEN["corrections"]["token_mask"]) > 0)
+    keep = jnp.array(GOLDEN["corrections"]["token_mask"]) > 0
+    return inputs.replace(correction_weights=jnp.where(keep, inputs.correction_weights, 0.0))
 
 
 def loss_and_gradient(inputs: LossInputs, config: LossConfig):
@@ -562,7 +556,6 @@ def test_padding_changes_nothing(config):
         advantages=inputs.advantages,
         weights=token_weights(padded(TRL_MASK, False), config.loss_type, length),
         correction_weights=padded(inputs.correction_weights, jnp.nan),
-        keep=padded(inputs.keep, True),
     )
     one, other = loss_and_gradient(inputs, config), loss_and_gradient(wide, config)
     np.testing.assert_allclose(other[0], one[0], rtol=1e-5)

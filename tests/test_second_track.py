@@ -71,7 +71,7 @@ def term(config: DistillConfig):
     def value(params, reference, step):
         hidden = response_hidden(MODEL, params, TRAJECTORY, TRAJECTORY.mask)
         part = jnp.asarray(WEIGHTS, jnp.float32)
-        return distill_term(MODEL, config, params, reference, step, TRAJECTORY, hidden, part)
+        return distill_term(MODEL, config, params, reference, step, TRAJECTORY, hidden, part)[0]
 
     return jax.jit(jax.value_and_grad(value))
 

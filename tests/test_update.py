@@ -205,6 +205,9 @@ def test_each_direction_against_its_definition(direction):
     value, (of_dense, of_shadow) = explicit_divergence(dense_params, PARAMS, jnp.ones(ROWS), reverse)
     np.testing.assert_allclose(metrics["distill"], value, rtol=1e-4)
     np.testing.assert_allclose(metrics["loss"], 0.5 * value, rtol=1e-4)
+    pair = (explicit_logprobs(dense_params, trajectory().dense_mask()), explicit_logprobs(PARAMS, trajectory().mask))
+    agreement = np.minimum(*np.exp(np.asarray(pair, np.float64))).sum(-1)[np.asarray(trajectory().response_mask)]
+    np.testing.assert_allclose(metrics["distill/agreement_p5"], np.percentile(agreement, 5), rtol=1e-4)
     expected = jax.tree.map(lambda x: 0.5 * x, of_dense if direction == "published" else of_shadow)
     assert distance(grads, expected) < 1e-4
     other = jax.tree.map(lambda x: 0.5 * x, of_shadow if direction == "published" else of_dense)
