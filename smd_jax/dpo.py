@@ -1,7 +1,7 @@
 """The loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
 
 A pair counts as a whole: its loss is a function of four log-probabilities of whole responses, so what corrects for the
-sampler being another policy is one number per response too. As in `smd_jax.losses`, the loss is a weighted sum, here
+sampler being another policy is one number per pair too. As in `smd_jax.losses`, the loss is a weighted sum, here
 over pairs, with weights made from the whole batch: microbatches of whole pairs sum to the same loss in any split.
 
     log-probabilities [batch, R] ─► sequence_logprobs ─┐
@@ -94,8 +94,8 @@ class PairTerms(struct.PyTreeNode):
     """What a correction does to each pair, `[pairs]`.
 
     Attributes:
-      weights: product of those of the two responses; without gradient.
-      keep: false where either response is rejected: the pair leaves the denominator too.
+      weights: of the pair, its two responses taken for one; without gradient.
+      keep: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
     """
 
     weights: Float[Array, " pairs"]
@@ -112,7 +112,7 @@ def sequence_logprobs(
 def pair_weights(counts: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does.
 
-    A pair counts if it has signal and the correction keeps both its responses.
+    A pair counts if it has signal and the correction keeps it.
     """
     return counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1)
 
@@ -164,20 +164,39 @@ def check_pair_correction(correction: Correction) -> None:
 
 
 def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: CorrectionInputs) -> PairTerms:
-    """The correction of whole pairs, `[pairs]`; both inputs `[pairs, R]`.
+    """The correction of whole pairs, `[pairs]`; both inputs `[pairs, R]`, of which advantages are not looked at.
+
+    The correction sees the two responses of a pair as one, of 2R tokens. So its options hold for pairs: "sequence" is
+    the product of xi over the tokens of both, and bounds and normalisation are of that. "geometric" is the mean over
+    the tokens of both, where a response with xi above 1 and one below make up for each other, as tokens of a response
+    do. A veto of any token rejects the pair.
 
     The sampler draws the responses of a pair independently, so the ratio of a pair is the product of theirs. That is
     exact for groups of two. In larger groups which two make the pair depends on the others, and their ratios are left
     out: weights of many more responses would mostly add variance.
 
-    Pairs whose responses have an empty mask are not kept.
+    Pairs of which either response has an empty mask are not kept, weigh 0 and count in no mean.
     """
     check_pair_correction(correction)
-    pairs = chosen.mask.shape[0]
-    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), chosen, rejected)
-    terms = correction.terms(both)  # in one call: normalised weights look at all responses
-    weights, keep = terms.weights.max(axis=1), terms.keep.any(axis=1)  # one number a response, 0 and false outside
-    return PairTerms(weights[:pairs] * weights[pairs:], keep[:pairs] & keep[pairs:])
+    terms = correction.terms(_as_one_response(chosen, rejected))
+    # One number a response, 0 and false outside.
+    return PairTerms(terms.weights.max(axis=1), terms.keep.any(axis=1))
+
+
+def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> CorrectionInputs:
+    """`[pairs, 2R]`: the tokens of both; none where either response has none."""
+
+    def joined(one: Array | None, other: Array | None) -> Array | None:
+        return None if one is None or other is None else jnp.concatenate([one, other], axis=1)
+
+    complete = chosen.mask.any(axis=1, keepdims=True) & rejected.mask.any(axis=1, keepdims=True)
+    return CorrectionInputs(
+        sampler_logprobs=joined(chosen.sampler_logprobs, rejected.sampler_logprobs),
+        old_logprobs=jnp.concatenate([chosen.old_logprobs, rejected.old_logprobs], axis=1),
+        logprobs=None,
+        advantages=jnp.zeros(chosen.mask.shape[0]),
+        mask=jnp.concatenate([chosen.mask, rejected.mask], axis=1) & complete,
+    )
 
 
 def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:

@@ -199,30 +199,45 @@ def check(correction: Correction, chosen, rejected, weights, keep) -> None:
     np.testing.assert_array_equal(terms.keep, keep)
 
 
-# Products of xi: chosen 1.5, 0.5, 4 (padding left out); rejected 1, 0.8, 0.5.
+# Products of xi (padding left out): chosen 1.5, 0.5, 4; rejected 1, 0.8, 0.5; pairs 1.5, 0.4, 2.
 CHOSEN = of_xi([[1.5, 1.0, 9.0], [0.5, 1.0, 1.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]])
 REJECTED = of_xi([[1.0, 1.0, 1.0], [0.8, 9.0, 9.0], [1.0, 0.5, 9.0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]])
 
 
 def test_the_weight_of_a_pair_is_the_product():
-    check(TIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0 * 0.5], [1, 1, 1])
-    check(TIS("sequence", clip_max=None), CHOSEN, REJECTED, [1.5, 0.4, 4.0 * 0.5], [1, 1, 1])
-    check(MIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 0.0], [1, 1, 1])
+    check(TIS("sequence", clip_max=None), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
+    check(TIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
+    check(MIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
 
 
-def test_a_pair_stays_if_both_stay():
-    check(Rejection("sequence", 0.6, 2.0), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 0])
-    # Geometric means: sqrt(1.5) = 1.22, 0.5^(1/3) = 0.79, 4^(1/3) = 1.59; 1, 0.8, sqrt(0.5) = 0.71.
-    check(Rejection("geometric", 0.75, 1.5), CHOSEN, REJECTED, [1, 1, 1], [1, 1, 0])
+def test_bounds_of_weights_are_those_of_the_pair():
+    """Responses of 1.6 and 0.7, each inside the bounds: pairs of 2.56 and 0.49."""
+    one = of_xi([[1.6], [0.7]])
+    check(TIS("sequence", 0.6, 2.0), one, one, [2.0, 0.6], [1, 1])
+    check(MIS("sequence", 0.6, 2.0), one, one, [0.0, 0.0], [1, 1])
+
+
+def test_a_pair_stays_by_what_both_make():
+    check(Rejection("sequence", 0.6, 2.5), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 1])
+    # Geometric means over the tokens of both: 1.5^(1/5) = 1.08, 0.4^(1/4) = 0.80, 2^(1/5) = 1.15.
+    check(Rejection("geometric", 0.75, 1.1), CHOSEN, REJECTED, [1, 1, 1], [1, 1, 0])
+    check(Rejection("geometric", 0.82, 1.2), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 1])
     check(GeometricRejection(), CHOSEN, REJECTED, [1, 1, 1], [0, 0, 0])
+
+
+def test_a_token_of_either_response_vetoes_the_pair():
     check(Veto(0.6), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 0])
-    check(Chain((TIS("sequence"), Veto(0.6))), CHOSEN, REJECTED, [1.5, 0.4, 1.0], [1, 0, 0])
+    check(Chain((TIS("sequence"), Veto(0.6))), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 0, 0])
 
 
-def test_normalised_weights_look_at_all_responses():
-    mean = np.mean([1.5, 0.5, 2.0, 1.0, 0.8, 0.5])
-    weights = np.array([1.5, 0.4, 1.0]) / mean**2
-    check(TIS("sequence", batch_normalize=True), CHOSEN, REJECTED, weights, [1, 1, 1])
+def test_normalised_weights_have_mean_1_over_pairs():
+    check(TIS("sequence", batch_normalize=True), CHOSEN, REJECTED, np.array([1.5, 0.4, 2.0]) / 1.3, [1, 1, 1])
+
+
+def test_which_of_the_two_is_chosen_does_not_matter():
+    correction = Chain((TIS("sequence", clip_max=1.8, batch_normalize=True), Rejection("geometric", 0.82, 1.2)))
+    check(correction, REJECTED, CHOSEN, np.array([1.5, 0.4, 1.8]) * 3 / 3.7, [1, 0, 1])
+    check(correction, CHOSEN, REJECTED, np.array([1.5, 0.4, 1.8]) * 3 / 3.7, [1, 0, 1])
 
 
 @pytest.mark.parametrize("correction", [Shadow(), Naive()])
@@ -235,6 +250,11 @@ def test_a_response_without_tokens_makes_no_pair(correction):
     empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
     assert pair_correction(correction, empty, REJECTED).keep.tolist() == [True, False, True]
     assert pair_correction(correction, REJECTED, empty).keep.tolist() == [True, False, True]
+
+
+def test_a_pair_with_an_empty_response_counts_in_no_mean():
+    empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
+    check(TIS("sequence", batch_normalize=True), empty, REJECTED, np.array([1.5, 0.0, 2.0]) / 1.75, [1, 0, 1])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from smd_jax.config import ModelConfig
 from smd_jax.eviction import H2O
 from smd_jax.model import Decoder, apply_model
 from smd_jax.prompts import PromptBatch
@@ -28,9 +29,9 @@ RECORD = optax.GradientTransformation(
 )
 
 
-def spread_params(seed: int):
+def spread_params(seed: int, config: ModelConfig = MODEL.config):
     """Parameters whose logits are not all alike, so that it matters what a query sees."""
-    params = random_params(MODEL.config)
+    params = random_params(config)
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
