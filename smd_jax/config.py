@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-def check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError for a name that is none of `choices`: annotations alone would let it pass."""
     if value not in choices:
         raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")

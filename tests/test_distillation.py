@@ -294,21 +294,3 @@ def test_coefficient_of_a_step():
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         DistillConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("field", "name", "message"),
-    [
-        (
-            "direction",
-            "backward",
-            "expected direction to be one of forward, reverse, published, anchor; got 'backward'",
-        ),
-        ("estimator", "k4", "expected estimator to be one of exact, k1, k2, k3; got 'k4'"),
-    ],
-)
-def test_unknown_names(field, name, message):
-    config = DistillConfig()
-    object.__setattr__(config, field, name)  # behind the type checker, which users do not have
-    with pytest.raises(ValueError, match=message):
-        config.__post_init__()

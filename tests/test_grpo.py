@@ -246,6 +246,17 @@ def test_under_shadow_masks_a_run_corrects_nothing(correction):
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
+def test_a_step_without_signal_leaves_the_parameters_alone():
+    """Momentum and weight decay would move them."""
+    config = dataclasses.replace(CONFIG, dynamic_sampling=0, minibatches=2)
+    state, _ = run(new_loop(config), new_state(), 1)
+    params = jax.tree.map(jnp.copy, state.params)
+    samples = new_loop(config).sample(state, 1)
+    learned, metrics = new_loop(config).learn(state, samples._replace(counts=np.zeros(8, bool)))
+    assert_bitwise_equal(learned.params, params)
+    assert int(learned.step) == 4 and metrics == {}
+
+
 def test_who_the_old_policy_is():
     trajectory = new_loop().sample(new_state(), 0).trajectory
     dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
@@ -383,6 +394,10 @@ def test_an_easy_reward_rises():
         ),
         ({"num_iterations": 0}, "expected num_iterations >= 1; got 0"),
         ({"dynamic_sampling": -1}, "expected dynamic_sampling >= 0 further rollouts, or None; got -1"),
+        (
+            {"dynamic_sampling": 1, "scale_rewards": "batch"},
+            "expected scale_rewards 'group' or 'none' with dynamic_sam",
+        ),
         ({"advantages": "leave_one_out"}, "expected scale_rewards 'none' with advantages 'leave_one_out'.*got 'group'"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_p=0.9))}, r"without top-k.*top_p=0.9"),
         ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(top_k=5))}, r"without top-k.*top_k=5"),
@@ -400,10 +415,25 @@ def test_a_tokenizer_of_another_model():
         GRPOLoop(small, TASK, TOKENIZER, optimizer(), CONFIG)
 
 
-def test_a_reference_that_is_missing():
+def test_a_reference_that_is_missing(monkeypatch):
+    """Said before the rollout."""
+    monkeypatch.setattr(GRPOLoop, "draw", None)
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
     with pytest.raises(ValueError, match="expected reference parameters in the train state"):
         new_loop(config).step(new_state())
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (UpdateConfig(microbatch_size=3), "expected rows that divide into microbatches of 3; got 8 rows"),
+        (UpdateConfig(distill=DistillConfig(fraction=0.3)), r"a microbatch to be a whole number >= 1; got 0.3 \* 8"),
+        (UpdateConfig(distill=DistillConfig(position_fraction=0.3)), r"to be a whole number >= 1; got 0.3 \* 5"),
+    ],
+)
+def test_sizes_that_do_not_divide(update, message):
+    with pytest.raises(ValueError, match=message):
+        new_loop(dataclasses.replace(CONFIG, update=update))
 
 
 def test_a_prompt_that_is_too_long():

@@ -18,11 +18,13 @@ from smd_jax.corrections import (
     Chain,
     Correction,
     CorrectionInputs,
+    CorrectionTerms,
     IcePop,
     Naive,
     QuRL,
     Shadow,
     SparseRL,
+    Veto,
 )
 from smd_jax.distillation import DistillConfig
 from smd_jax.losses import LossConfig, LossInputs, policy_loss, token_weights
@@ -213,6 +215,32 @@ def test_distillation_alone():
     assert distance(found, expected) < 1e-5
 
 
+@dataclasses.dataclass(frozen=True)
+class KeepLikely(Correction):
+    """Looks at the learner now, and keeps only what it finds likely."""
+
+    @property
+    def uses_present(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        assert inputs.logprobs is not None
+        return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (inputs.logprobs > -2.0))
+
+
+def test_what_is_rejected_late_weighs_nothing():
+    """The denominators are made before the forward pass."""
+    logprobs, pull = dense_logprobs()
+    mask = trajectory().response_mask
+    kept = mask & (logprobs > -2.0)
+    assert mask.sum() > kept.sum() > 0
+    config = UpdateConfig("dense", correction=KeepLikely(), microbatch_size=4)
+    metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    assert distance(found, pull(-(kept / mask.sum()) * ADVANTAGES[:, None])[0]) < 1e-5
+    lost = 1 - kept.sum() / mask.sum()
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost, rtol=1e-5)
+
+
 # --- bad input
 
 
@@ -220,6 +248,15 @@ def test_distillation_alone():
     ("options", "message"),
     [
         ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores it"),
+        (
+            {"visibility": "dense", "correction": Chain((Shadow(), Veto()))},
+            r"expected visibility 'shadow' with the correction Shadow",
+        ),
+        ({"reference_visibility": "dense"}, "expected beta > 0 with a reference_visibility; got 0 and 'dense'"),
+        (
+            {"policy_coef": 0.0, "distill": DistillConfig(), "loss": LossConfig(beta=0.1)},
+            "expected beta 0 with policy_coef 0",
+        ),
         ({"policy_coef": 0.0}, "expected policy_coef > 0, or 0 with a distillation to learn from; got 0.0"),
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": LossConfig("cispo")}, "expected the plain token ratio.*DPPOTV"),
@@ -237,3 +274,9 @@ def test_a_reference_elsewhere_than_the_policy():
     """The frozen reference under the sampler's mask, the policy dense: both are combinations that can be asked for."""
     config = UpdateConfig("dense", LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow")
     assert metrics_and_gradients(config, reference=REFERENCE)[0]["kl"] > 0
+
+
+def test_a_trajectory_without_the_samplers_log_probabilities():
+    data = batch().replace(trajectory=trajectory().replace(logprobs=None))
+    with pytest.raises(ValueError, match="expected the sampler's log-probabilities in the trajectory.*got None"):
+        metrics_and_gradients(UpdateConfig("dense", correction=TIS("sequence")), data)

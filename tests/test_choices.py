@@ -1,0 +1,44 @@
+"""Choices by name: what is none of them is refused where it is made, also for users, who have no type checker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smd_jax.corrections import MIS, TIS, Naive, Rejection
+from smd_jax.distillation import DistillConfig
+from smd_jax.dpo import DPOConfig
+from smd_jax.dpo_update import DPOUpdateConfig
+from smd_jax.losses import LossConfig
+from smd_jax.schedules import CoefSchedule
+from smd_jax.update import UpdateConfig
+from tests.toy_loop import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "name", "choices"),
+    [
+        (TIS(), "level", "sequence_truncate", "token, sequence"),
+        (MIS(), "level", "geometric", "token, sequence"),
+        (Rejection(), "level", "seq_mean_k1", "token, sequence, geometric"),
+        (LossConfig(), "loss_type", "gspo", "grpo, bnpo, dr_grpo, dapo, cispo"),
+        (LossConfig(), "importance_sampling_level", "row", "token, sequence"),
+        (CONFIG, "advantages", "rloo", "group_relative, leave_one_out"),
+        (CONFIG, "scale_rewards", True, "group, batch, none"),
+        (UpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
+        (UpdateConfig(), "reference_visibility", "full", "shadow, dense"),
+        (DPOUpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
+        (DPOConfig(), "loss_type", "hinge", "sigmoid, ipo"),
+        (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor"),
+        (DistillConfig(), "estimator", "k4", "exact, k1, k2, k3"),
+        (CoefSchedule(0.0, 1.0, 5), "shape", "step", "linear, cosine"),
+    ],
+)
+def test_a_name_that_is_no_choice(config: Any, field: str, name: Any, choices: str):
+    broken = object.__new__(type(config))
+    for key, value in vars(config).items():
+        object.__setattr__(broken, key, value)
+    object.__setattr__(broken, field, name)  # behind the type checker of these tests
+    with pytest.raises(ValueError, match=f"expected {field} to be one of {choices}; got {name!r}"):
+        broken.__post_init__()
