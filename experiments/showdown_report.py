@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
 from smd_jax.progress import Cell, summary_table
 
 History = Sequence[Mapping[str, Any]]
 
-MEASURED = ("mismatch_kl", MISMATCH_MAX, *MISMATCH_METRICS, "entropy", "grad_norm", "clip_ratio/region_mean")
+OF_STEPS = ("entropy", "grad_norm", "clip_ratio/region_mean")
+MEASURED = ("mismatch_kl", MISMATCH_MAX, *MISMATCH_METRICS, *CORRECTION_METRICS, *OF_STEPS)
 BINS = 30  # points of a curve that is kept
 FALL = 0.03  # a reward that ends further below its start than this has fallen: more than noise of 512 prompts
 RESAMPLES = 10_000

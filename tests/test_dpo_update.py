@@ -16,7 +16,7 @@ from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
 from smd_jax.eviction import H2O
 from smd_jax.importance import TIS
 from smd_jax.metrics import METRICS
-from smd_jax.mismatch import MISMATCH_METRICS
+from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.model import Decoder, apply_model
 from smd_jax.prompts import PromptBatch
 from smd_jax.rejection import GeometricRejection, Rejection, Veto
@@ -184,7 +184,7 @@ def test_old_log_probabilities_may_be_given():
 
 def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
-    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | {
+    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | CORRECTION_METRICS.keys() | {
         *("loss", "grad_norm", "entropy", "kl", "mismatch_kl"),
         *(name for name in METRICS if name.startswith("sampling/")),
     }

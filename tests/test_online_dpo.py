@@ -228,7 +228,7 @@ def test_a_penalty_with_a_judge():
     ("options", "what"),
     [
         ({"minibatches": 4}, "minibatch that .*; got 1"),
-        ({"update": DPOUpdateConfig(microbatch_size=3)}, "microbatch that .*; got 3"),
+        ({"update": DPOUpdateConfig(microbatch_size=1)}, "microbatch that .*; got 1"),
     ],
 )
 def test_pairs_that_do_not_divide_over_the_mesh(options, what):
