@@ -36,7 +36,7 @@ from smd_jax.dpo import (
 )
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
 from smd_jax.losses import k3
-from smd_jax.metrics import mismatch_metrics
+from smd_jax.metrics import mismatch_metrics, token_mean
 from smd_jax.mismatch import chi2_metrics, correction_metrics
 from smd_jax.model import Decoder, Params
 from smd_jax.sharding import constrain_tree
@@ -258,13 +258,9 @@ def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
     )
     return {
         **dpo_metrics(terms.loss, prepared.weights),
-        "kl": _token_mean(_merged(terms.kl), mask),
-        "entropy": _token_mean(_merged(terms.entropy), mask),
+        "kl": token_mean(_merged(terms.kl), mask),
+        "entropy": token_mean(_merged(terms.entropy), mask),
         **mismatch_metrics(rows.logprobs, logprobs, mask),
         **chi2_metrics(rows.logprobs, logprobs, mask),
         **correction_metrics(weights, keep, mask & signal),
     }
-
-
-def _token_mean(x: Float[Array, "rows R"], mask: Bool[Array, "rows R"]) -> Float[Array, ""]:
-    return jnp.where(mask, x, 0.0).sum() / jnp.maximum(mask.sum(), 1)

@@ -28,7 +28,28 @@ Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
-class TIS(Correction):
+class _ByRatio(Correction):
+    """Weights by xi of a token or of a response, within bounds; subclasses say what happens outside."""
+
+    level: Level = "token"
+    clip_min: float | None = None
+    clip_max: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
+        check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    @property
+    def per_response(self) -> bool:
+        return self.level == "sequence"
+
+
+@dataclass(frozen=True)
+class TIS(_ByRatio):
     """Truncated importance sampling: the weight is xi, clamped to [clip_min, clip_max].
 
     TRL: vllm_importance_sampling_mode "token_truncate" | "sequence_truncate", clip_max 3. verl: rollout_is "token" |
@@ -46,18 +67,6 @@ class TIS(Correction):
     clip_max: float | None = 2.0
     batch_normalize: bool = False
 
-    def __post_init__(self) -> None:
-        check_choice("level", self.level, get_args(Level))
-        check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
-
-    @property
-    def weighs(self) -> bool:
-        return True
-
-    @property
-    def per_response(self) -> bool:
-        return self.level == "sequence"
-
     @property
     def whole_batch(self) -> bool:
         return self.batch_normalize
@@ -71,7 +80,7 @@ class TIS(Correction):
 
 
 @dataclass(frozen=True)
-class MIS(Correction):
+class MIS(_ByRatio):
     """Masked importance sampling: the weight is xi inside [clip_min, clip_max] and 0 outside; None: no bound.
 
     TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask", the latter with clip_max 3 is its default. As
@@ -82,18 +91,6 @@ class MIS(Correction):
     level: Level = "sequence"
     clip_min: float | None = None
     clip_max: float | None = 3.0
-
-    def __post_init__(self) -> None:
-        check_choice("level", self.level, get_args(Level))
-        check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
-
-    @property
-    def weighs(self) -> bool:
-        return True
-
-    @property
-    def per_response(self) -> bool:
-        return self.level == "sequence"
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)

@@ -79,12 +79,12 @@ def mismatch_metrics(
     ratio = jnp.exp(delta)
     empty = ~mask.any()
     return {
-        "sampling/sampling_logp_difference/mean": _masked_mean(jnp.abs(delta), mask),
+        "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(delta), mask),
         "sampling/sampling_logp_difference/max": jnp.abs(delta).max(initial=0.0),
         "sampling/importance_sampling_ratio/min": jnp.where(empty, 1.0, ratio.min(initial=jnp.inf, where=mask)),
-        "sampling/importance_sampling_ratio/mean": jnp.where(empty, 1.0, _masked_mean(ratio, mask)),
+        "sampling/importance_sampling_ratio/mean": jnp.where(empty, 1.0, token_mean(ratio, mask)),
         "sampling/importance_sampling_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
-        "mismatch_kl": _masked_mean(jnp.expm1(delta) - delta, mask),
+        "mismatch_kl": token_mean(jnp.expm1(delta) - delta, mask),
     }
 
 
@@ -126,8 +126,10 @@ def reward_metrics(rewards: Float[Array, " batch"], group_size: int) -> dict[str
     }
 
 
-def _masked_mean(values: Float[Array, "batch response"], mask: Bool[Array, "batch response"]) -> Float[Array, ""]:
-    """Mean over the masked tokens, 0 when there are none."""
+def token_mean(
+    values: Float[Array, "batch response"] | Bool[Array, "batch response"], mask: Bool[Array, "batch response"]
+) -> Float[Array, ""]:
+    """Mean over the tokens in the mask, 0 when there are none. What is outside may be anything."""
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 

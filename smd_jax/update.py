@@ -24,7 +24,7 @@ from smd_jax.distillation import DistillConfig, teacher_positions, teacher_rows
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score, score_logits
 from smd_jax.losses import LossConfig, LossInputs, LossTerms, mask_truncated_completions, policy_loss, token_weights
 from smd_jax.masks import Mask
-from smd_jax.metrics import mismatch_metrics
+from smd_jax.metrics import mismatch_metrics, token_mean
 from smd_jax.mismatch import chi2_metrics, correction_metrics, lower_percentile
 from smd_jax.model import Decoder, Params
 from smd_jax.second_track import Agreement, distill_term
@@ -216,13 +216,13 @@ def make_update(
         params = constrain_tree(optax.apply_updates(state.params, updates))
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(prepared, terms)}
         if config.loss.beta:
-            metrics["kl"] = _token_mean(terms.loss.kl, prepared.correction.keep)
+            metrics["kl"] = token_mean(terms.loss.kl, prepared.correction.keep)
         if config.distill is not None:
             metrics["distill_coef"] = config.distill.coef_at(state.step)
         if terms.agreement is not None:
             metrics["distill/agreement_p5"] = lower_percentile(terms.agreement.overlap, terms.agreement.inside, 5.0)
         if config.value is not None:
-            metrics["val/clipfrac_avg"] = _token_mean(terms.values_clipped, prepared.mask)
+            metrics["val/clipfrac_avg"] = token_mean(terms.values_clipped, prepared.mask)
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
 
     return jax.jit(update, donate_argnums=0)
@@ -389,9 +389,9 @@ def _reference_logprobs(
 def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
     mask, kept, sampler = prepared.mask, prepared.correction.keep, prepared.batch.trajectory.logprobs
-    low, high = _token_mean(terms.loss.clipped_low, kept), _token_mean(terms.loss.clipped_high, kept)
+    low, high = token_mean(terms.loss.clipped_low, kept), token_mean(terms.loss.clipped_high, kept)
     return {
-        "entropy": _token_mean(terms.entropy, mask),
+        "entropy": token_mean(terms.entropy, mask),
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
@@ -399,7 +399,3 @@ def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
         **chi2_metrics(sampler, terms.logprobs, mask),
         **correction_metrics(terms.correction_weights, kept, mask),
     }
-
-
-def _token_mean(x: Array, mask: Bool[Array, "batch R"]) -> Array:
-    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
