@@ -5,7 +5,6 @@ The numbers of others are in golden/corrections.json, made by golden/make_correc
 
 from dataclasses import dataclass
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -399,7 +398,7 @@ def test_what_it_says_about_its_terms(correction):
         np.testing.assert_array_equal(terms.keep, inputs.mask)
         assert terms.high_scale is None and not correction.whole_batch
     else:
-        chex.assert_trees_all_equal(correction.terms(inputs.replace(logprobs=None)), terms)
+        jax.tree.map(np.testing.assert_array_equal, correction.terms(inputs.replace(logprobs=None)), terms)
     other = correction.terms(inputs.replace(old_logprobs=inputs.old_logprobs - 2.0 * jnp.arange(1.0, 9.0)[None]))
     same = bool((other.weights == terms.weights).all() and (other.keep == terms.keep).all())
     assert same == (not correction.uses_mismatch)

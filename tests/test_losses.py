@@ -162,7 +162,8 @@ def test_corrections_multiply_the_surrogate_and_not_the_kl(weights, factors, bet
 def test_a_rejected_token_is_in_no_term_and_no_denominator():
     """Its weight in the loss is 0, and what stands there may be anything."""
     inputs = corrected([0.5, np.inf]).replace(weights=jnp.array([[1.0, 0.0]]))
-    inputs = inputs.replace(reference_logprobs=inputs.reference_logprobs.at[0, 1].set(-jnp.inf))
+    assert inputs.reference_logprobs is not None
+    inputs = inputs.replace(reference_logprobs=jnp.where(inputs.weights > 0, inputs.reference_logprobs, -jnp.inf))
     config = LossConfig(beta=0.1)
     value, terms = policy_loss(inputs, config)
     np.testing.assert_allclose(value, 0.1 * (0.5 - 1 + np.log(2)) - 0.5 * 1.1, rtol=1e-6)
@@ -496,6 +497,7 @@ EVERY_LOSS = pytest.mark.parametrize(
 def hard_inputs(loss_type: LossType) -> LossInputs:
     """With weights and rejections that differ from token to token."""
     inputs = golden_inputs(loss_type, "token_truncate")
+    assert inputs.correction_weights is not None
     keep = jnp.array(GOLDEN["corrections"]["token_mask"]) > 0
     return inputs.replace(correction_weights=jnp.where(keep, inputs.correction_weights, 0.0))
 
