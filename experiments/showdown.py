@@ -19,9 +19,11 @@ Rewards    On 512 other held-out prompts, decoded at the sampler's temperature u
            interval: it says how far these seeds are apart, and covers the true mean less often than 95 %.
 Command    make study NAME=showdown     or     python experiments/showdown.py [--quick] [--arms …] [--seeds …] [--help]
            A run that has ended is kept under --runs, and not run again when the study is continued after a stop.
-Cost       about 35 minutes on two CPU cores: 132 runs, a process and a core each
+Cost       45 minutes on two CPU cores on which other programs ran too: 132 runs, a process and a core each
 Result     experiments/results/showdown.md, .png, .json (the reported runs, each with a command that makes it alone),
-           showdown_grid.json (the pilot), showdown_curves.json (of the reported runs)
+           showdown_grid.json (the pilot), showdown_curves.json (of the reported runs). Made on 2026-11-21 by commit
+           5fe08d1 with Python 3.11, jax 0.10.2; the tables by later code from the same runs. Later code gives the same
+           rewards but for arms with a second track, where another sum is rounded otherwise.
 """
 
 from __future__ import annotations
