@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -31,6 +31,8 @@ TOKENIZER = byte_tokenizer()
 @settings(deadline=None)
 @given(st.text())
 def test_token_ids_are_bytes_and_any_text_comes_back(text: str):
+    """Hypothesis finds the special tokens in the sources; they have ids of their own."""
+    assume(not any(token in text for token in TOKENIZER.all_special_tokens))
     ids = TOKENIZER.encode(text)
     assert ids == list(text.encode())
     assert TOKENIZER.decode(ids) == text
