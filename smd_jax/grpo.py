@@ -16,30 +16,25 @@ import numpy as np
 
 from smd_jax.advantages import Scale, group_relative, groups_with_signal, leave_one_out
 from smd_jax.config import check_choice
-from smd_jax.loop import Loop, LoopConfig, Samples, over_steps
+from smd_jax.loop import PolicyConfig, PolicyLoop, Samples, over_steps
 from smd_jax.model import Params
-from smd_jax.sharding import check_rows, shard_batch
+from smd_jax.sharding import shard_batch
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import (
     Metrics,
     TrainBatch,
     TrainState,
-    UpdateConfig,
-    check_reference,
-    check_rows_of,
     make_score,
-    make_update,
 )
 
 Estimator = Literal["group_relative", "leave_one_out"]
 
 
 @dataclass(frozen=True)
-class GRPOConfig(LoopConfig):
-    """One GRPO run; the other attributes are those of LoopConfig.
+class GRPOConfig(PolicyConfig):
+    """One GRPO run; the other attributes are those of PolicyConfig.
 
     Attributes:
-      update: the learner.
       advantages: "group_relative" (GRPO) or "leave_one_out" (RLOO, with scale_rewards "none").
       scale_rewards: how group-relative advantages are normalised, see `smd_jax.advantages.group_relative`.
       dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, so that they do not count in
@@ -48,7 +43,6 @@ class GRPOConfig(LoopConfig):
         of the others.
     """
 
-    update: UpdateConfig = UpdateConfig()
     advantages: Estimator = "group_relative"
     scale_rewards: Scale = "group"
     dynamic_sampling: int | None = None
@@ -82,27 +76,14 @@ class GRPOConfig(LoopConfig):
 
 
 @dataclass(frozen=True)
-class GRPOLoop(Loop):
+class GRPOLoop(PolicyLoop):
     """Everything of a GRPO run that does not change; the jitted functions are made once."""
 
     config: GRPOConfig
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config, minibatch = self.config, self.config.rows // self.config.minibatches
-        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
-        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
-
-    @cached_property
-    def update(self):
-        return make_update(self.model, self.optimizer, self.config.update)
-
     @cached_property
     def score(self):
         return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
-
-    def check(self, state: TrainState) -> None:
-        check_reference(self.config.update, state)
 
     def sample(self, state: TrainState, step: int) -> Samples:
         """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ from smd_jax.rollout import RolloutConfig, rollout
 from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
 from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import Metrics, TrainState
+from smd_jax.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,10 @@ class Loop:
         return Samples(trajectory, rewards, repeated, completions, None, metrics)
 
     def batches(self, batch: Any) -> Iterator[Any]:
-        """The minibatches of one rollout, `[batch, ...]`, as often as `num_iterations` says; each has whole groups."""
+        """The minibatches of one rollout, as often as `num_iterations` says; each has whole groups. `batch` has
+        equally many rows of every group, contiguous: all its completions, or one pair."""
         config = self.config
-        groups = np.arange(config.rows).reshape(config.prompts_per_step, config.group_size)
+        groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
         parts = [groups[index :: config.minibatches].reshape(-1) for index in range(config.minibatches)]
         for rows in parts * config.num_iterations:
             yield shard_batch(batch if len(parts) == 1 else _rows(batch, rows), self.mesh)
@@ -192,6 +194,37 @@ class Loop:
             prompts = shard_batch(self.encode(rows, self.config.prompt_width), self.mesh)
             trajectory = rollout(self.model, params, prompts, key, policy=policy, config=config)
         return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
+
+
+@dataclass(frozen=True)
+class PolicyConfig(LoopConfig):
+    """A run of an algorithm with a policy loss; the other attributes are those of LoopConfig.
+
+    Attributes:
+      update: the learner.
+    """
+
+    update: UpdateConfig = UpdateConfig()
+
+
+@dataclass(frozen=True)
+class PolicyLoop(Loop):
+    """What GRPO, RLOO and PPO share: the update of `smd_jax.update`."""
+
+    config: PolicyConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config, minibatch = self.config, self.config.rows // self.config.minibatches
+        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
+        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
+
+    @cached_property
+    def update(self):
+        return make_update(self.model, self.optimizer, self.config.update)
+
+    def check(self, state: TrainState) -> None:
+        check_reference(self.config.update, state)
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:

@@ -9,7 +9,6 @@ The loss takes no ratio to the sampler: several steps per rollout need no clippi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -117,9 +116,3 @@ class OnlineDPOLoop(Loop):
         return batch.replace(
             old_chosen_logprobs=self.score(params, chosen), old_rejected_logprobs=self.score(params, rejected)
         )
-
-    def batches(self, batch: PairBatch) -> Iterator[PairBatch]:
-        """The minibatches of one rollout, `[pairs, ...]`, as often as `num_iterations` says."""
-        count = self.config.minibatches
-        for index in list(range(count)) * self.config.num_iterations:
-            yield shard_batch(jax.tree.map(lambda x, i=index: x[i::count], batch), self.mesh)

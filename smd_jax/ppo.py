@@ -21,26 +21,22 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.accumulation import count_parts, in_parts
 from smd_jax.gae import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.learner import check_replayable, response_hidden, response_logits, score_logits
-from smd_jax.loop import Loop, LoopConfig, Samples, over_steps
+from smd_jax.loop import PolicyConfig, PolicyLoop, Samples, over_steps
 from smd_jax.model import Decoder, Params
-from smd_jax.sharding import check_rows
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import (
     Metrics,
     TrainBatch,
     TrainState,
     UpdateConfig,
-    check_reference,
-    check_rows_of,
     counted_tokens,
     learner_mask,
-    make_update,
 )
 from smd_jax.value import ValueConfig, check_value_head, values
 
 
 @dataclass(frozen=True)
-class PPOConfig(LoopConfig):
+class PPOConfig(PolicyConfig):
     """One PPO run; the other attributes are those of LoopConfig. `num_iterations` is TRL's num_ppo_epochs (4 there).
 
     Attributes:
@@ -132,20 +128,10 @@ def _critic_metrics(
 
 
 @dataclass(frozen=True)
-class PPOLoop(Loop):
+class PPOLoop(PolicyLoop):
     """Everything of a PPO run that does not change; the jitted functions are made once."""
 
     config: PPOConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config, minibatch = self.config, self.config.rows // self.config.minibatches
-        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
-        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
-
-    @cached_property
-    def update(self):
-        return make_update(self.model, self.optimizer, self.config.update)
 
     @cached_property
     def train_batch(self):
@@ -153,7 +139,7 @@ class PPOLoop(Loop):
 
     def check(self, state: TrainState) -> None:
         check_value_head(state.params)
-        check_reference(self.config.update, state)
+        super().check(state)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
