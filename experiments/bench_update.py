@@ -31,23 +31,21 @@ Environments of the peers, none of which may be smd_jax's own:
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
+from workers import Row, Worker, environment, write
 
 from smd_jax.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "torch", "trl", "tunix"]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,43 +92,6 @@ class Args:
         return sys.executable if engine == "ours" else found[engine]
 
 
-@dataclass
-class Worker:
-    """A running engine. It says on its standard output when it is ready, after every update, and its result."""
-
-    command: list[str]
-    process: subprocess.Popen[str] = field(init=False)
-
-    def __enter__(self) -> Worker:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, text=True, env=environment())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def update(self) -> None:
-        """Lets it make one update, and waits for it."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        self.read()
-
-    def read(self) -> Row:
-        """The next line that it says."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"expected a line of JSON; got the end of the output of {' '.join(self.command)}")
-        return json.loads(line)
-
-
-def environment() -> dict[str, str]:
-    """Ours, without what would lead a peer's interpreter to our packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-
 def commands(args: Args, tokens: int) -> Iterator[list[str]]:
     """The command line of every engine that is asked for and can be measured at this length."""
     size = SIZES[tokens]
@@ -156,7 +117,7 @@ def compare(args: Args, tokens: int) -> list[Row]:
             workers[-1].read()  # ready: compiled and warm, before the next one starts
         for _ in range(args.repeats):
             for worker in workers:
-                worker.update()
+                worker.turn()
         rows = [worker.read() for worker in workers]
     if len(sizes := {row["parameters"] for row in rows}) > 1:
         raise SystemExit(f"expected one model in all engines; got models of {sorted(sizes)} parameters")
@@ -185,13 +146,6 @@ def table(tokens: int, rows: list[Row]) -> None:
     summary_table(f"One update of {SIZES[tokens].sequences} sequences of {tokens} tokens", columns, cells)
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    command = f"python experiments/bench_update.py {' '.join(words)}"
-    result = {"date": time.strftime("%Y-%m-%d"), "command": command, "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 def main(args: Args) -> None:
     found = []
     for tokens in args.lengths:
@@ -202,7 +156,7 @@ def main(args: Args) -> None:
         else:
             table(tokens, rows)
     if args.out is not None:
-        write(args.out, found)
+        write(args.out, Path(__file__).name, found)
 
 
 if __name__ == "__main__":

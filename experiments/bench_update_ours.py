@@ -113,7 +113,7 @@ def parts(
 
     def loss(params: Any) -> jax.Array:
         hidden = response_hidden(model, params, trajectory, mask)
-        return jnp.sum(weights * score_logits(response_logits(model, params, hidden, 1.0), trajectory).logprobs)
+        return jnp.sum(weights * score_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs)
 
     yield "forward", count, layers + logits, loss, (state.params,)
     yield "both: all", count, 3 * (layers + logits), jax.grad(loss), (state.params,)
@@ -136,7 +136,7 @@ def parts(
     yield "both: rope", each, 0.0, _both(lambda qk, rope: (rotate(qk[0], rope), rotate(qk[1], rope))), ((q, k), rope)
 
     def head(params: Any, hidden: jax.Array) -> jax.Array:
-        return score_logits(response_logits(model, params, hidden, 1.0), trajectory).logprobs
+        return score_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs
 
     hidden = x[:, args.prompt :]
     yield "both: logits", count, 3 * logits, _both(jax.checkpoint(head)), (state.params, hidden)

@@ -49,7 +49,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction import H2O
 from smd_jax.model import Decoder
 from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.rollout import RolloutConfig, rollout_program
 from smd_kernels import decode_gpu, decode_tpu
 from smd_kernels.decode import Implementation, decode_attention
 
@@ -205,7 +205,7 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
         updated = []
         for layer in layers:
             fresh = x[:, : shape.kv_heads]
-            layer = kv_cache.write(layer, BUDGET + filled, fresh, 2 * fresh, filled, jnp.ones(shape.batch, bool))
+            layer = kv_cache.write(layer, BUDGET + filled, fresh, 2 * fresh, jnp.full((shape.batch, 1), filled))
             out, received = decode_attention(x, layer.keys, layer.values, layer.valid, impl)
             updated.append(kv_cache.observe(layer, received, x, filled))
             x = x + out
@@ -219,7 +219,7 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
 
 
 def whole_rollout(target: Target, sharding: NamedSharding) -> tuple[Any, int]:
-    """`smd_jax.rollout.rollout` of a small bfloat16 model with the cache of `ROLLOUT`; and its bytes of keys."""
+    """`smd_jax.rollout` of a small bfloat16 model with the cache of `ROLLOUT`; and its bytes of keys."""
     array, shape = partial(abstract, sharding), ROLLOUT
     config = ModelConfig(
         vocab_size=264,
@@ -243,7 +243,7 @@ def whole_rollout(target: Target, sharding: NamedSharding) -> tuple[Any, int]:
     cache_bytes = shape.batch * shape.kv_heads * shape.slots * shape.head_dim * 2
     # The devices of this machine are not those that it compiles for.
     with mock.patch.object(attention, "wrong_device", lambda impl: None):
-        return rollout.trace(model, params, prompts, key, policy=H2O(), config=sizes), cache_bytes
+        return rollout_program.trace(model, params, prompts, key, policy=H2O(), config=sizes), cache_bytes
 
 
 def compile_loop(name: str, target: Target, traced: Any, cache_bytes: int) -> Record:

@@ -28,9 +28,10 @@ from transformers import AutoTokenizer
 import smd_jax as smd
 from smd_jax.distillation import Direction
 from smd_jax.losses import LossType
+from smd_jax.memory import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.metrics import read_metrics
 from smd_jax.plots import plot_training
-from smd_jax.progress import summary_table
+from smd_jax.progress import rollout_report, summary_table
 from smd_jax.prompts import eos_token_id, pad_token_id
 from smd_jax.rollout import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
@@ -71,13 +72,22 @@ class Args:
     policy: Literal["rkv", "snapkv", "h2o", "streaming_llm", "dense"] = "rkv"  # eviction policy of the sampler
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # queries between two compressions
+    prefill_chunk: int | None = None  # columns of a prompt read at once; all by default
     quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes, in groups of 32; full precision by default
     prompt_tokens: int | None = None  # columns of the prompt; by default those of the longest in the data
     response_tokens: int = 1024  # longest response
+    min_tokens: int = 0  # shortest response
+    temperature: float = 1.0  # of the sampler
+    top_k: int = 0  # keep so many tokens; 0 keeps all. The learner replays this filter, and the two below
+    top_p: float = 1.0  # keep the likeliest tokens that have this probability together
+    min_p: float = 0.0  # keep tokens at least this many times as likely as the likeliest
+    stop: tuple[str, ...] = ()  # texts that end a response, and stay in it
     prompts: int = 16  # per rollout
     group: int = 8  # completions per prompt
     minibatches: int = 1  # optimizer steps per rollout
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
+    slots: int | None = None  # completions decoded at once, through which the others go; all by default
+    memory: str | None = None  # of a device, such as 80GiB: as many completions are decoded at once as fit
     loss_type: LossType = "grpo"  # how tokens are weighted
     beta: float = 0.0  # coefficient of the k3 KL to the initial policy
     learning_rate: float = 1e-6
@@ -98,6 +108,9 @@ def main(args: Args) -> None:
     with jax.default_device(jax.devices("cpu")[0]):  # no single accelerator need hold the whole model
         config, params = smd.load_checkpoint(args.model)
     loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
+    loop, plan = fit_loop(loop, params, memory_of(args))
+    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
+    loop = replace(loop, report=rollout_report())
     params = shard_tree(params, loop.mesh)
     reference = params if loop.config.update.needs_reference else None
     state = smd.init_state(params, loop.optimizer, jax.random.key(args.seed), reference)
@@ -125,12 +138,17 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         group_size=args.group,
         prompt_width=args.prompt_tokens or max(longest_prompt(tokenizer, task) for task in tasks),
         policy=POLICIES[args.policy],
+        slots=args.slots,
+        stop_strings=args.stop,
         rollout=smd.RolloutConfig(
             args.response_tokens,
             args.budget,
             args.buffer,
             eos_token_id(tokenizer),
             pad_token_id(tokenizer),
+            args.min_tokens,
+            args.prefill_chunk,
+            smd.SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p),
             quant=None if args.quant_bits is None else smd.QuantConfig(args.quant_bits),
         ),
         update=smd.UpdateConfig(
@@ -148,25 +166,29 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
     return smd.GRPOLoop(model, tasks[0], tokenizer, optimizer, config, mesh)
 
 
+def memory_of(args: Args) -> int | None:
+    return None if args.memory is None else parse_bytes(args.memory)
+
+
 def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.Params) -> Mapping[str, float]:
     """Mean reward on the evaluation rows, decoded under the budget and with the full cache."""
     if args.eval is None:
         return {}
     task = load_gsm8k(args.eval)
     held_out = Gsm8kTask(task.rows[: args.eval_rows])
-    sizes = loop.config.rollout
-    arms = {"sparse": (loop.config.policy, sizes), "dense": (smd.Dense(), replace(sizes, quant=None))}
+    full = replace(loop.config.rollout, quant=None, prefill_chunk=None)
+    dense = fit_evaluation(loop, params, memory_of(args), policy=smd.Dense(), config=full)
     key = jax.random.key(args.seed + 1)
     return {
-        name: loop.evaluate(params, held_out, key, policy=policy, config=config)
-        for name, (policy, config) in arms.items()
+        name: arm.evaluate(params, held_out, key, policy=arm.config.policy, config=arm.config.rollout)
+        for name, arm in {"sparse": loop, "dense": dense}.items()
     }
 
 
 def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
-    sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.rows)
+    sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.slots or loop.config.rows)
     kept = cache_bytes(loop.model.config, loop.config.policy, sizes, *rows)
     full = cache_bytes(loop.model.config, smd.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]

@@ -29,6 +29,7 @@ import tyro
 import smd_jax as smd
 from smd_jax import checkpoint
 from smd_jax.distillation import Direction
+from smd_jax.memory import fit_loop, param_shapes, parse_bytes
 from smd_jax.metrics import read_metrics
 from smd_jax.plots import plot_training
 from smd_jax.progress import summary_table, training_progress
@@ -62,6 +63,8 @@ class Args:
     buffer: int = 2  # queries between two compressions
     prompts: int = 16  # per rollout
     group: int = 8  # completions per prompt
+    microbatch: int | None = None  # rows of one forward and backward pass; all by default
+    memory: str | None = None  # of a device, such as 64MiB: as many completions are decoded at once as fit
     runs: Path = Path("runs/quickstart")  # where metrics, plots and checkpoints go
     resume: bool = False  # continue a run that was stopped
     results: Path | None = None  # JSON file to merge the result rows into
@@ -101,7 +104,9 @@ def run_seed(args: Args, seed: int) -> Result:
     """One policy: warm start, GRPO, evaluation before and after."""
     directory = directory_of(args, seed)
     model = smd.Decoder(model_config())
-    loop = make_loop(args, model, seed)
+    memory = None if args.memory is None else parse_bytes(args.memory)
+    loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
+    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)
@@ -181,8 +186,8 @@ def update_config(args: Args) -> smd.UpdateConfig:
     direction = direction_of(args)
     distill = None if direction is None else smd.DistillConfig(direction, args.distill_coef, args.distill_fraction)
     if args.correction == "none":
-        return smd.UpdateConfig("dense", correction=smd.Naive(), distill=distill)
-    return smd.UpdateConfig("shadow", distill=distill)
+        return smd.UpdateConfig("dense", correction=smd.Naive(), distill=distill, microbatch_size=args.microbatch)
+    return smd.UpdateConfig("shadow", distill=distill, microbatch_size=args.microbatch)
 
 
 def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
@@ -229,7 +234,7 @@ def report(
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
     config = loop.model.config
-    sizes = (loop.config.rollout, PROMPT, loop.config.rows)
+    sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.rows)
     kept, full = (cache_bytes(config, policy, *sizes) for policy in (loop.config.policy, smd.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",

@@ -27,6 +27,8 @@ from smd_jax.dpo import pair_weights as pair_weights
 from smd_jax.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.dpo_update import PairBatch as PairBatch
 from smd_jax.dpo_update import make_dpo_update as make_dpo_update
+from smd_jax.engine import Engine as Engine
+from smd_jax.engine import Progress as Progress
 from smd_jax.eviction import H2O as H2O
 from smd_jax.eviction import RKV as RKV
 from smd_jax.eviction import TOVA as TOVA
@@ -48,6 +50,7 @@ from smd_jax.importance import MIS as MIS
 from smd_jax.importance import TIS as TIS
 from smd_jax.importance import IcePop as IcePop
 from smd_jax.importance import QuRL as QuRL
+from smd_jax.kept_tokens import KeptTokens as KeptTokens
 from smd_jax.learner import score as score
 from smd_jax.loop import Loop as Loop
 from smd_jax.loop import LoopConfig as LoopConfig
@@ -57,6 +60,16 @@ from smd_jax.losses import policy_loss as policy_loss
 from smd_jax.losses import token_weights as token_weights
 from smd_jax.masks import Segments as Segments
 from smd_jax.masks import ShadowMask as ShadowMask
+from smd_jax.memory import MemoryPlan as MemoryPlan
+from smd_jax.memory import Workload as Workload
+from smd_jax.memory import check_memory as check_memory
+from smd_jax.memory import device_memory as device_memory
+from smd_jax.memory import fit_evaluation as fit_evaluation
+from smd_jax.memory import fit_loop as fit_loop
+from smd_jax.memory import fit_slots as fit_slots
+from smd_jax.memory import largest_batch as largest_batch
+from smd_jax.memory import parse_bytes as parse_bytes
+from smd_jax.memory import plan_memory as plan_memory
 from smd_jax.model import Decoder as Decoder
 from smd_jax.model import Params as Params
 from smd_jax.online_dpo import OnlineDPOConfig as OnlineDPOConfig
@@ -75,6 +88,8 @@ from smd_jax.rollout import rollout as rollout
 from smd_jax.sampling import SamplingConfig as SamplingConfig
 from smd_jax.schedules import CoefSchedule as CoefSchedule
 from smd_jax.sharding import make_mesh as make_mesh
+from smd_jax.stop_strings import StopTable as StopTable
+from smd_jax.stop_strings import compile_stop_strings as compile_stop_strings
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.trust_region import DPPOTV as DPPOTV
 from smd_jax.trust_region import OPSM as OPSM

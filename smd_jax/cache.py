@@ -39,8 +39,8 @@ class LayerCache(struct.PyTreeNode):
       columns: `[batch, kv_heads, slots]` column of each key, -1 where the slot is empty.
       received: `[batch, kv_heads, slots]` attention that the key received so far, summed over queries and the query
         heads of its group; None if the policy does not ask for it.
-      queries: `[batch, heads, window, head_dim]` the newest queries, that of column c at index `c % window`; None if
-        the policy does not ask for them.
+      queries: `[batch, heads, window, head_dim]` the newest queries, number n at index `n % window`; None if the policy
+        does not ask for them. Prompt and fixed batches number them by columns; all rows of a cache share the numbers.
       quantized: keys and values of the left slots, or None if all are in full precision.
     """
 
@@ -62,24 +62,25 @@ KVCache = tuple[LayerCache, ...]  # one entry per layer; sizes may differ betwee
 def write(
     cache: LayerCache,
     slot: Int[Array, ""],
-    k: Float[Array, "batch kv_heads 1 head_dim"],
-    v: Float[Array, "batch kv_heads 1 head_dim"],
-    column: Int[Array, ""],
-    live: Bool[Array, " batch"],
+    k: Float[Array, "batch kv_heads tokens head_dim"],
+    v: Float[Array, "batch kv_heads tokens head_dim"],
+    columns: Int[Array, "batch tokens"],
 ) -> LayerCache:
-    """Writes one token's key and value to `slot`; rows that are not live leave the slot empty."""
-    columns = jnp.where(live, column, EMPTY).astype(jnp.int32)[:, None, None]
-    columns = jnp.broadcast_to(columns, (*k.shape[:2], 1))
+    """Writes keys and values of consecutive tokens to the slots from `slot` on; tokens without a column (-1: those of
+    rows that have ended, padding) leave theirs empty."""
     own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[2]
-    cache = cache.replace(
-        keys=jax.lax.dynamic_update_slice_in_dim(cache.keys, k.astype(cache.keys.dtype), own, axis=2),
-        values=jax.lax.dynamic_update_slice_in_dim(cache.values, v.astype(cache.values.dtype), own, axis=2),
-        columns=jax.lax.dynamic_update_slice_in_dim(cache.columns, columns, slot, axis=2),
+    columns = jnp.broadcast_to(columns[:, None], k.shape[:3]).astype(jnp.int32)
+
+    def put(x: Array, new: Array, at: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, axis=2)
+
+    received = cache.received
+    return cache.replace(
+        keys=put(cache.keys, k, own),
+        values=put(cache.values, v, own),
+        columns=put(cache.columns, columns, slot),
+        received=None if received is None else put(received, jnp.zeros(k.shape[:3], received.dtype), slot),
     )
-    if cache.received is None:
-        return cache
-    fresh = jnp.zeros((*k.shape[:2], 1), cache.received.dtype)
-    return cache.replace(received=jax.lax.dynamic_update_slice_in_dim(cache.received, fresh, slot, axis=2))
 
 
 def read(
@@ -96,8 +97,13 @@ def read(
     return keys, values
 
 
-def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, ""] | int) -> tuple[LayerCache, Parity]:
-    """Quantises the keys and values that are in full precision, of the columns from `start` on.
+def visible(cache: LayerCache, columns: Int[Array, "batch queries"]) -> Bool[Array, "batch kv_heads queries slots"]:
+    """Which keys the queries of these columns see: every live one but their successors'."""
+    return cache.valid[:, :, None] & (cache.columns[:, :, None] <= columns[:, None, :, None])
+
+
+def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity]:
+    """Quantises the keys and values that are in full precision, of the columns from each row's `start` on.
 
     Args:
       slots: those of the cache that are quantised already.
@@ -112,32 +118,47 @@ def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, ""] | i
 
 
 def observe(
-    cache: LayerCache, received: Float[Array, "batch kv_heads slots"], q: Float[Array, "batch heads 1 head_dim"], column
+    cache: LayerCache,
+    received: Float[Array, "batch kv_heads slots"],
+    q: Float[Array, "batch heads tokens head_dim"],
+    first: Int[Array, ""],
 ) -> LayerCache:
-    """Adds one query to the statistics that the layer keeps."""
+    """Adds consecutive queries to the statistics that the layer keeps; `first` numbers the first one."""
     if cache.received is not None:
         cache = cache.replace(received=cache.received + received)
-    if cache.queries is not None:
-        index = column % cache.queries.shape[2]
-        cache = cache.replace(queries=jax.lax.dynamic_update_slice_in_dim(cache.queries, q, index, axis=2))
-    return cache
+    if cache.queries is None:
+        return cache
+    window, tokens = cache.queries.shape[2], q.shape[2]
+    if tokens == 1:  # an update of one slice stays in place everywhere
+        queries = jax.lax.dynamic_update_slice_in_dim(cache.queries, q, first % window, axis=2)
+        return cache.replace(queries=queries)
+    newest = jnp.arange(max(tokens - window, 0), tokens)
+    return cache.replace(queries=cache.queries.at[:, :, (first + newest) % window].set(q[:, :, newest]))
 
 
 def newest_columns(last: Int[Array, ""] | int, window: int) -> Int[Array, " window"]:
-    """Column of the query at each index of `LayerCache.queries` when `last` is the newest; negative: not seen yet."""
+    """Number of the query at each index of `LayerCache.queries` when `last` is the newest; negative: not seen yet."""
     return last - (last - jnp.arange(window)) % window
 
 
 def select(
     scores: Float[Array, "batch kv_heads slots"], valid: Bool[Array, "batch kv_heads slots"], budget: int
-) -> tuple[Int[Array, "batch kv_heads budget"], Bool[Array, "batch kv_heads slots"]]:
-    """The `budget` best slots in ascending order, and which valid keys are dropped. Ties keep the older key."""
+) -> tuple[Int[Array, "batch kv_heads budget"], Int[Array, "batch kv_heads rest"]]:
+    """The `budget` best slots and all others, both in ascending order. Ties keep the older key.
+
+    Only those that go are searched for and sorted: they are few. What stays then follows without a sort of its own,
+
+        slots   0 1 2 3 4 5      go 1 4      the p-th that stays = p + how many went from its left
+        stay    0 2 3 5                                          = p + #{j : go[j] - j <= p}
+    """
     # Only empty slots score -inf, so that the least wanted key still goes before them.
     ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
-    _, slots = jax.lax.top_k(ranked, budget)
-    kept = jnp.zeros(valid.shape, bool)
-    kept = jnp.put_along_axis(kept, slots, True, axis=-1, inplace=False)
-    return jnp.sort(slots, axis=-1), valid & ~kept
+    last = valid.shape[-1] - 1
+    _, from_right = jax.lax.top_k(-ranked[..., ::-1], last + 1 - budget)  # from the right: among equals the newest go
+    others = jnp.sort(last - from_right, axis=-1)
+    place = jnp.arange(budget, dtype=jnp.int32)[None, None, :, None]
+    left = (others - jnp.arange(others.shape[-1], dtype=jnp.int32)[None, None])[:, :, None] <= place
+    return place[..., 0] + left.sum(-1, dtype=jnp.int32), others
 
 
 def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer: int) -> LayerCache:
@@ -176,13 +197,12 @@ def _pad_slots(x: Array, left: int, right: int, fill: int) -> Array:
 
 def record(
     evicted_at: Int[Array, "batch kv_heads columns"],
-    columns: Int[Array, "batch kv_heads slots"],
-    dropped: Bool[Array, "batch kv_heads slots"],
-    now: Int[Array, ""] | int,
+    dropped: Int[Array, "batch kv_heads slots"],
+    now: Int[Array, "#batch #kv_heads #slots"],
 ) -> Int[Array, "batch kv_heads columns"]:
-    """Notes in a layer's shadow mask that the dropped keys are invisible from column `now` on."""
+    """Notes in a layer's shadow mask that the keys of the columns `dropped` (-1: none) are invisible from `now` on."""
     outside = evicted_at.shape[-1]
-    target = jnp.where(dropped, columns, outside)
+    target = jnp.where(dropped == EMPTY, outside, dropped)
     batch, kv_heads, _ = target.shape
     rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
-    return evicted_at.at[rows, heads, target].set(now, mode="drop")
+    return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")

@@ -118,8 +118,8 @@ def make_dpo_update(
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
-    The returned function raises ValueError for trajectories whose probabilities no learner can reproduce (top-k, top-p
-    or greedy sampling), pairs that do not divide into microbatches, and a reference that is missing.
+    The returned function raises ValueError for trajectories whose probabilities no learner can reproduce (greedy
+    sampling), pairs that do not divide into microbatches, and a reference that is missing.
     """
 
     def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
@@ -217,7 +217,7 @@ def _objective(model: Decoder, config: DPOUpdateConfig, state: TrainState) -> Ob
         # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
         @jax.checkpoint
         def policy_terms(params: Params, hidden: Array) -> Any:
-            return score_logits(response_logits(model, params, hidden, rows.temperature), rows)
+            return score_logits(response_logits(model, params, hidden, rows), rows)
 
         scores = policy_terms(params, response_hidden(model, params, rows, learner_mask(rows, config.visibility)))
         seen = learner_mask(rows, config.reference_visibility or config.visibility)

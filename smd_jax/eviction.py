@@ -307,11 +307,17 @@ class Knorm(EvictionPolicy):
 class Random(EvictionPolicy):
     """Uniform scores, drawn anew at every compression: the baseline that every method must beat.
 
-    Draws go by slot, so with other padding a row draws others; the other policies do not see padding.
+    Draws go by head and position, not by slot, so that padding changes nothing.
     """
 
     def score(self, view: CacheView) -> Scores:
-        return jax.vmap(lambda key: jax.random.uniform(key, view.valid.shape[1:]))(view.keys_rng)
+        def of_key(rng: Key[Array, ""], head: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
+            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, head), position))
+
+        of_head = jax.vmap(of_key, in_axes=(None, None, 0))
+        of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
+        heads = jnp.arange(view.positions.shape[1])
+        return jax.vmap(of_row, in_axes=(0, None, 0))(view.keys_rng, heads, view.positions)
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,16 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from smd_jax.masks import Mask
 from smd_jax.model import Decoder, Params, apply_model
-from smd_jax.sampling import token_logprobs
 from smd_jax.trajectory import Trajectory
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
 class ResponseScores(struct.PyTreeNode):
-    """What the learner thinks of the response tokens, at the sampler's temperature.
+    """What the learner thinks of the response tokens, at the sampler's temperature and over the tokens that it kept.
 
     Attributes:
       logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
@@ -37,8 +36,8 @@ def check_replayable(trajectory: Trajectory) -> None:
         )
     if not trajectory.replayable:
         raise ValueError(
-            "expected a trajectory sampled at a temperature > 0 without top-k or top-p, because the learner does not "
-            "replay token filters; got one from a filtered or greedy sampler"
+            "expected a trajectory sampled at a temperature > 0, because a greedy choice is no draw from a "
+            "distribution that a learner could have as well; got one from a greedy sampler"
         )
 
 
@@ -51,26 +50,40 @@ def response_hidden(
 
 
 def response_logits(
-    model: Decoder, params: Params, hidden: Float[Array, "batch R hidden"], temperature: float
-) -> Float[Array, "batch R vocab"]:
-    """Logits of the response tokens, divided by the temperature, in float32 or wider."""
-    return apply_model(model, params, hidden, method=Decoder.logits) / temperature
+    model: Decoder,
+    params: Params,
+    hidden: Float[Array, "batch columns hidden"],
+    trajectory: Trajectory,
+    columns: Int[Array, " columns"] | None = None,
+) -> Float[Array, "batch columns vocab"]:
+    """Logits of the response tokens, made what the sampler's were: divided by its temperature, and far below all others
+    where it could not draw a token. In float32 or wider.
+
+    Args:
+      columns: of the response, to which `hidden` belongs; None: all.
+    """
+    logits = apply_model(model, params, hidden, method=Decoder.logits) / trajectory.temperature
+    if trajectory.kept is None:
+        return logits
+    drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
+    # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
+    return jnp.where(drawn[..., None], trajectory.kept.apply(logits, columns), logits)
 
 
 def score_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> ResponseScores:
-    """Log-probabilities and entropies from logits that the temperature has already divided."""
+    """Log-probabilities and entropies from the logits of `response_logits`."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return ResponseScores(token_logprobs(logits, trajectory.response, 1.0), entropy)
+    return ResponseScores(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
 
 
 def score(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> ResponseScores:
     """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
 
     Raises:
-      ValueError: if the sampler filtered its tokens or was greedy, which is not replayed.
+      ValueError: if the sampler was greedy, which is not replayed.
     """
     check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
     hidden = response_hidden(model, params, trajectory, mask)
-    return score_logits(response_logits(model, params, hidden, trajectory.temperature), trajectory)
+    return score_logits(response_logits(model, params, hidden, trajectory), trajectory)

@@ -10,7 +10,7 @@ A step depends on the state alone (its step gives the rows and the random number
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from smd_jax.engine import Engine, Progress
 from smd_jax.eviction import EvictionPolicy
-from smd_jax.metrics import completion_metrics, reward_metrics
+from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
 from smd_jax.mismatch import MISMATCH_METRICS
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import (
@@ -38,6 +39,7 @@ from smd_jax.prompts import (
 from smd_jax.rewards import score_rewards
 from smd_jax.rollout import RolloutConfig, rollout
 from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
+from smd_jax.stop_strings import StopTable, compile_stop_strings
 from smd_jax.tasks import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.trajectory import Trajectory
 from smd_jax.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
@@ -51,6 +53,10 @@ class LoopConfig:
       prompts_per_step: prompts of one rollout. group_size: completions per prompt.
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       policy: eviction policy of the sampler. rollout: its sizes.
+      slots: completions that are decoded at the same time; those that end make room for others, see
+        `smd_jax.engine`. None decodes all of a rollout at once, in one program.
+      prefill_rows: with slots, prompts that are read at the same time.
+      stop_strings: texts that end a completion, and stay in it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout.
       seed: order of the rows.
@@ -61,6 +67,9 @@ class LoopConfig:
     prompt_width: int
     policy: EvictionPolicy
     rollout: RolloutConfig
+    slots: int | None = None
+    prefill_rows: int = 8
+    stop_strings: tuple[str, ...] = ()
     minibatches: int = 1
     num_iterations: int = 1
     seed: int = 0
@@ -71,9 +80,8 @@ class LoopConfig:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
         if not self.rollout.sampling.trainable:
             raise ValueError(
-                "expected sampling at a temperature > 0 without top-k or top-p, because the learner does not replay "
-                "token filters, and no importance weight can stand in for that: it would compare two supports; "
-                f"got {self.rollout.sampling}"
+                "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "
+                f"learner could have as well; got {self.rollout.sampling}"
             )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
@@ -116,6 +124,7 @@ class Loop:
 
     Attributes:
       mesh: where state and batches lie; one device by default.
+      report: of rollouts with `config.slots`, called after every segment.
     """
 
     model: Decoder
@@ -124,9 +133,12 @@ class Loop:
     optimizer: optax.GradientTransformation
     config: LoopConfig
     mesh: Mesh = field(default_factory=make_mesh)
+    report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        if self.config.slots is not None:
+            self.engine(self.config.policy, self.config.rollout, self.config.slots)  # raises if it cannot be
         check_rows(self.config.rows // self.config.minibatches, self.mesh, "a minibatch")
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
@@ -156,15 +168,62 @@ class Loop:
         """The rollout of the task's batch number `index`; the key is consumed."""
         config = self.config
         rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
-        prompts = repeat_prompts(self.encode(rows, config.prompt_width), config.group_size)
-        with jax.set_mesh(self.mesh):
-            prompts = shard_batch(prompts, self.mesh)
-            trajectory = rollout(self.model, params, prompts, key, policy=config.policy, config=config.rollout)
+        trajectory, took = self.roll(params, rows, key, config.policy, config.rollout, config.group_size)
         repeated = repeat_each(rows, config.group_size)
         completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
         metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        return Samples(trajectory, rewards, repeated, completions, None, metrics)
+        assert trajectory.entropy is not None  # only of trajectories made by hand
+        metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
+        return Samples(trajectory, rewards, repeated, completions, None, metrics | took)
+
+    @cached_property
+    def stop_table(self) -> StopTable | None:
+        """The stop strings, over the tokens of this tokenizer."""
+        strings, vocab_size = self.config.stop_strings, self.model.config.vocab_size
+        return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
+
+    def roll(
+        self,
+        params: Params,
+        rows: Sequence[Row],
+        key: jax.Array,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        group_size: int,
+    ) -> tuple[Trajectory, Metrics]:
+        """`group_size` responses to each row's prompt, in one batch or through `config.slots`; and what it took."""
+        prompts = self.encode(rows, self.config.prompt_width)
+        if self.config.slots is not None:
+            done = self.engine(policy, config, self.config.slots).run(
+                params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
+            )
+            took = {"rollout/utilisation": jnp.float32(done.stats.utilisation)}
+            return shard_batch(done.trajectory, self.mesh), took
+        copies = self._copies(len(rows), group_size)
+        with jax.set_mesh(self.mesh):
+            trajectory = rollout(
+                self.model,
+                params,
+                shard_batch(repeat_prompts(prompts, copies), self.mesh),
+                key,
+                policy=policy,
+                config=config,
+                group_size=group_size // copies,
+                stop=self.stop_table,
+            )
+        return trajectory, {}
+
+    def engine(self, policy: EvictionPolicy, config: RolloutConfig, slots: int) -> Engine:
+        return Engine(self.model, policy, config, slots, self.config.prefill_rows, self.mesh)
+
+    def _copies(self, prompts: int, group_size: int) -> int:
+        """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh."""
+        ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        fits = (
+            copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
+        )
+        return next(fits, group_size)
 
     def batches(self, batch: Any) -> Iterator[Any]:
         """The minibatches of one rollout, as often as `num_iterations` says; each has whole groups. `batch` has
@@ -188,11 +247,9 @@ class Loop:
     def evaluate(
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
     ) -> float:
-        """Mean reward over all rows of `task`, one completion each, decoded under any policy, in one batch."""
+        """Mean reward over all rows of `task`, one completion each, decoded under any policy."""
         rows = [task[i] for i in range(len(task))]
-        with jax.set_mesh(self.mesh):
-            prompts = shard_batch(self.encode(rows, self.config.prompt_width), self.mesh)
-            trajectory = rollout(self.model, params, prompts, key, policy=policy, config=config)
+        trajectory, _ = self.roll(params, rows, key, policy, config, group_size=1)
         return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
 
 

@@ -5,7 +5,7 @@ Pure functions of a plain parameter pytree, three ways into the same layers:
     model = Decoder(config)
     logits = model.apply({"params": params}, tokens, positions, mask)    # teacher forced, explicit mask
     hidden, layers = model.apply(…, method=Decoder.prefill)              # and every layer's keys and values
-    hidden, cache = model.apply(…, method=Decoder.decode)                # one token against a KVCache
+    hidden, cache = model.apply(…, method=Decoder.decode)                # one token or a chunk against a KVCache
 
 They differ in one line: what a layer does with its q, k and v.
 """
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from smd_jax import cache as kv_cache
 from smd_jax.attention import BlockSizes, DecodeImplementation, Implementation, attend
@@ -285,26 +285,32 @@ class Decoder(nn.Module):
 
     def decode(
         self,
-        tokens: Int[Array, "batch 1"],
-        positions: Int[Array, "batch 1"],
+        tokens: Int[Array, "batch tokens"],
+        rope: tuple[Float[Array, "batch 1 tokens half"], Float[Array, "batch 1 tokens half"]],
+        columns: Int[Array, "batch tokens"],
         cache: KVCache,
         slots: tuple[Int[Array, ""], ...],
-        column: Int[Array, ""],
-        live: Bool[Array, " batch"],
-    ) -> tuple[Float[Array, "batch 1 hidden"], KVCache]:
-        """One token: writes its key to `slots[layer]`, attends to every live key, itself included.
+        number: Int[Array, ""],
+    ) -> tuple[Float[Array, "batch tokens hidden"], KVCache]:
+        """Reads a token of a response or a chunk of a prompt: writes the keys to the slots from `slots[layer]` on, and
+        attends to every live key, those included.
 
         Args:
-          column: the token's column. live: rows that are not yet finished; others leave their slot empty.
+          rope: `rope_tables` of the tokens' positions. Given, so that a loop over steps can make them all before it
+            begins: within it, a compiler may compute every sine again in every layer.
+          columns: of the tokens, ascending; -1 for those that are not there (padding, rows that have ended).
+          number: of the first query, see `LayerCache.queries`.
         """
 
         def attend_fn(q: Heads, k: KVHeads, v: KVHeads, layer_cache: LayerCache, slot: Int[Array, ""]):
-            layer_cache = kv_cache.write(layer_cache, slot, k, v, column, live)
-            cached = (*kv_cache.read(layer_cache), layer_cache.valid)
-            out, received = decode_attention(q, *cached, self.decode_impl)
-            return out, kv_cache.observe(layer_cache, received, q, column)
+            layer_cache = kv_cache.write(layer_cache, slot, k, v, columns)
+            keys, values = kv_cache.read(layer_cache)
+            if tokens.shape[1] == 1:
+                out, received = decode_attention(q, keys, values, layer_cache.valid, self.decode_impl)
+            else:
+                out, received = attend_and_observe(q, keys, values, kv_cache.visible(layer_cache, columns))
+            return out, kv_cache.observe(layer_cache, received, q, number)
 
-        rope = rope_tables(self.config, positions)
         x, updated = self._embed(tokens), []
         for layer, old, slot in zip(self.layers, cache, slots, strict=True):
             x, new = layer.extend(x, rope, lambda q, k, v, old=old, slot=slot: attend_fn(q, k, v, old, slot))

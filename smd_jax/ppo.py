@@ -112,7 +112,7 @@ def _judge(
         return judged, None
     if config.visibility == "shadow" and not config.correction.uses_mismatch:
         return judged, trajectory.logprobs
-    logits = response_logits(model, params, hidden, trajectory.temperature)
+    logits = response_logits(model, params, hidden, trajectory)
     return judged, score_logits(logits, trajectory).logprobs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 try:
     from rich.console import Console
@@ -71,6 +72,65 @@ def status(metrics: Mapping[str, float], mismatch_label: str = "|Δlogp|") -> st
     if _MISMATCH in metrics:
         parts.append(f"{mismatch_label} {metrics[_MISMATCH]:.1e}")
     return " ".join(parts)
+
+
+@runtime_checkable
+class RolloutState(Protocol):
+    """What `rollout_report` shows, as `smd_jax.engine.Progress` has it."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def finished(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def eta_seconds(self) -> float | None: ...
+
+
+def rollout_report(
+    *, every: float = 10.0, name: str = "rollout", console: Console | None = None
+) -> Callable[[RolloutState], None]:
+    """For `Engine.run` and `Loop.report`, which call it after every segment: a plain line every `every` seconds and
+    at a rollout's end, above the bar of a training run if there is one.
+
+        rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,127 tokens/s, 0:00:08, 0:00:03 left
+    """
+    console, said = console or Console(), -every
+
+    def report(progress: RolloutState) -> None:
+        nonlocal said
+        if progress.seconds < said:  # another rollout has begun
+            said = -every
+        if progress.seconds - said >= every or progress.finished == progress.rows:
+            said = progress.seconds
+            console.print(Text(rollout_line(name, progress)), soft_wrap=True)
+
+    return report
+
+
+def rollout_line(name: str, progress: RolloutState) -> str:
+    """One line about a rollout."""
+    parts = [
+        f"{name} {progress.finished}/{progress.rows} done",
+        f"{progress.live}/{progress.slots} rows live",
+        f"{progress.tokens:,} tokens",
+        f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
+        _clock(progress.seconds),
+    ]
+    return ", ".join(parts) + ("" if progress.eta_seconds is None else f", {_clock(progress.eta_seconds)} left")
 
 
 def summary_table(

@@ -99,6 +99,29 @@ def wants_special_tokens(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_template is None
 
 
+def check_prompts(prompts: PromptBatch) -> None:
+    """Raises ValueError for prompts that `encode_prompts` would not make; reads the values.
+
+    A row must end in the last column and have no padding inside: the first response token follows the last column.
+    """
+    valid = np.asarray(prompts.valid)
+    if valid.ndim != 2 or valid.shape != prompts.tokens.shape or not valid.size:
+        raise ValueError(
+            "expected tokens and valid of one shape [prompts, width], with at least one prompt; got "
+            f"{prompts.tokens.shape} and {valid.shape}"
+        )
+    lengths = valid.sum(axis=1)
+    if not lengths.all():
+        raise ValueError(f"expected at least one token in every prompt; prompt {np.argmin(lengths)} is all padding")
+    gaps = (valid[:, :-1] & ~valid[:, 1:]).any(axis=1) | ~valid[:, -1]
+    if gaps.any():
+        row = int(np.argmax(gaps))
+        raise ValueError(
+            f"expected prompts padded on the left alone, ending in the last column; got prompt {row} valid in columns "
+            f"{np.flatnonzero(valid[row]).tolist()} of {valid.shape[1]}"
+        )
+
+
 def repeat_prompts(prompts: PromptBatch, group_size: int) -> PromptBatch:
     """`[batch, width]` to `[batch * group_size, width]`; the copies of a prompt lie together: a a a b b b."""
     return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompts)

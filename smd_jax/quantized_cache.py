@@ -80,10 +80,10 @@ def append(
     keys: Float[Array, "batch kv_heads columns head_dim"],
     values: Float[Array, "batch kv_heads columns head_dim"],
     valid: Bool[Array, "batch kv_heads columns"],
-    start: Int[Array, ""] | int,
+    start: Int[Array, " batch"],
 ) -> tuple[QuantizedSlots, Parity]:
-    """Quantises consecutive columns from `start` on into new slots at the right: the prompt if there are none yet, else
-    a segment.
+    """Quantises consecutive columns, from each row's `start` on, into new slots at the right: the prompt if there are
+    none yet, else a segment.
 
     Returns:
       The slots, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
@@ -91,7 +91,8 @@ def append(
     config, (columns, head_dim), prompt = slots.config, keys.shape[2:], slots.keys.shape[2] == 0
     first = columns if prompt else 0  # counted from `start`: the prompt ends with a group, a segment begins with one
     table = key_ranges(keys, valid, first, config)
-    index = 0 if prompt else group_count(slots.prompt, config) + (start - slots.prompt) // config.group
+    groups = group_count(slots.prompt, config)
+    index = jnp.zeros_like(start) if prompt else groups + (start - slots.prompt) // config.group
     of_values = value_ranges(values, config)
     key_codes = quantize(keys, of_columns(table, first, columns, config), config)
     value_codes = quantize(values, of_channels(of_values, head_dim, config), config)
@@ -99,13 +100,14 @@ def append(
     def join(old: Array, new: Array) -> Array:
         return jnp.concatenate([old, new], axis=2)
 
+    def put(old: Array, new: Array, at: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
+
     slots = slots.replace(
         keys=join(slots.keys, pack(key_codes, config.bits)),
         values=join(slots.values, pack(value_codes, config.bits)),
         value_ranges=jax.tree.map(join, slots.value_ranges, of_values),
-        key_ranges=jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=2), slots.key_ranges, table
-        ),
+        key_ranges=jax.tree.map(jax.vmap(put), slots.key_ranges, table, Ranges(index, index)),
     )
     return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
-from smd_jax.config import ModelConfig
+from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction import EvictionPolicy, check_budget
 from smd_jax.quantization import QuantConfig
 from smd_jax.quantized_cache import slot_bytes, table_bytes
 from smd_jax.sampling import SamplingConfig
+
+MaskStorage = Literal["compact", "boolean"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,9 @@ class RolloutConfig:
       budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
       buffer: queries between two compressions; the cache has `budget + buffer` slots.
       eos_token_id: ends a response; None never does. pad_token_id: fills what follows.
+      min_new_tokens: tokens of a response before its end may come; stop strings count from there on.
+      prefill_chunk: columns of a prompt that are read at once. After each chunk the cache is compressed, so that the
+        memory of a prompt does not depend on its length; the mask records it. None reads prompts whole and densely.
       sampling: temperature and filters.
       mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
       quant: keeps keys and values in few bits once their segment of `buffer` tokens has ended, the prompt's at once;
@@ -34,14 +41,23 @@ class RolloutConfig:
     buffer: int
     eos_token_id: int | None = None
     pad_token_id: int = 0
+    min_new_tokens: int = 0
+    prefill_chunk: int | None = None
     sampling: SamplingConfig = SamplingConfig()
-    mask_storage: Literal["compact", "boolean"] = "compact"
+    mask_storage: MaskStorage = "compact"
     quant: QuantConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "budget", "buffer"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"expected 0 <= min_new_tokens <= max_new_tokens = {self.max_new_tokens}; got {self.min_new_tokens}"
+            )
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"expected prefill_chunk >= 1 columns, or None; got {self.prefill_chunk}")
+        check_choice("mask_storage", self.mask_storage, get_args(MaskStorage))
         if self.quant is not None:
             self._check_quant(self.quant)
 
@@ -50,6 +66,11 @@ class RolloutConfig:
             raise ValueError(
                 "expected a quantisation group that divides the buffer, because a segment is quantised as a whole; got "
                 f"group {quant.group} and buffer {self.buffer}"
+            )
+        if self.prefill_chunk is not None:
+            raise ValueError(
+                "expected prefill_chunk None with a quantised cache, because a prompt is quantised as a whole; got "
+                f"{self.prefill_chunk}"
             )
         if self.mask_storage == "boolean":
             raise ValueError(
@@ -68,6 +89,19 @@ def plan(
     if config.quant is None:
         return (prompt_width,) * num_layers, config.max_new_tokens
     return (prompt_width + whole_segments(config),) * num_layers, config.buffer
+
+
+def check_limits(
+    limits: Int[Array, " rows"] | Int[np.ndarray, " rows"], rows: int, config: RolloutConfig
+) -> Int[np.ndarray, " rows"]:
+    """The limits on the host, int32; raises ValueError unless there is one from 1 to `max_new_tokens` for every row."""
+    given, most = np.asarray(limits), config.max_new_tokens
+    if given.shape != (rows,) or given.min() < 1 or given.max() > most:
+        raise ValueError(
+            f"expected limits for {rows} rows, each from 1 to max_new_tokens {most}; got shape {given.shape} with "
+            f"values from {given.min(initial=most)} to {given.max(initial=0)}"
+        )
+    return given.astype(np.int32)
 
 
 def whole_segments(config: RolloutConfig) -> int:

@@ -63,16 +63,16 @@ def distill_term(
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
-    tokens = trajectory.response
-    if columns.size < weights.shape[1]:
+    tokens, some = trajectory.response, columns if columns.size < weights.shape[1] else None
+    if some is not None:
         picked = (hidden, dense_hidden, tokens, weights)
-        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, columns], picked)
+        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, some], picked)
 
     # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
     @jax.checkpoint
     def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> tuple[Array, Agreement | None]:
-        shadow = response_logits(model, params, hidden, trajectory.temperature)
-        dense = response_logits(model, teacher, dense_hidden, trajectory.temperature)
+        shadow = response_logits(model, params, hidden, trajectory, some)
+        dense = response_logits(model, teacher, dense_hidden, trajectory, some)
         loss = jnp.sum(weights * _per_token(config, dense, shadow, tokens))
         return loss, Agreement(overlap(dense, shadow), weights > 0) if config.estimator == "exact" else None
 
@@ -98,7 +98,7 @@ def _per_token(
     shadow: Float[Array, "batch R vocab"],
     tokens: Int[Array, "batch R"],
 ) -> Float[Array, "batch R"]:
-    """The divergence of each token, exact or from the token itself; logits that the temperature has divided."""
+    """The divergence of each token, exact or from the token itself; the logits of `response_logits`."""
     if config.estimator == "exact":
         return divergence(dense, shadow, config.direction)
     of_dense, of_shadow = token_logprobs(dense, tokens, 1.0), token_logprobs(shadow, tokens, 1.0)

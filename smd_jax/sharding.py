@@ -63,7 +63,7 @@ def _leaf_spec(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> P:
     return param_spec(jax.tree_util.keystr(path, simple=True, separator="/").split("/"), np.shape(leaf), mesh)
 
 
-def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state."""
 
     return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _leaf_spec(path, x, mesh)), tree)
@@ -158,3 +158,19 @@ def constrain_tree(tree: Any) -> Any:
 
     specs = jax.tree_util.tree_map_with_path(lambda path, x: _leaf_spec(path, x, mesh), tree)
     return jax.lax.with_sharding_constraint(tree, specs)
+
+
+def constrain_rows(tree: Any) -> Any:
+    """Pins arrays `[rows, ...]` of a sampler's state to the batch axes, those of its cache `[rows, heads, ...]` to the
+    tensor axis too; scalars aside. Without a mesh does nothing."""
+    mesh = _mesh()
+    if mesh is None:
+        return tree
+
+    def pin(x: Array) -> Array:
+        if x.ndim < 3:
+            return constrain(x) if x.ndim else x
+        heads = "tensor" if x.shape[1] % mesh.shape["tensor"] == 0 else None
+        return jax.lax.with_sharding_constraint(x, P(BATCH, heads))
+
+    return jax.tree.map(pin, tree)

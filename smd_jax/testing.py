@@ -28,6 +28,7 @@ from smd_jax.config import ModelConfig, RopeScaling
 from smd_jax.hf_config import FloatName
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model import Decoder
+from smd_jax.token_bytes import byte_alphabet
 from smd_jax.weights import save_checkpoint
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -122,7 +123,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     Saved beside a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
     every Qwen tokenizer first composes accents (Unicode NFC).
     """
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
@@ -135,16 +136,6 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHATML if chat else None,
     )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte -> the byte.
-
-    Bytes that are printable in Latin-1 stand for themselves; the others are, in order, the characters from 256 on.
-    """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hidden = iter(sorted(set(range(256)) - {ord(character) for character in alphabet}))
-    return {character: ord(character) if ord(character) < 256 else next(hidden) for character in alphabet}
 
 
 def write_random_checkpoint(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.kept_tokens import KeptTokens
 from smd_jax.masks import ShadowMask, dense_mask, positions
 
 
@@ -19,11 +20,13 @@ class Trajectory(struct.PyTreeNode):
       tokens: `[batch, T]` ids; what follows the end of a response is padding.
       valid: `[batch, T]` true for prompt tokens and for response tokens up to and with the end-of-sequence token.
       logprobs: `[batch, R]` the sampler's log-probabilities of the response tokens, 0 where not valid.
-      terminated: `[batch]` whether the response ended by itself, with an end-of-sequence token.
+      terminated: `[batch]` whether the response ended by itself, with an end-of-sequence token or a stop string.
       mask: what the sampler saw: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
       temperature: of the sampler; the learner divides its logits by it. Static.
-      replayable: false if the sampler filtered its tokens (top-k, top-p) or was greedy, which a learner cannot replay.
-        Static.
+      replayable: false if the sampler was greedy, which a learner cannot replay. Static.
+      entropy: `[batch, R]` of the distributions that the tokens were drawn from, in nats, 0 where not valid; None if
+        nobody wrote it down.
+      kept: which tokens could be drawn; None: all of them.
     """
 
     tokens: Int[Array, "batch T"]
@@ -33,6 +36,8 @@ class Trajectory(struct.PyTreeNode):
     mask: ShadowMask | Bool[Array, "batch layers kv_heads T T"]
     temperature: float = struct.field(pytree_node=False, default=1.0)
     replayable: bool = struct.field(pytree_node=False, default=True)
+    entropy: Float[Array, "batch R"] | None = None
+    kept: KeptTokens | None = None
 
     @property
     def prompt_width(self) -> int:

@@ -200,9 +200,9 @@ def make_update(
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
-    The returned function raises ValueError for a trajectory whose probabilities no learner can reproduce (top-k, top-p
-    or greedy sampling), rows that do not divide into microbatches, and what is missing: a reference, or a critic's head
-    or targets.
+    The returned function raises ValueError for a trajectory whose probabilities no learner can reproduce (greedy
+    sampling), rows that do not divide into microbatches, and what is missing: a reference, or a critic's head or
+    targets.
     """
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
@@ -318,7 +318,7 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
         # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
         @jax.checkpoint
         def policy_terms(params: Params, hidden: Array) -> Any:
-            return score_logits(response_logits(model, params, hidden, trajectory.temperature), trajectory)
+            return score_logits(response_logits(model, params, hidden, trajectory), trajectory)
 
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
         scores = policy_terms(params, hidden)

@@ -20,6 +20,7 @@ from smd_jax.cache import (
     pad,
     record,
     select,
+    visible,
     write,
 )
 from smd_jax.masks import NEVER
@@ -46,15 +47,14 @@ def scores(*heads: list[float]) -> jax.Array:
 
 def test_select_keeps_the_best_in_order():
     valid = jnp.array([[[True] * 5, [False, True, True, True, True]]])
-    slots, dropped = select(scores([1, 5, 2, 4, 3], [99, 1, 2, 3, 4]), valid, 3)
+    slots, others = select(scores([1, 5, 2, 4, 3], [99, 1, 2, 3, 4]), valid, 3)
     assert slots.tolist() == [[[1, 3, 4], [2, 3, 4]]]
-    assert dropped.tolist() == [[[True, False, True, False, False], [False, True, False, False, False]]]
+    assert others.tolist() == [[[0, 2], [0, 1]]]
 
 
 def test_ties_keep_the_older_key():
-    slots, dropped = select(scores([1, 0, 1, 0, 1, 1]), jnp.ones((1, 1, 6), bool), 3)
-    assert slots.tolist() == [[[0, 2, 4]]]
-    assert dropped.tolist() == [[[False, True, False, True, False, True]]]
+    slots, others = select(scores([1, 0, 1, 0, 1, 1]), jnp.ones((1, 1, 6), bool), 3)
+    assert slots.tolist() == [[[0, 2, 4]]] and others.tolist() == [[[1, 3, 5]]]
 
 
 @pytest.mark.parametrize("at_empty", [np.inf, np.nan, 0.0, -np.inf])
@@ -62,10 +62,10 @@ def test_empty_slots_never_displace_keys(at_empty: float):
     """Whatever the score says there, or at a key; with room for all keys, nothing is dropped."""
     valid = jnp.array([[[False, False, True, True, True, True]]])
     given_scores = scores([at_empty, at_empty, -np.inf, 0, 1, -2])
-    slots, dropped = select(given_scores, valid, 3)
-    assert slots.tolist() == [[[3, 4, 5]]] and dropped.tolist() == [[[False, False, True, False, False, False]]]
-    slots, dropped = select(given_scores, valid, 5)
-    assert set(slots[0, 0].tolist()) >= {2, 3, 4, 5} and not dropped.any()
+    slots, others = select(given_scores, valid, 3)
+    assert slots.tolist() == [[[3, 4, 5]]] and others.tolist() == [[[0, 1, 2]]]
+    slots, others = select(given_scores, valid, 5)
+    assert set(slots[0, 0].tolist()) >= {2, 3, 4, 5} and others[0, 0, 0] in (0, 1)
 
 
 def test_gather_moves_everything_that_belongs_to_a_slot():
@@ -85,7 +85,7 @@ def test_write():
     """Into the given slot, in the cache's dtype, with a fresh start for the attention received."""
     cache = layer([[1, 2, 5, EMPTY], [0, 2, 4, EMPTY]], received=True, dtype=jnp.bfloat16)
     k = jnp.array([[[[9.0, 8.0]], [[7.0, 6.0]]]])
-    after = write(cache, jnp.array(2), k, -k, jnp.array(6), jnp.array([True]))
+    after = write(cache, jnp.array(2), k, -k, jnp.array([[6]]))
     assert after.keys.dtype == after.values.dtype == jnp.bfloat16
     assert after.columns.tolist() == [[[1, 2, 6, EMPTY], [0, 2, 6, EMPTY]]]
     assert after.received is not None and after.received.tolist() == [[[10, 20, 0, 0], [0, 20, 0, 0]]]
@@ -93,25 +93,45 @@ def test_write():
     np.testing.assert_array_equal(after.keys[:, :, [0, 1, 3]], cache.keys[:, :, [0, 1, 3]])
 
 
-def test_rows_that_are_not_live_write_nothing():
-    one = layer([[1, EMPTY]])
+def test_tokens_without_a_column_write_nothing():
+    """Every row has columns of its own."""
+    one = layer([[1, EMPTY, EMPTY]])
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
-    after = write(
-        two, jnp.array(1), jnp.ones((2, 1, 1, 2)), jnp.ones((2, 1, 1, 2)), jnp.array(6), jnp.array([True, False])
-    )
-    assert after.columns.tolist() == [[[1, 6]], [[1, EMPTY]]]
-    assert after.valid.tolist() == [[[True, True]], [[True, False]]]
+    kv = jnp.ones((2, 1, 2, 2))
+    after = write(two, jnp.array(1), kv, kv, jnp.array([[6, 7], [EMPTY, 9]]))
+    assert after.columns.tolist() == [[[1, 6, 7]], [[1, EMPTY, 9]]]
+    assert after.valid.tolist() == [[[True, True, True]], [[True, False, True]]]
+
+
+def test_visible():
+    """Of a chunk of two columns: what was kept, and the past of the chunk; a query that is not there sees nothing."""
+    cache = layer([[EMPTY, 3, 7, 8]])
+    seen = visible(cache, jnp.array([[7, 8]]))
+    assert seen.tolist() == [[[[False, True, True, False], [False, True, True, True]]]]
+    assert not visible(cache, jnp.array([[EMPTY]])).any()
 
 
 def test_observe_adds_attention_and_turns_the_queries_round():
     cache = layer([[1, 2]], received=True, queries=3)
     for column in (4, 5, 6, 7):
         q = jnp.full((1, 2, 1, 2), float(column))
-        cache = observe(cache, jnp.array([[[0.25, 0.75]]]), q, column)
+        cache = observe(cache, jnp.array([[[0.25, 0.75]]]), q, jnp.array(column))
     assert cache.received is not None and cache.queries is not None
     assert cache.received.tolist() == [[[11.0, 23.0]]]
     assert cache.queries[0, 1, :, 0].tolist() == [6.0, 7.0, 5.0]
     assert newest_columns(7, 3).tolist() == [6, 7, 5]
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 5])
+def test_observe_of_many_queries_at_once(tokens: int):
+    """As one after the other; a window keeps the newest."""
+    q = jnp.arange(4.0, 4.0 + tokens)[None, None, :, None] * jnp.ones((1, 2, 1, 2))
+    one_by_one = together = layer([[1, 2]], queries=3)
+    nothing = jnp.zeros((1, 1, 2))
+    for index in range(tokens):
+        one_by_one = observe(one_by_one, nothing, q[:, :, index : index + 1], jnp.array(4 + index))
+    together = observe(together, nothing, q, jnp.array(4))
+    np.testing.assert_array_equal(together.queries, one_by_one.queries)
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -126,9 +146,8 @@ def test_newest_columns(last: int, window: int):
 def test_record():
     """Only what was dropped now; what went earlier keeps its time, empty slots name no column."""
     before = jnp.array([[[NEVER, 3, NEVER, NEVER], [NEVER] * 4]], jnp.int32)
-    columns = jnp.array([[[EMPTY, 0, 2], [EMPTY, 2, 3]]], jnp.int32)
-    dropped = jnp.array([[[False, True, False], [False, True, True]]])
-    after = record(before, columns, dropped, 4)
+    dropped = jnp.array([[[EMPTY, 0], [2, 3]]], jnp.int32)
+    after = record(before, dropped, jnp.array([[[4]]], jnp.int32))
     assert after.tolist() == [[[4, 3, NEVER, NEVER], [NEVER, NEVER, 4, 4]]]
 
 
@@ -140,13 +159,14 @@ SLOTS = BUDGET + BUFFER
 @jax.jit
 def write_jitted(cache: LayerCache, slot: Any, column: Any, live: Any) -> LayerCache:
     kv = jnp.broadcast_to(column.astype(jnp.float32), (BATCH, HEADS, 1, 2))
-    return write(cache, slot, kv, -kv, column, live)
+    return write(cache, slot, kv, -kv, jnp.where(live, column, EMPTY)[:, None])
 
 
 @jax.jit
 def compress_jitted(cache: LayerCache, given_scores: Any, evicted_at: Any, now: Any) -> tuple[LayerCache, Any]:
-    slots, dropped = select(given_scores, cache.valid, BUDGET)
-    return gather(cache, slots, BUFFER), record(evicted_at, cache.columns, dropped, now)
+    slots, others = select(given_scores, cache.valid, BUDGET)
+    dropped = jnp.take_along_axis(cache.columns, others, axis=2)
+    return gather(cache, slots, BUFFER), record(evicted_at, dropped, now[None, None, None])
 
 
 class Lists:

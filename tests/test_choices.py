@@ -33,6 +33,7 @@ from tests.toy_loop import CONFIG
         (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor"),
         (DistillConfig(), "estimator", "k4", "exact, k1, k2, k3"),
         (CoefSchedule(0.0, 1.0, 5), "shape", "step", "linear, cosine"),
+        (CONFIG.rollout, "mask_storage", "bool", "compact, boolean"),
     ],
 )
 def test_a_name_that_is_no_choice(config: Any, field: str, name: Any, choices: str):

@@ -132,7 +132,7 @@ def test_rkv_by_hand():
     redundancy /= redundancy.sum()
     expected = 0.1 * 0.25 - 0.9 * redundancy  # the query is zero: every candidate gets a quarter
     np.testing.assert_allclose(RKV(window=1).score(view)[0, 0, :4], expected[:4], rtol=1e-5)
-    slots, _ = select(RKV(window=1).score(view), view.valid, 2)
+    slots = select(RKV(window=1).score(view), view.valid, 2)[0]
     assert slots.tolist() == [[[3, 4]]]
 
 
@@ -170,7 +170,7 @@ def run_one_layer(policy: EvictionPolicy, budget: int, buffer: int) -> Run:
     params = make_params(ONE_LAYER)
     prompts = left_padded([11, 2, 7], WIDTH, ONE_LAYER.vocab_size)
     config = RolloutConfig(RESPONSE, budget, buffer)
-    trajectory = quick_rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(1), policy=policy, config=config)
+    trajectory = quick_rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(4), policy=policy, config=config)
     return Run(ONE_LAYER, params, trajectory)
 
 
@@ -270,7 +270,7 @@ def test_protected_keys_are_kept(name: str, seed: int):
     policy = POLICIES[name]
     view = make_view(policy, 4, 2, seed)
     view = view.replace(keys=jnp.where(view.positions[..., None] % 2 == 0, 1e3, 1.0) * view.keys)
-    slots, _ = select(_score_jitted(policy)(view), view.valid, sinks + recent)
+    slots = select(_score_jitted(policy)(view), view.valid, sinks + recent)[0]
     kept = np.take_along_axis(np.asarray(view.positions), np.asarray(slots), axis=-1)
     for b in range(3):
         for h in range(2):
@@ -377,9 +377,18 @@ def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
     view = make_view(Random(), 4, 2)
     first = np.asarray(Random().score(view))
     np.testing.assert_array_equal(first, Random().score(view))
-    assert len(np.unique(first)) == first.size and (first >= 0).all() and (first < 1).all()
-    swapped = Random().score(view.replace(keys_rng=view.keys_rng[::-1]))
+    inside = first[np.asarray(view.valid)]
+    assert len(np.unique(inside)) == inside.size and (first >= 0).all() and (first < 1).all()
+    swapped = Random().score(view.replace(keys_rng=view.keys_rng[::-1], positions=view.positions[::-1]))
     np.testing.assert_array_equal(swapped, first[::-1])
+
+
+def test_random_goes_by_position_and_not_by_slot():
+    view = make_view(Random(), 4, 2)
+    score = np.asarray(Random().score(view))
+    for shift in (1, 3):
+        moved = view.replace(positions=jnp.roll(view.positions, shift, axis=2))
+        np.testing.assert_array_equal(Random().score(moved), np.roll(score, shift, axis=2))
 
 
 def test_random_draws_anew_at_every_compression_and_layer():

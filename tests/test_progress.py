@@ -10,7 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from smd_jax.progress import format_cell, status, summary_table, training_progress
+from smd_jax.engine import Progress
+from smd_jax.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
 
 METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
 
@@ -76,6 +77,24 @@ def test_line_without_status_has_no_gap():
 def test_values_that_do_not_fit(start, every, message):
     with pytest.raises(ValueError, match=message), training_progress(5, start=start, every=every):
         pass
+
+
+HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, slots=32, finished=96, rows=128, eta_seconds=3.1)
+HALFWAY_LINE = "rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,026 tokens/s, 0:00:08, 0:00:03 left"
+
+
+def test_a_line_about_a_rollout():
+    assert rollout_line("rollout", HALFWAY) == HALFWAY_LINE
+    assert rollout_line("rollout", HALFWAY._replace(eta_seconds=None)) == HALFWAY_LINE.removesuffix(", 0:00:03 left")
+
+
+def test_rollout_lines_come_now_and_then():
+    """At the first segment, after ten seconds, and at the end; the next rollout begins anew."""
+    output = io.StringIO()
+    report = rollout_report(console=Console(file=output, width=20))
+    for seconds, finished in [(1.0, 0), (8.0, 5), (11.5, 9), (12.0, 128), (0.5, 1)]:
+        report(HALFWAY._replace(seconds=seconds, finished=finished))
+    assert re.findall(r"rollout (\d+)/128", output.getvalue()) == ["0", "9", "128", "1"]
 
 
 def test_summary_table():

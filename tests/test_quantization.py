@@ -233,14 +233,14 @@ def test_codes_are_moved_and_never_made_again(bits: Any):
         if column < COLUMNS:
             slot = jnp.array(BUDGET + (column - PROMPT) % BUFFER)
             k, v = (jnp.asarray(x[:, :, column : column + 1]) for x in (keys, values))
-            cache = write(cache, slot, k, v, jnp.array(column), jnp.asarray(live[:, column]))
+            cache = write(cache, slot, k, v, jnp.where(jnp.asarray(live[:, column]), column, EMPTY)[:, None])
 
 
 @jax.jit
 def compress_jitted(cache: LayerCache, scores: Any, start: Any) -> LayerCache:
     slots, _ = select(scores, cache.valid, BUDGET)
     assert cache.quantized is not None
-    cache, _ = quantize(cache, cache.quantized, start)
+    cache, _ = quantize(cache, cache.quantized, jnp.full(2, start, jnp.int32))
     return gather(cache, slots, BUFFER)
 
 

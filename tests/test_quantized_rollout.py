@@ -21,9 +21,11 @@ from smd_jax.learner import score
 from smd_jax.losses import LossConfig
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model import Decoder, Params
+from smd_jax.prefill import prefill
 from smd_jax.prompts import PromptBatch
 from smd_jax.quantization import QuantConfig
-from smd_jax.rollout import RolloutConfig, _Rollout, cache_bytes, rollout
+from smd_jax.rollout import RolloutConfig, cache_bytes, rollout, rollout_program
+from smd_jax.sampler import Sampler
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import tiny_model_config
 from smd_jax.trajectory import Trajectory
@@ -196,11 +198,12 @@ def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: i
     """Everything that the decode loop carries of keys and values."""
     prompts = left_padded([40] * rows, 40, shape.vocab_size)
 
-    def prefill(params: Params) -> Any:
-        state = _Rollout(Decoder(shape), params, prompts, jax.random.key(0), policy, config).prefill()
-        return [(layer.keys, layer.values, layer.quantized) for layer in state.cache]
+    def read(params: Params) -> Any:
+        rng = jax.random.split(jax.random.key(0), rows)
+        prefilled = prefill(Sampler(Decoder(shape), policy, config, 40), params, prompts, rng)
+        return [(layer.keys, layer.values, layer.quantized) for layer in prefilled.cache]
 
-    return jax.tree.leaves(jax.eval_shape(prefill, make_params(shape)))
+    return jax.tree.leaves(jax.eval_shape(read, make_params(shape)))
 
 
 @pytest.mark.parametrize("policy", [Dense(), H2O(), POLICIES["Pyramid"]], ids=["Dense", "H2O", "Pyramid"])
@@ -229,7 +232,7 @@ def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
     prompts = left_padded([40] * 4, 40, shape.vocab_size)
     params = jax.eval_shape(lambda: make_params(shape))
     config = replace(LONG, max_new_tokens=512, quant=quant)
-    lowered = rollout.lower(Decoder(shape), params, prompts, jax.random.key(0), policy=Dense(), config=config)
+    lowered = rollout_program.lower(Decoder(shape), params, prompts, jax.random.key(0), policy=Dense(), config=config)
     analysis: Any = lowered.compile().memory_analysis()
     return analysis.temp_size_in_bytes
 

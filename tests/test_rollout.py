@@ -22,13 +22,14 @@ from smd_jax.eviction import (
     Knorm,
     Protect,
     Pyramid,
+    Random,
     SnapKV,
     StreamingLLM,
 )
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model import Decoder
 from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, plan, rollout
+from smd_jax.rollout import RolloutConfig, plan, rollout, rollout_program
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.trajectory import Trajectory
@@ -58,8 +59,8 @@ def visible(trajectory: Trajectory) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "policy",
-    [H2O(), RKV(window=4, kernel=3), Pyramid(SnapKV(window=2, kernel=3), beta=2.0)],
-    ids=["H2O", "RKV", "Pyramid"],
+    [H2O(), RKV(window=4, kernel=3), Pyramid(SnapKV(window=2, kernel=3), beta=2.0), Random()],
+    ids=["H2O", "RKV", "Pyramid", "Random"],
 )
 def test_a_row_does_not_know_its_batch(policy: EvictionPolicy):
     """Row 1, padded among others and without padding among copies of itself: same tokens, same evictions."""
@@ -131,7 +132,8 @@ class Counting(Knorm):
 
 
 def compressions(params: Any, eos: int | None) -> tuple[int, Trajectory]:
-    """How often the two layers were compressed in a rollout with a buffer of one, so: after every step."""
+    """How often the two layers were compressed in a rollout with a buffer of one, so: after every step; each of three
+    rows by itself, but for the prompt's compression."""
     Counting.calls.clear()
     prompts = left_padded([6, 2, 5], 6, 16)
     sizes = replace(ENDING, budget=4, buffer=1, eos_token_id=eos)
@@ -142,23 +144,23 @@ def compressions(params: Any, eos: int | None) -> tuple[int, Trajectory]:
 
 
 def test_early_exit():
-    """No step is made once all rows are done: the prompt's compression, then one for every token that was read."""
+    """No step is made once all rows are done: the prompt's compression, then one for every token that was drawn."""
     params = make_params(TALKATIVE)
     count, trajectory = compressions(params, eos=3)
     longest = int(trajectory.lengths().max())
     assert longest < 40, "choose another key: all rows should end"
-    assert count == 2 * longest
-    assert compressions(params, eos=None)[0] == 2 * 40
+    assert count == 2 * (1 + 3 * longest)
+    assert compressions(params, eos=None)[0] == 2 * (1 + 3 * 40)
 
 
 def test_a_model_that_says_nothing():
-    """Every row ends with its first token: nothing is decoded, and what follows is padding."""
+    """Every row ends with its first token: one step is made, and what follows is padding."""
     params = make_params(TALKATIVE)
     constant = {"kernel": jnp.zeros((32, 16)).at[0, 3].set(1e4)}  # hidden 0 is made 1 / rms > 0 for every token
     still = jax.tree.map(jnp.zeros_like, {name: params[name] for name in ("layers_0", "layers_1")})
     loud = {"embedding": params["embed"]["embedding"].at[:, 0].set(1.0)}
     count, trajectory = compressions({**params, **still, "embed": loud, "lm_head": constant}, eos=3)
-    assert count == 2
+    assert count == 2 * (1 + 3)
     assert (trajectory.response[:, 0] == 3).all() and (trajectory.response[:, 1:] == 1).all()
     assert trajectory.lengths().tolist() == [1, 1, 1] and trajectory.terminated.all()
     np.testing.assert_allclose(trajectory.logprobs, 0.0)
@@ -240,7 +242,11 @@ def test_what_the_learner_is_told():
     warm = told(SamplingConfig(temperature=0.7))
     assert (warm.temperature, warm.replayable, warm.prompt_width) == (0.7, True, WIDTH)
     assert warm.tokens.shape == warm.valid.shape == (3, 33) and warm.logprobs.shape == (3, 24)
-    assert not told(SamplingConfig(top_k=5)).replayable and not told(SamplingConfig(0.0)).replayable
+    assert warm.entropy is not None and warm.entropy.shape == (3, 24) and warm.kept is None
+    filtered = told(SamplingConfig(top_k=5))
+    assert filtered.replayable and filtered.kept is not None
+    assert [leaf.shape for leaf in jax.tree.leaves(filtered.kept)] == [(3, 24, 5)]
+    assert not told(SamplingConfig(0.0)).replayable
 
 
 # Memory.
@@ -254,7 +260,9 @@ def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
     """What the compiled program needs beside its arguments and results."""
     prompts = left_padded([8] * BATCH, 8, WIDE.vocab_size)
     sizes = RolloutConfig(response, budget=16, buffer=8)
-    lowered = rollout.lower(Decoder(WIDE), make_params(WIDE), prompts, jax.random.key(0), policy=policy, config=sizes)
+    lowered = rollout_program.lower(
+        Decoder(WIDE), make_params(WIDE), prompts, jax.random.key(0), policy=policy, config=sizes
+    )
     analysis: Any = lowered.compile(QUICK).memory_analysis()
     return analysis.temp_size_in_bytes
 
@@ -266,7 +274,7 @@ def test_memory_of_the_cache_does_not_depend_on_the_length():
     keys_and_values = entries * 2 * WIDE.head_dim * 4
     grown = {policy: temporary_bytes(policy, 1024) - temporary_bytes(policy, 64) for policy in (H2O(), Dense())}
     print(f"bytes per layer, kv head, row and token: { {p: n / entries for p, n in grown.items()} }")
-    assert grown[H2O()] <= 3 * 4 * entries
+    assert grown[H2O()] <= 5 * 4 * entries
     assert grown[Dense()] >= keys_and_values
 
 
@@ -285,6 +293,12 @@ def test_budget_too_small_for_the_policy():
         roll(SnapKV())
 
 
+@pytest.mark.parametrize("minimum", [-1, 25])
+def test_bad_minimum_length(minimum: int):
+    with pytest.raises(ValueError, match=f"0 <= min_new_tokens <= max_new_tokens = 24; got {minimum}"):
+        replace(SIZES, min_new_tokens=minimum)
+
+
 @pytest.mark.parametrize("name", ["max_new_tokens", "budget", "buffer"])
 def test_bad_sizes(name: str):
     with pytest.raises(ValueError, match=f"{name} >= 1; got 0"):
@@ -296,7 +310,7 @@ def test_bad_sizes(name: str):
 
 def test_compiles_once():
     """For all prompts and keys of one shape, and for equal policies, sizes and models."""
-    jitted: Any = rollout
+    jitted: Any = rollout_program
     jitted.clear_cache()
     params = make_params(SHAPE)
     with count_compilations() as counts:
@@ -304,10 +318,10 @@ def test_compiles_once():
             prompts = left_padded(LENGTHS[seed:] + [3] * seed, WIDTH, SHAPE.vocab_size, seed)
             policy, sizes = Protect(Knorm(), sinks=1, recent=2), replace(SIZES, max_new_tokens=9)
             rollout(Decoder(replace(SHAPE)), params, prompts, jax.random.key(seed), policy=policy, config=sizes)
-        assert counts["rollout"] == 1
+        assert counts["rollout_program"] == 1
         other = Protect(Knorm(), sinks=1, recent=3)
         rollout(MODEL, params, prompts, jax.random.key(0), policy=other, config=sizes)
-        assert counts["rollout"] == 2
+        assert counts["rollout_program"] == 2
 
 
 def test_static_arguments_are_named():

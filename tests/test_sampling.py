@@ -1,30 +1,121 @@
-"""Sampling: sets and probabilities by hand, and frequencies of many draws."""
+"""Sampling against numpy in float64: which tokens are kept, which one a number draws, and what is told of it."""
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from smd_jax.sampling import SamplingConfig, filter_logits, sample, token_logprobs
+from smd_jax.sampling import (
+    BLOCK,
+    Sampled,
+    SamplingConfig,
+    _first_beyond,
+    among,
+    forbid,
+    inverse_cdf,
+    kept_form,
+    sample,
+    token_logprobs,
+)
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
-LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 3.0  # logits are free up to a constant
-DRAWS = 20_000
+LOGITS = np.log(PROBABILITIES).astype(np.float32) + np.float32(3.0)  # logits are free up to a constant
+
+jitted = partial(jax.jit, static_argnums=2)(sample)
 
 
-def kept(**settings: Any) -> set[int]:
-    """Tokens that a filter leaves."""
-    out = np.asarray(filter_logits(LOGITS[None], SamplingConfig(**settings)))[0]
-    assert (out[np.isfinite(out)] == np.asarray(LOGITS)[np.isfinite(out)]).all()
-    return set(np.flatnonzero(np.isfinite(out)).tolist())
+def draw(logits: Any, uniforms: Any, config: SamplingConfig) -> Sampled:
+    return jitted(jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), config)
+
+
+def sets(drawn: Sampled, vocab: int) -> np.ndarray:
+    """`[batch, vocab]` booleans of the kept tokens."""
+    if drawn.kept is None:
+        return np.ones((len(drawn.tokens), vocab), bool)
+    kept = np.asarray(drawn.kept)
+    if kept.dtype == np.uint8:
+        return np.unpackbits(kept, axis=1, bitorder="little")[:, :vocab] == 1
+    return np.array([np.isin(np.arange(vocab), row) for row in kept])
+
+
+# --- an independent implementation, float64
+
+
+class OnTheEdge(Exception):
+    """An example that rounding decides."""
+
+
+def kept_by_definition(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+    """`[vocab]` booleans of one row, from the words that define them.
+
+    Raises:
+      OnTheEdge: if it hangs on the last bits of float32.
+    """
+    x = logits.astype(np.float64) / config.temperature
+    kept = np.isfinite(x)
+    if config.top_k:
+        rank = np.empty(len(x), int)
+        rank[sorted(range(len(x)), key=lambda i: (-x[i], i))] = np.arange(len(x))
+        kept &= rank < config.top_k
+    p = np.where(kept, np.exp(x - x.max()), 0.0)
+    if config.top_p < 1:
+        larger = np.array([p[p > each].sum() for each in p]) / p.sum()
+        if np.abs(larger[kept] - config.top_p).min() < 1e-5:
+            raise OnTheEdge
+        kept &= larger < config.top_p
+    if config.min_p:
+        if np.abs(p / config.min_p - 1).min() < 1e-5:
+            raise OnTheEdge
+        kept &= p >= config.min_p
+    return kept
+
+
+def log_softmax(logits: np.ndarray, kept: np.ndarray, temperature: float) -> np.ndarray:
+    """float64, over the kept tokens; -inf outside."""
+    x = np.where(kept, logits.astype(np.float64) / temperature, -np.inf)
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def check(logits: np.ndarray, uniforms: np.ndarray, config: SamplingConfig, drawn: Sampled) -> None:
+    """Everything that a draw tells, row by row, but for which token it is."""
+    inside = sets(drawn, logits.shape[1])
+    for row, x in enumerate(logits):
+        kept, token = kept_by_definition(x, config), int(drawn.tokens[row])
+        expected = log_softmax(x, kept, config.temperature)
+        p = np.exp(expected)
+        assert kept[token]
+        if drawn.kept is not None:
+            drawable = expected - expected.max() > -80  # further below, whether float32 has a number is no matter
+            np.testing.assert_array_equal(inside[row][drawable], kept[drawable])
+            assert not inside[row][~kept].any()
+        np.testing.assert_allclose(drawn.logprobs[row], expected[token], rtol=1e-5, atol=2e-5)
+        entropy = -(p[p > 0] * expected[p > 0]).sum()
+        np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
+        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.keeps(len(x)) > 0) < 1e-5
+
+
+def cdf_error(logprobs: np.ndarray, token: int, uniform: float, *, in_order: bool) -> float:
+    """How far the uniform number is outside the token's interval, when tokens lie side by side by their ids (or, after
+    top-k, by their probabilities)."""
+    order = np.argsort(-logprobs, kind="stable") if in_order else np.arange(len(logprobs))
+    ends = np.cumsum(np.exp(logprobs[order]))
+    place = int(np.flatnonzero(order == token)[0])
+    start = ends[place - 1] if place else 0.0
+    return max(start - uniform, uniform - ends[place], 0.0)
+
+
+# --- sets
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("options", "expected"),
     [
         ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 1}, {1}),
@@ -35,73 +126,271 @@ def kept(**settings: Any) -> set[int]:
         ({"top_p": 0.7}, {1, 3, 4}),
         ({"top_p": 0.999}, {0, 1, 2, 3, 4}),
         ({"top_p": 1e-6}, {1}),
+        ({"min_p": 0.1}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.2}, {0, 1, 3, 4}),
+        ({"min_p": 0.6}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
         ({"top_k": 3, "top_p": 0.7}, {1, 3}),  # of 0.85 that are left, 0.4 and 0.25 are 76 %
         ({"top_k": 2, "top_p": 0.99}, {1, 3}),
+        ({"top_k": 4, "min_p": 0.2}, {0, 1, 3, 4}),
+        ({"top_p": 0.9, "min_p": 0.5}, {1, 3, 4}),
+        ({"top_p": 0.62, "min_p": 0.45}, {1, 3}),  # min-p alone would leave the third too
+        ({"top_p": 0.72, "min_p": 0.45}, {1, 3, 4}),  # min-p first would leave 0.85, 76 % of it in two
+        ({"temperature": 0.5, "top_p": 0.7}, {1, 3}),  # squares: 0.16 and 0.0625 are 83 % of all
+        ({"temperature": 2.0, "top_p": 0.7}, {1, 3, 4}),  # roots: the first two are only 53 %
+        ({"temperature": 0.5, "min_p": 0.3}, {1, 3}),  # 0.0625 and 0.04 of 0.16
     ],
 )
-def test_sets(settings: dict[str, Any], expected: set[int]):
-    assert kept(**settings) == expected
-
-
-def test_logits_beyond_any_filter_stay_out():
-    logits = jnp.array([[1.0, -jnp.inf, 0.0]])
-    assert np.isfinite(filter_logits(logits, SamplingConfig(top_p=0.999))).tolist() == [[True, False, True]]
-
-
-def draw(config: SamplingConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    keys = jax.random.split(jax.random.key(seed), DRAWS)
-    tokens, logprobs = sample(jnp.broadcast_to(LOGITS, (DRAWS, 5)), keys, config)
-    assert tokens.dtype == jnp.int32 and logprobs.dtype == jnp.float32
-    return np.asarray(tokens), np.asarray(logprobs)
-
-
-def sharpened(temperature: float, tokens: list[int]) -> np.ndarray:
-    """p^(1/temperature) over some tokens, normalised."""
-    weights = np.where(np.isin(np.arange(5), tokens), PROBABILITIES ** (1 / temperature), 0.0)
-    return weights / weights.sum()
+def test_sets(options: dict[str, Any], expected: set[int]):
+    inside = sets(draw(LOGITS[None], [0.5], SamplingConfig(**options)), 5)[0]
+    assert set(np.flatnonzero(inside).tolist()) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "tokens"),
+    ("options", "expected"),
     [
-        (SamplingConfig(), [0, 1, 2, 3, 4]),
-        (SamplingConfig(temperature=0.5), [0, 1, 2, 3, 4]),
-        (SamplingConfig(temperature=2.0), [0, 1, 2, 3, 4]),
-        (SamplingConfig(top_k=3), [1, 3, 4]),
-        (SamplingConfig(temperature=0.5, top_p=0.7), [1, 3]),  # squares: 0.16 and 0.0625 are 83 % of all
-        (SamplingConfig(temperature=2.0, top_p=0.7), [1, 3, 4]),  # roots: the first two are only 53 %
+        ({"top_k": 2}, {1, 2}),  # exactly two, the first of the equals
+        ({"top_k": 4}, {0, 1, 2, 4}),
+        ({"top_p": 0.5}, {1, 2, 4}),  # two would reach 0.5, but none of the three is likelier than the others
+        ({"top_k": 2, "top_p": 0.1}, {1, 2}),
+        ({"min_p": 0.5}, {1, 2, 4}),
+        ({"top_p": 0.95}, {0, 1, 2, 3, 4}),
     ],
 )
-def test_frequencies_and_log_probabilities(config: SamplingConfig, tokens: list[int]):
-    """Tokens come as often as they should, and report the probability that they came with, filters included."""
-    expected = sharpened(config.temperature, tokens)
-    drawn, logprobs = draw(config)
-    np.testing.assert_allclose(logprobs, np.log(expected[drawn]), rtol=1e-5, atol=1e-6)
-    counts = np.bincount(drawn, minlength=5)
-    assert not counts[expected == 0].any()
-    inside = expected > 0
-    chi_square = ((counts - DRAWS * expected)[inside] ** 2 / (DRAWS * expected[inside])).sum()
-    assert chi_square < 25  # at most four degrees of freedom: by chance once in 20,000 seeds
+def test_equally_likely_tokens(options: dict[str, Any], expected: set[int]):
+    logits = np.log([[6, 29, 29, 6, 29]])
+    inside = sets(draw(logits, [0.5], SamplingConfig(**options)), 5)[0]
+    assert set(np.flatnonzero(inside).tolist()) == expected
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9])
+def test_filters_of_transformers(top_p: float):
+    """The formulas of its warpers one after another, on tokens of which no two are equally likely."""
+    x = np.random.default_rng(3).normal(size=(16, 40)) * 3
+    config = SamplingConfig(0.8, top_k=20, top_p=top_p, min_p=0.02)
+    scores = x / config.temperature
+    scores = np.where(scores < np.sort(scores, axis=1)[:, -20, None], -np.inf, scores)
+    order = np.argsort(scores, axis=1)
+    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    removed = np.zeros(x.shape, bool)
+    np.put_along_axis(removed, order, np.take_along_axis(p, order, 1).cumsum(1) <= 1 - top_p, 1)
+    scores = np.where(removed, -np.inf, scores)
+    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    expected = (p >= 0.02 * p.max(1, keepdims=True)) & np.isfinite(scores)
+    np.testing.assert_array_equal(sets(draw(x, np.full(16, 0.5), config), 40), expected)
+
+
+# --- draws
+
+CONFIGS = [
+    SamplingConfig(),
+    SamplingConfig(0.7, top_k=3),
+    SamplingConfig(1.3, top_k=9, top_p=0.8),
+    SamplingConfig(top_p=0.9),
+    SamplingConfig(0.5, min_p=0.05),
+    SamplingConfig(top_p=0.5, min_p=0.2),
+    SamplingConfig(2.0, top_k=20, top_p=0.95, min_p=0.01),
+    SamplingConfig(top_p=0.999, min_p=1e-4),
+]
+ROWS = 4
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.sampled_from([2, 40, BLOCK, 300]),
+    spread=st.sampled_from([0.1, 2.0, 30.0]),
+    steps=st.sampled_from([0, 2, 1000]),
+    forbidden=st.sampled_from([0.0, 0.3, 0.99]),
+    config=st.sampled_from(CONFIGS),
+    uniforms=st.lists(st.floats(0, 1, exclude_max=True, width=32), min_size=ROWS, max_size=ROWS),
+)
+def test_draws(seed, vocab, spread, steps, forbidden, config, uniforms):
+    """Ties (`steps` distances between logits), tokens of probability 0, and numbers at the very ends."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(ROWS, vocab)).astype(np.float32)
+    logits = np.round(logits * steps) / steps if steps else logits
+    logits = np.float32(spread) * logits + np.float32(rng.normal() * 30)
+    out = rng.random(logits.shape) < forbidden
+    out[np.arange(ROWS), rng.integers(0, vocab, ROWS)] = False
+    logits = np.where(out, -np.inf, logits).astype(np.float32)
+    uniforms = np.array(uniforms, np.float32)
+    drawn = draw(logits, uniforms, config)
+    try:
+        check(logits, uniforms, config, drawn)
+    except OnTheEdge:
+        assume(False)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_frequencies(config: SamplingConfig):
+    """A grid of uniform numbers draws every token as often as its probability says, within one point of the grid."""
+    vocab, grid = 150, 2000
+    logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32)
+    drawn = draw(np.broadcast_to(logits, (grid, vocab)), (np.arange(grid) + 0.5) / grid, config)
+    frequency = np.bincount(drawn.tokens, minlength=vocab) / grid
+    p = np.exp(log_softmax(logits, kept_by_definition(logits, config), config.temperature))
+    assert (p > 2 / grid).sum() > 2
+    np.testing.assert_allclose(frequency, p, atol=1.01 / grid)
+    assert not frequency[p == 0].any()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(),
+        SamplingConfig(0.9, top_k=50),
+        SamplingConfig(0.9, top_k=50, top_p=0.9, min_p=0.01),
+        SamplingConfig(top_p=0.9),
+        SamplingConfig(0.7, min_p=0.02),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["flat", "wide", "extreme"])
+def test_large_vocabularies(kind: str, config: SamplingConfig):
+    """As many tokens as Qwen2 has, which are no whole number of blocks; 0 and the number before 1 among the draws."""
+    vocab, rng = 151_936 - 7, np.random.default_rng(2)
+    logits = rng.normal(size=(4, vocab)).astype(np.float32)
+    if kind == "wide":
+        logits = 3 * logits + 100
+    if kind == "extreme":  # of all that is likely, there is one in the last block, and nothing in many others
+        logits = np.where(rng.random(logits.shape) < 0.9, -np.inf, 1e4 * logits).astype(np.float32)
+        logits[:, -1] = logits[:, 500] = 5e4
+    uniforms = np.array([0.0, 0.3, 0.77, np.nextafter(np.float32(1), np.float32(0))], np.float32)
+    drawn = draw(logits, uniforms, config)
+    inside = sets(drawn, vocab)
+    for row in range(4):
+        x = logits[row].astype(np.float64) / config.temperature
+        p = np.where(inside[row], np.exp(x - x.max()), 0.0)
+        ordered = np.sort(p)[::-1]
+        expected = log_softmax(logits[row], p > 0, config.temperature)
+        token = int(drawn.tokens[row])
+        assert p[token] > 0
+        np.testing.assert_allclose(drawn.logprobs[row], expected[token], rtol=1e-5, atol=2e-5)
+        entropy = -(p * np.where(p > 0, expected, 0.0)).sum() / p.sum()
+        np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
+        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.top_k > 0) < 1e-5
+        if config.top_k:
+            assert inside[row].sum() <= 50
+        if config.top_p < 1 and kind != "extreme":
+            everything = np.sort(np.exp(x - x.max()))[::-1][: config.top_k or vocab]
+            reached = everything.cumsum() / everything.sum()
+            assert inside[row].sum() <= np.searchsorted(reached, config.top_p + 1e-5) + 1
+            if not config.min_p:
+                assert ordered.sum() / everything.sum() > config.top_p - 1e-5
+
+
+weigh = jax.jit(inverse_cdf)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    count=st.sampled_from([1, BLOCK, 1000]),
+    share=st.sampled_from([0.0, 0.01, 0.5]),
+    magnitude=st.sampled_from([0.0, 10.0, 80.0]),
+)
+def test_a_weight_of_zero_is_never_drawn(seed, count, share, magnitude):
+    """Whatever rounding does, and even for numbers that no generator gives: 1, and a little more."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(-magnitude * rng.random((5, count))) * (rng.random((5, count)) < share)
+    weights[np.arange(5), rng.integers(0, count, 5)] = 1.0
+    weights = weights.astype(np.float32)
+    index = np.asarray(weigh(jnp.asarray(weights), jnp.array([0.0, 1 - 2**-24, 1.0, 1.0001, rng.random()])))
+    assert index.dtype == np.int32 and (weights[np.arange(5), index] > 0).all()
+
+
+def test_running_sums_that_move_where_nothing_is_added():
+    """Made in a tree, they do; a number that falls into such a gap must not draw the weight of zero there."""
+    rng = np.random.default_rng(0)
+    weights = (rng.random((500, 1187)) * (rng.random((500, 1187)) < 0.5)).astype(np.float32)
+    sums = np.asarray(jax.jit(partial(jnp.cumsum, axis=-1))(weights))
+    rows, before = np.nonzero((weights[:, 1:] == 0) & (sums[:, 1:] > sums[:, :-1]))
+    assert len(rows) > 100
+    index, _ = jax.jit(_first_beyond)(jnp.asarray(weights[rows]), jnp.asarray(sums[rows, before]))
+    assert (weights[rows, np.asarray(index)] > 0).all()
 
 
 def test_greedy():
-    """The likeliest token; its log-probability at temperature 1."""
-    tokens, logprobs = draw(SamplingConfig(temperature=0.0))
-    assert set(tokens) == {1}
-    np.testing.assert_allclose(logprobs, np.log(0.4), rtol=1e-5)
+    """The likeliest token whatever the number and the filters; log-probability and entropy at temperature 1."""
+    drawn = draw(np.stack([LOGITS, LOGITS]), [0.0, 0.99], SamplingConfig(0.0, top_k=3, min_p=0.1))
+    assert drawn.tokens.tolist() == [1, 1] and drawn.kept is None
+    np.testing.assert_allclose(drawn.logprobs, np.log(0.4), rtol=1e-5)
+    np.testing.assert_allclose(drawn.entropy, -(PROBABILITIES * np.log(PROBABILITIES)).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [SamplingConfig(), SamplingConfig(0.7, top_k=3, top_p=0.9), SamplingConfig(0.0)])
-def test_a_row_depends_on_its_own_key_and_logits_alone(config: SamplingConfig):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 9)), jnp.float32)
-    keys = jax.random.split(jax.random.key(1), 6)
-    tokens, logprobs = sample(logits, keys, config)
+@pytest.mark.parametrize("config", [*CONFIGS[:5], SamplingConfig(0.0)], ids=str)
+def test_a_row_depends_on_its_own_number_and_logits_alone(config: SamplingConfig):
+    rng = np.random.default_rng(0)
+    logits, uniforms = rng.normal(size=(6, 40)), rng.random(6)
+    drawn = draw(logits, uniforms, config)
+    turned = draw(logits[::-1], uniforms[::-1], config)
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[::-1]), drawn, turned)
     for row in range(6):
-        alone = sample(logits[row : row + 1], keys[row : row + 1], config)
-        assert alone[0][0] == tokens[row]
-        np.testing.assert_allclose(alone[1][0], logprobs[row], rtol=1e-6)
-    turned = sample(logits[::-1], keys[::-1], config)
-    np.testing.assert_array_equal(turned[0], tokens[::-1])
+        alone = draw(logits[row : row + 1], uniforms[row : row + 1], config)
+        assert alone.tokens[0] == drawn.tokens[row]
+        np.testing.assert_allclose(alone.logprobs[0], drawn.logprobs[row], rtol=1e-6)
+
+
+def test_wide_logits_stay_wide():
+    with jax.enable_x64(True):
+        logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 50)))
+        for config in CONFIGS:
+            drawn = sample(logits, jnp.array([0.1, 0.5, 0.9]), config)
+            assert drawn.tokens.dtype == jnp.int32 and drawn.logprobs.dtype == drawn.entropy.dtype == jnp.float64
+            for row in range(3):
+                x = np.asarray(logits[row])
+                expected = log_softmax(x, kept_by_definition(x, config), config.temperature)
+                np.testing.assert_allclose(drawn.logprobs[row], expected[drawn.tokens[row]], rtol=1e-12)
+
+
+# --- what goes with it
+
+
+@cache
+def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] | None:
+    form = kept_form(config, vocab)
+    return None if form is None else (form.shape, form.dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab", "expected"),
+    [
+        (SamplingConfig(), 100, None),
+        (SamplingConfig(0.0, top_k=5, top_p=0.9), 100, None),  # greedy
+        (SamplingConfig(top_k=100), 100, None),  # all
+        (SamplingConfig(top_k=3), 100, ((3,), jnp.int32)),  # 12 bytes of 13
+        (SamplingConfig(top_k=4, min_p=0.1), 100, ((13,), jnp.uint8)),  # 16 bytes
+        (SamplingConfig(top_k=50), 151_936, ((50,), jnp.int32)),
+        (SamplingConfig(top_p=0.9), 151_936, ((18_992,), jnp.uint8)),
+        (SamplingConfig(min_p=0.1, top_k=200), 101, ((13,), jnp.uint8)),
+    ],
+)
+def test_the_form_of_the_kept_set(config: SamplingConfig, vocab: int, expected: Any):
+    """Told before, and what comes."""
+    assert form_of(config, vocab) == expected
+    drawn = jax.eval_shape(partial(sample, config=config), jnp.zeros((2, vocab)), jnp.zeros(2))
+    assert (None if drawn.kept is None else (drawn.kept.shape[1:], drawn.kept.dtype)) == expected
+
+
+def test_kept_ids_are_in_order_and_end_with_none():
+    logits = np.full((1, 2000), -np.inf)
+    logits[0, [700, 3, 1999]] = [2.0, 5.0, 1.0]
+    for min_p, expected in ((0.0, [3, 700, 1999, -1, -1]), (0.04, [3, 700, -1, -1, -1])):
+        np.testing.assert_array_equal(draw(logits, [0.5], SamplingConfig(top_k=5, min_p=min_p)).kept, [expected])
+
+
+def test_among():
+    got = among(jnp.array([[[2, -1], [0, 2]]]), 4)
+    assert got.tolist() == [[[False, False, True, False], [True, False, True, False]]]
+
+
+def test_forbid():
+    logits = jnp.arange(6.0).reshape(2, 3)
+    got = forbid(logits, 1, jnp.array([False, True]))
+    np.testing.assert_array_equal(got, [[0, 1, 2], [3, -np.inf, 5]])
+    drawn = draw(got, [0.5, 0.5], SamplingConfig())
+    assert drawn.tokens[1] != 1 and np.isfinite(drawn.entropy).all()
 
 
 def test_token_logprobs():
@@ -115,20 +404,22 @@ def test_token_logprobs():
 
 
 def test_what_a_learner_can_replay():
-    assert SamplingConfig().trainable and SamplingConfig(temperature=0.3).trainable
-    for config in (SamplingConfig(0.0), SamplingConfig(top_k=5), SamplingConfig(top_p=0.9)):
-        assert not config.trainable
+    for config in CONFIGS:
+        assert config.trainable
+    assert not SamplingConfig(0.0).trainable and not SamplingConfig(0.0, top_k=5).trainable
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature >= 0; got -0.1"),
         ({"top_k": -1}, r"top_k >= 0 \(0: no filter\); got -1"),
         ({"top_p": 0.0}, r"0 < top_p <= 1 \(1: no filter\); got 0.0"),
         ({"top_p": 1.1}, r"0 < top_p <= 1 \(1: no filter\); got 1.1"),
+        ({"min_p": -0.1}, r"0 <= min_p <= 1 \(0: no filter\); got -0.1"),
+        ({"min_p": 1.1}, r"0 <= min_p <= 1 \(0: no filter\); got 1.1"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str):
+def test_bad_settings(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        SamplingConfig(**settings)
+        SamplingConfig(**options)

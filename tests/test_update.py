@@ -247,11 +247,11 @@ def test_distillation_is_added_to_the_policy_loss():
 def test_a_trajectory_that_no_learner_can_replay():
     data = batch()
     data = data.replace(trajectory=data.trajectory.replace(replayable=False))
-    with pytest.raises(ValueError, match=r"without top-k or top-p.*got one from a filtered or greedy sampler"):
+    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         metrics_and_gradients(data=data)
-    with pytest.raises(ValueError, match=r"without top-k or top-p.*got one from a filtered or greedy sampler"):
+    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         score(MODEL, PARAMS, data.trajectory)
-    with pytest.raises(ValueError, match=r"without top-k or top-p.*got one from a filtered or greedy sampler"):
+    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         score(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask())
 
 

@@ -129,8 +129,9 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
 
 def test_a_wider_range_clips_less():
     """QuRL is TIS but for the upper bound of the ratio."""
-    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=1.2), QuRL(1.2))]
-    tis, qurl = (metrics_and_gradients(config, stale())[0] for config in configs)
+    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=0.8), QuRL(0.8))]
+    data = batch().replace(old_logprobs=dense_logprobs()[0] + 0.3 * NOISE)  # so that many ratios are clipped
+    tis, qurl = (metrics_and_gradients(config, data)[0] for config in configs)
     assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
     assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
 

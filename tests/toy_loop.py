@@ -55,7 +55,7 @@ def new_loop(
     return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
 
 
-def new_state(seed: int = 0) -> TrainState:
+def new_state(seed: int = 1) -> TrainState:
     """Fresh buffers every time: a step takes them."""
     return init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
 

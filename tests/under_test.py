@@ -32,7 +32,7 @@ from smd_jax.eviction import (
 from smd_jax.masks import ShadowMask
 from smd_jax.model import Decoder, Params
 from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.rollout import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 
@@ -71,7 +71,7 @@ def quick_rollout(
     model: Decoder, params: Params, prompts: PromptBatch, key: Any, *, policy: EvictionPolicy, config: RolloutConfig
 ) -> Trajectory:
     """`rollout`, compiled in half the time."""
-    lowered = rollout.lower(model, params, prompts, key, policy=policy, config=config)
+    lowered = rollout_program.lower(model, params, prompts, key, policy=policy, config=config)
     return lowered.compile(QUICK)(params, prompts, key)
 
 

@@ -1,5 +1,7 @@
 """What all engines of `bench_update.py` share: the model, the command line, the clock, the line of JSON.
 
+`generation.py` beside it adds what those of `bench_rollout.py` need.
+
 Standard library only: it runs in four environments. Linux only: it pins its process to a core and reads /proc.
 """
 
@@ -51,26 +53,26 @@ def one_thread() -> None:
 
 
 class Clock:
-    """Times updates and reports them.
+    """Times updates (or generations: turns) and reports them; the first `warmup` are not measured.
 
     Everything but the report goes to standard error, whatever a library prints: standard output carries JSON lines.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.begun, self.seconds, self.cpu_seconds = args, 0, [], []
+    def __init__(self, args: argparse.Namespace, warmup: int = WARMUP) -> None:
+        self.args, self.warmup, self.begun, self.seconds, self.cpu_seconds = args, warmup, 0, [], []
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     @property
     def updates(self) -> int:
         """How many updates to make, warm-up included."""
-        return WARMUP + self.args.repeats
+        return self.warmup + self.args.repeats
 
     def begin(self) -> None:
         """Before an update; waits for its turn."""
-        if self.begun == WARMUP:
-            self._say({"ready": True})
-        if self.begun >= WARMUP and self.args.driven:
+        if self.begun == self.warmup:
+            self.say({"ready": True})
+        if self.begun >= self.warmup and self.args.driven:
             sys.stdin.readline()
         self.begun += 1
         self.start, self.cpu_start = time.perf_counter(), time.process_time()
@@ -78,10 +80,10 @@ class Clock:
     def end(self) -> None:
         """After an update whose results are there."""
         took, cpu_took = time.perf_counter() - self.start, time.process_time() - self.cpu_start
-        if self.begun > WARMUP:
+        if self.begun > self.warmup:
             self.seconds.append(took)
             self.cpu_seconds.append(cpu_took)
-            self._say({"update": took})
+            self.say({"update": took})
 
     def report(self, engine: str, parameters: int, packages: list[str], more: dict | None = None) -> None:
         """The result as one JSON object."""
@@ -89,13 +91,17 @@ class Clock:
         row = {"engine": engine, "device": "cpu", "dtype": "float32", "sequences": args.sequences}
         row |= {"tokens": args.tokens, "prompt": args.prompt, "microbatch": args.microbatch}
         row |= {"budget": None, "buffer": None, "threads": len(os.sched_getaffinity(0)), **(more or {})}
-        row |= {"seconds": statistics.median(self.seconds), "seconds_min": min(self.seconds)}
+        self.say(row | self.measured(parameters, packages))
+
+    def measured(self, parameters: int, packages: list[str]) -> dict:
+        """What every row says at its end: times, memory, versions."""
+        row = {"seconds": statistics.median(self.seconds), "seconds_min": min(self.seconds)}
         row["cpu_seconds_min"] = min(self.cpu_seconds)  # what other programs on the machine take is not in it
         row |= {"repeats": len(self.seconds), "peak_bytes": peak_bytes(), "parameters": parameters}
-        row |= {"versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}}}
-        self._say(row)
+        return row | {"versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}}}
 
-    def _say(self, row: dict) -> None:
+    def say(self, row: dict) -> None:
+        """A line of JSON; without a driver the result alone."""
         if self.args.driven or "engine" in row:
             print(json.dumps(row), file=self.out, flush=True)
 

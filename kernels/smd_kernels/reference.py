@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ...]:
     """Softmax over the last axis where `mask` is true; zeros, with zero gradients, in a row without any."""
-    highest = jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1, keepdims=True)
-    highest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(highest), highest, 0.0))
-    # The inner `where` keeps masked entries finite: 0 * inf in the backward pass would be NaN.
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0.0)), 0.0)
+    # exp(-inf) is 0, and so is its gradient: no second mask is needed.
+    masked = jnp.where(mask, scores, -jnp.inf)
+    highest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
+    weights = jnp.exp(masked - jnp.where(jnp.isfinite(highest), highest, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1.0)
 

@@ -1,0 +1,72 @@
+"""Which tokens the sampler could draw at every step: the learner takes its softmax over the same ones.
+
+Filters (top-k, top-p, min-p) and a minimum length take tokens out of the sampler's distribution. What is left depends
+on its logits to the last bit, so it travels in the trajectory instead of being found again.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from smd_jax.quantization import packed_size, unpack
+from smd_jax.sampling import among
+
+# In place of -inf, which makes NaN of a difference and of a product with 0. exp() of it is 0 in every dtype.
+OUTSIDE = -1e30
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class KeptTokens(struct.PyTreeNode):
+    """The tokens that could be drawn, for every column of the response.
+
+    Attributes:
+      sets: what filters left, see `smd_jax.sampling.kept_form`: int32 ids `[batch, R, k]`, -1 where there are fewer; or
+        bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
+      min_new_tokens: the end token is in no set of the first so many columns. Static.
+      eos_token_id: the end token; None without one. Static.
+    """
+
+    sets: Int[Array, "batch R k"] | UInt8[Array, "batch R bytes"] | None
+    min_new_tokens: int = struct.field(pytree_node=False, default=0)
+    eos_token_id: int | None = struct.field(pytree_node=False, default=None)
+
+    def to_boolean(
+        self, vocab: int, columns: Int[Array, " columns"]
+    ) -> Bool[Array, "batch columns vocab"] | Bool[Array, "1 columns vocab"]:
+        """The sets of some columns of the response; without filters they are the same in all rows, and come once.
+
+        Raises:
+          ValueError: if the sets are bits of another vocabulary.
+        """
+        kept = jnp.ones((1, columns.shape[0], vocab), bool)
+        if self.sets is not None:
+            kept = _to_boolean(self.sets[:, columns], vocab)
+        if self.eos_token_id is None or self.min_new_tokens == 0:
+            return kept
+        ends = jnp.arange(vocab)[None, None] == self.eos_token_id
+        return kept & ~(ends & (columns < self.min_new_tokens)[None, :, None])
+
+    def apply(
+        self, logits: Float[Array, "batch columns vocab"], columns: Int[Array, " columns"] | None = None
+    ) -> Float[Array, "batch columns vocab"]:
+        """The logits, with `OUTSIDE` for tokens that could not be drawn: no probability, and no gradient.
+
+        Args:
+          columns: of the response, to which the logits belong; None: all.
+        """
+        columns = jnp.arange(logits.shape[1]) if columns is None else columns
+        return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
+
+
+def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
+    if sets.dtype != jnp.uint8:
+        return among(sets, vocab)
+    if sets.shape[-1] != packed_size(vocab, 1):
+        raise ValueError(
+            f"expected {packed_size(vocab, 1)} bytes of bits for a vocabulary of {vocab}; got {sets.shape[-1]} bytes"
+        )
+    return unpack(sets, 1, vocab) == 1

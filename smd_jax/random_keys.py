@@ -1,0 +1,35 @@
+"""Random numbers of a row: they come from its own key alone, whatever batch it is in and wherever it lies in it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+
+def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array, " rows"]:
+    """A key for every row: its own, or `fold_in(key, row)`.
+
+    Raises:
+      ValueError: for anything but typed threefry keys, `jax.random.key(seed)`. Those of other generators would give a
+        row other numbers in another batch (`vmap` of "rbg" is not the same as one by one).
+    """
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or str(jax.random.key_impl(key)) != "threefry2x32":
+        kind = jax.random.key_impl(key) if typed else f"{key.dtype}{list(key.shape)}"
+        raise ValueError(f"expected threefry keys, jax.random.key(seed, impl='threefry2x32'); got {kind}")
+    if key.ndim == 0:
+        return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+    if key.shape != (rows,):
+        raise ValueError(f"expected one key, or one for each of {rows} rows; got keys of shape {key.shape}")
+    return key
+
+
+def token_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
+    """From which the tokens of a response are drawn."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys)
+
+
+def eviction_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
+    """For policies that draw."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)

@@ -1,0 +1,368 @@
+"""Filters and a minimum length, replayed: sampler and learner are one policy, wherever probabilities are made."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import Shadow
+from smd_jax.distillation import DistillConfig, divergence, kl_divergence
+from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.eviction import H2O
+from smd_jax.grpo import GRPOConfig
+from smd_jax.importance import TIS
+from smd_jax.kept_tokens import OUTSIDE, KeptTokens
+from smd_jax.learner import response_hidden, score
+from smd_jax.losses import LossConfig
+from smd_jax.mismatch import overlap
+from smd_jax.model import Decoder, apply_model
+from smd_jax.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.ppo import PPOConfig, make_train_batch
+from smd_jax.quantization import pack
+from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.second_track import distill_term
+from smd_jax.sharding import make_mesh
+from smd_jax.testing import tiny_model_config
+from smd_jax.trajectory import Trajectory
+from smd_jax.update import TrainBatch, TrainState, UpdateConfig, Visibility, init_state, make_score, make_update
+from smd_jax.value import ValueConfig, add_value_head
+from tests import toy_loop
+from tests.tiny_update import RECORD, distance, spread_params
+from tests.under_test import left_padded
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
+MODEL = Decoder(tiny_model_config(vocab_size=VOCAB, max_positions=32, num_layers=1))
+PARAMS, REFERENCE = spread_params(0, MODEL.config), spread_params(1, MODEL.config)
+
+# Name -> the sampler, and whether ids or bits travel.
+SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
+    "top-k": (SamplingConfig(0.9, top_k=9), 0, jnp.int32),
+    "top-k as bits": (SamplingConfig(0.9, top_k=60), 0, jnp.uint8),
+    "top-p": (SamplingConfig(0.9, top_p=0.7), 0, jnp.uint8),
+    "min-p": (SamplingConfig(1.2, min_p=0.1), 0, jnp.uint8),
+    "minimum length": (SamplingConfig(0.9), MINIMUM, None),
+    "all": (SamplingConfig(0.9, top_k=9, top_p=0.95, min_p=0.05), MINIMUM, jnp.int32),
+}
+
+
+def with_loud_end(params: Any) -> Any:
+    """Parameters that like the end token: the rows would end at once."""
+    table = params["embed"]["embedding"]
+    return {**params, "embed": {"embedding": table.at[EOS].set(2 * table[EOS] + 0.2)}}
+
+
+@functools.cache
+def sampled(name: str) -> Trajectory:
+    """Rows of unequal prompts and responses under a budget of half their length."""
+    sampling, minimum, _ = SAMPLERS[name]
+    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, sampling=sampling, min_new_tokens=minimum)
+    prompts = left_padded([8, 3, 5, 1], WIDTH, VOCAB)
+    # The first caller may be under a jit, whose tracers must not stay in the cache.
+    with jax.ensure_compile_time_eval():
+        return rollout(MODEL, PARAMS, prompts, jax.random.key(3), policy=H2O(), config=config)
+
+
+@functools.cache
+def kept_by_hand(name: str) -> np.ndarray:
+    """`[ROWS, LENGTH, VOCAB]`, true in the padding."""
+    kept, ids = np.ones((ROWS, LENGTH, VOCAB), bool), np.arange(VOCAB)
+    recorded = sampled(name).kept
+    assert recorded is not None
+    if recorded.sets is not None and recorded.sets.dtype == jnp.uint8:
+        kept &= np.unpackbits(np.asarray(recorded.sets), axis=-1, bitorder="little")[..., :VOCAB] == 1
+    elif recorded.sets is not None:
+        kept &= (np.asarray(recorded.sets)[..., None] == ids).any(-2)
+    kept[:, : recorded.min_new_tokens, EOS] = False
+    return kept | ~np.asarray(sampled(name).valid)[:, WIDTH:, None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def plain_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
+    """Log-probabilities `[ROWS, LENGTH, VOCAB]` over the kept tokens, from the model's plain call; -inf outside."""
+    t = sampled(name)
+    mask = t.mask if visibility == "shadow" else t.dense_mask()
+    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1]
+    return jax.nn.log_softmax(jnp.where(kept_by_hand(name), logits / t.temperature, -jnp.inf))
+
+
+def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
+    logprobs = plain_logprobs(name, params, visibility)
+    return jnp.take_along_axis(logprobs, sampled(name).response[..., None], -1)[..., 0]
+
+
+score_jitted = jax.jit(score, static_argnums=0)
+
+
+def gap(trajectory: Trajectory) -> float:
+    """max |log p_sampler - log p_learner|."""
+    scores = score_jitted(MODEL, PARAMS, trajectory)
+    return float(jnp.where(trajectory.response_mask, jnp.abs(scores.logprobs - trajectory.logprobs), 0.0).max())
+
+
+# --- the sets
+
+
+def test_ids():
+    kept = KeptTokens(jnp.array([[[2, -1], [0, 2], [-1, -1]]]), min_new_tokens=1, eos_token_id=2)
+    expected = np.array([[[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]], bool)
+    np.testing.assert_array_equal(kept.to_boolean(4, jnp.arange(3)), expected)
+    np.testing.assert_array_equal(kept.to_boolean(4, jnp.array([1, 0])), expected[:, [1, 0]])
+
+
+def test_bits():
+    inside = np.random.default_rng(0).random((2, 3, 21)) < 0.5
+    kept = KeptTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
+    np.testing.assert_array_equal(kept.to_boolean(21, jnp.arange(3)), inside)
+    np.testing.assert_array_equal(kept.to_boolean(21, jnp.array([2])), inside[:, [2]])
+
+
+def test_a_minimum_length_alone_carries_no_array():
+    kept = KeptTokens(None, min_new_tokens=2, eos_token_id=1)
+    assert jax.tree.leaves(kept) == []
+    expected = np.ones((1, 3, 4), bool)
+    expected[0, :2, 1] = False
+    np.testing.assert_array_equal(kept.to_boolean(4, jnp.arange(3)), expected)
+    logits = jnp.zeros((5, 2, 4))
+    assert ((kept.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
+
+
+def test_bits_of_another_vocabulary():
+    with pytest.raises(ValueError, match="expected 4 bytes of bits for a vocabulary of 25; got 3 bytes"):
+        KeptTokens(jnp.zeros((1, 2, 3), jnp.uint8)).to_boolean(25, jnp.arange(2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_softmax_entropy_and_divergences_see_the_kept_tokens_alone(dtype: str):
+    """Values, and gradients: finite, and exactly 0 outside."""
+    rng = np.random.default_rng(1)
+    inside = rng.random((2, 3, 17)) < 0.4
+    inside[..., 4] = True
+    x, y = (np.asarray(30 * rng.normal(size=(2, 3, 17)), dtype) for _ in range(2))
+    with jax.enable_x64(dtype == "float64"):
+        kept = KeptTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
+
+        def all_of_them(x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            x, y = kept.apply(x), kept.apply(y)
+            logprobs = jax.nn.log_softmax(x)
+            told = {
+                "logprobs": logprobs[..., 4],
+                "entropy": -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1),
+                "kl": kl_divergence(x, y),
+                "overlap": overlap(x, y),
+            }
+            return jnp.sum(jnp.stack(list(told.values()))), told
+
+        grads, told = jax.jit(jax.grad(all_of_them, argnums=(0, 1), has_aux=True))(x, y)
+    for grad in map(np.asarray, grads):
+        assert np.isfinite(grad).all() and (grad[~inside] == 0).all() and (grad != 0).any()
+    for b, t in np.ndindex(2, 3):
+        few = inside[b, t]
+        p, q = (np.exp(z[b, t][few].astype(np.float64) - z[b, t][few].max()) for z in (x, y))
+        p, q = p / p.sum(), q / q.sum()
+        expected = {
+            "logprobs": np.log(p[int(few[:4].sum())]),
+            "entropy": -(p * np.log(p)).sum(),
+            "kl": (p * np.log(p / q)).sum(),
+            "overlap": np.minimum(p, q).sum(),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(told[name][b, t], value, rtol=2e-5, atol=1e-5)
+
+
+# --- one policy
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_identity(name: str):
+    """With what was kept, the learner gives the sampler's numbers again; without, it is another policy."""
+    trajectory, (_, minimum, dtype) = sampled(name), SAMPLERS[name]
+    assert trajectory.kept is not None and trajectory.replayable
+    assert (None if trajectory.kept.sets is None else trajectory.kept.sets.dtype) == dtype
+    lengths = np.asarray(trajectory.lengths())
+    assert (lengths > minimum).all()
+    assert gap(trajectory) < 2e-5
+    mask, entropy = np.asarray(trajectory.response_mask), score_jitted(MODEL, PARAMS, trajectory).entropy
+    np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
+    assert not np.asarray(trajectory.entropy)[~mask].any()
+    assert gap(trajectory.replace(kept=None)) > (1e-3 if name == "minimum length" else 1e-2)
+    assert trajectory.mask is not None and gap(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
+    explicit = plain_token_logprobs(name, PARAMS, "shadow")
+    np.testing.assert_allclose(np.asarray(trajectory.logprobs)[mask], np.asarray(explicit)[mask], atol=2e-5)
+
+
+def test_a_minimum_length_delays_the_end():
+    """Where the end token is likely, rows end as soon as they may; and not before, in no row."""
+    params = with_loud_end(PARAMS)
+    prompts = left_padded([8, 3, 5, 1] * 8, WIDTH, VOCAB)
+    for minimum in (0, 3):
+        config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, min_new_tokens=minimum)
+        trajectory = rollout(MODEL, params, prompts, jax.random.key(0), policy=H2O(), config=config)
+        assert int(trajectory.lengths().min()) == minimum + 1 and trajectory.terminated.any()
+        assert (trajectory.kept is None) == (minimum == 0)
+        scores = score_jitted(MODEL, params, trajectory)
+        difference = jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0.0)
+        assert jnp.abs(difference).max() < 2e-5
+
+
+def test_padding_keeps_ordinary_numbers():
+    """Its token need not be in any set, and a row may end before the minimum length, if it is cut off there."""
+    trajectory = sampled("all")
+    short = trajectory.valid.at[:, WIDTH + 2 :].set(False)
+    tokens = trajectory.tokens.at[:, WIDTH + 2 :].set(EOS)
+    scores = score_jitted(MODEL, PARAMS, trajectory.replace(valid=short, tokens=tokens))
+    assert (scores.logprobs > -100).all() and jnp.isfinite(scores.entropy).all()
+
+
+# --- every path
+
+
+def one_step(update: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+    """Metrics and gradients; the parameters are copied, because a step takes them."""
+    params, reference = jax.tree.map(jnp.copy, (PARAMS, REFERENCE))
+    state, metrics = update(init_state(params, RECORD, jax.random.key(3), reference), batch)
+    return jax.device_get(metrics), state.opt_state
+
+
+ADVANTAGES = jnp.array([1.0, -0.5, 2.0, -1.0])
+
+
+@functools.cache
+def policy_update(config: UpdateConfig) -> Any:
+    return make_update(MODEL, RECORD, config)
+
+
+@pytest.mark.parametrize(("name", "visibility"), [("all", "shadow"), ("top-p", "dense")])
+def test_policy_gradient_and_kl(name: str, visibility: Visibility):
+    """Against the plain definition over the kept tokens, in any split: policy, old policy, reference."""
+    trajectory = sampled(name)
+    loss = LossConfig(beta=0.2)
+    config = UpdateConfig(visibility, loss, correction=Shadow() if visibility == "shadow" else TIS(clip_max=2.0))
+    batch = TrainBatch(trajectory, ADVANTAGES, trajectory.logprobs if visibility == "shadow" else None)
+    metrics, grads = one_step(policy_update(config), batch)
+    inside = trajectory.response_mask
+    old, reference = (plain_token_logprobs(name, params, visibility) for params in (PARAMS, REFERENCE))
+    weights = jnp.where(inside, 1 / inside.sum(1, keepdims=True) / ROWS, 0.0)
+    importance = jnp.where(visibility == "shadow", 1.0, jnp.minimum(jnp.exp(old - trajectory.logprobs), 2.0))
+
+    def plain(params: Any) -> jax.Array:
+        logprobs = jnp.where(inside, plain_token_logprobs(name, params, visibility), 0.0)
+        ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+        apart = jnp.where(inside, reference - logprobs, 0.0)
+        kl = jnp.exp(apart) - apart - 1
+        return jnp.sum(weights * (0.2 * kl - ratio * importance * ADVANTAGES[:, None]))
+
+    assert distance(grads, jax.jit(jax.grad(plain))(PARAMS)) < 1e-4
+    if visibility == "shadow":
+        assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
+    split, split_grads = one_step(policy_update(replace(config, microbatch_size=2)), batch)
+    assert distance(split_grads, grads) < 1e-5
+    assert split["kl"] == pytest.approx(metrics["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [("all", "forward"), ("all", "published"), ("top-p", "reverse"), ("minimum length", "anchor")],
+)
+def test_distillation(name: str, direction: Any):
+    """Both policies over the same tokens: on all rows and columns, and on half of each."""
+    trajectory = sampled(name)
+    weights = jnp.where(trajectory.response_mask, jnp.arange(1.0, LENGTH + 1)[None], 0.0)
+    of_dense = plain_logprobs(name, REFERENCE if direction == "anchor" else PARAMS, "dense")
+    of_shadow = plain_logprobs(name, PARAMS, "shadow")
+    dense, shadow = (jnp.where(jnp.isfinite(x), x, -1e30) for x in (of_dense, of_shadow))
+    each = divergence(dense, shadow, direction)
+    value, agreement = distilled(name, DistillConfig(direction), weights)
+    np.testing.assert_allclose(value, (weights * each).sum(), rtol=1e-4)
+    shared = np.minimum(np.exp(of_dense), np.exp(of_shadow)).sum(-1)
+    inside = np.asarray(agreement.inside)
+    np.testing.assert_allclose(np.asarray(agreement.overlap)[inside], shared[inside], rtol=1e-4)
+    half = DistillConfig(direction, fraction=0.5, position_fraction=0.5)
+    part = jnp.zeros((ROWS, LENGTH)).at[np.ix_([1, 3], [1, 3, 5, 7, 9])].set(4.0)
+    value, _ = distilled(name, half, weights, step=1)
+    np.testing.assert_allclose(value, (part * weights * each).sum(), rtol=1e-4)
+
+
+def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> Any:
+    reference = REFERENCE if config.direction == "anchor" else None
+
+    @jax.jit
+    def term(params: Any, reference: Any) -> Any:
+        trajectory = sampled(name)
+        hidden = response_hidden(MODEL, params, trajectory, trajectory.mask)
+        return distill_term(MODEL, config, params, reference, jnp.int32(step), trajectory, hidden, weights)
+
+    return term(PARAMS, reference)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "k3"])
+def test_gradients_of_distillation_are_finite(estimator: Any):
+    config = UpdateConfig(distill=DistillConfig("reverse", estimator=estimator), microbatch_size=2)
+    metrics, grads = one_step(policy_update(config), TrainBatch(sampled("all"), ADVANTAGES, sampled("all").logprobs))
+    assert all(np.isfinite(value).all() for value in metrics.values())
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
+
+
+def test_online_dpo():
+    """Policy and reference: the margins of the implicit rewards, from the plain definition."""
+    trajectory = sampled("all")
+    chosen, rejected = (jax.tree.map(lambda x, r=r: x[r], trajectory) for r in (np.array([0, 3]), np.array([2, 1])))
+    pairs = PairBatch(chosen, rejected, jnp.array([True, True]))
+    metrics, _ = one_step(make_dpo_update(MODEL, RECORD, DPOUpdateConfig(microbatch_size=1)), pairs)
+    assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
+    policy, reference = (plain_token_logprobs("all", params, "shadow") for params in (PARAMS, REFERENCE))
+    rewards = 0.1 * np.where(trajectory.response_mask, policy - reference, 0.0).sum(1)
+    assert metrics["rewards/margins"] == pytest.approx(np.mean(rewards[[0, 3]] - rewards[[2, 1]]), rel=1e-3)
+
+
+def test_old_log_probabilities():
+    """Those of `make_score`, and those that PPO's critic makes along."""
+    trajectory = sampled("all")
+    inside = np.asarray(trajectory.response_mask)
+    expected = np.asarray(plain_token_logprobs("all", PARAMS, "dense"))[inside]
+    got = make_score(MODEL, "dense", 2)(PARAMS, trajectory)
+    np.testing.assert_allclose(np.asarray(got)[inside], expected, atol=1e-4)
+    update = UpdateConfig("dense", correction=TIS(), value=ValueConfig())
+    config = PPOConfig(4, 1, WIDTH, H2O(), toy_loop.ROLLOUT, update=update)
+    params = add_value_head(PARAMS, MODEL.config)
+    batch, _ = make_train_batch(MODEL, config)(params, trajectory, jnp.ones(ROWS), None)
+    np.testing.assert_allclose(np.asarray(batch.old_logprobs)[inside], expected, atol=1e-4)
+
+
+# --- whole loops, sharded
+
+LOOP_ROLLOUT = replace(
+    toy_loop.ROLLOUT, sampling=SamplingConfig(1.1, top_k=6, top_p=0.95, min_p=0.01), min_new_tokens=2
+)
+
+
+def loop_of(kind: str) -> tuple[Any, TrainState]:
+    sizes: Any = {"prompts_per_step": 2, "group_size": 4, "prompt_width": 9, "policy": H2O(), "rollout": LOOP_ROLLOUT}
+    mesh = make_mesh(2, 1, 1)
+    if kind == "dpo":
+        config = OnlineDPOConfig(**sizes)
+        loop: Any = OnlineDPOLoop(toy_loop.MODEL, toy_loop.TASK, toy_loop.TOKENIZER, toy_loop.optimizer(), config, mesh)
+        params = jax.tree.map(jnp.copy, toy_loop.warm_params())
+        return loop, init_state(params, toy_loop.optimizer(), jax.random.key(0), toy_loop.warm_params())
+    update = UpdateConfig(distill=DistillConfig(), microbatch_size=2)
+    config = GRPOConfig(**sizes, update=update, minibatches=2, dynamic_sampling=1)
+    return toy_loop.new_loop(config, sizes=(2, 1, 1)), toy_loop.new_state()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_loops(kind: str):
+    """Filters, minibatches, microbatches, groups from several rollouts, on two devices: still one policy."""
+    loop, state = loop_of(kind)
+    _, rows = toy_loop.run(loop, state, 2)
+    for metrics in rows:
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
+        assert metrics["completions/min_length"] > 2

@@ -1,0 +1,266 @@
+"""Stop strings: the table over tokens against the plain definition, decode the text so far and look for the strings."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from smd_jax import StopTable, compile_stop_strings
+from smd_jax.stop_strings import advance, start
+from smd_jax.testing import byte_tokenizer, count_compilations
+from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
+
+BYTES = byte_tokenizer()
+PAD, SPARE, VOCAB = 256, 260, 264
+WIDTH = 40  # tokens that a property test reads at most
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return reload(trained_tokenizer(), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    return reload(sentencepiece_tokenizer(), tmp_path_factory.mktemp("sentencepiece"))
+
+
+@jax.jit
+def stopped_after(table: StopTable, tokens: jax.Array) -> jax.Array:
+    """`[batch, length]`: whether a row has stopped, after every token."""
+
+    def step(state: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return advance(table, state, token)
+
+    return jax.lax.scan(step, start(len(tokens)), tokens.T)[1].T
+
+
+def stop_lengths(tokenizer: PreTrainedTokenizerFast, strings: Sequence[str], rows: list[list[int]]) -> list[int | None]:
+    """Of every row, how many tokens it has when it stops."""
+    pad = tokenizer.get_vocab()[str(tokenizer.pad_token)]
+    table = compile_stop_strings(tokenizer, strings, len(tokenizer) + 3)
+    tokens = np.array([row + [pad] * (WIDTH - len(row)) for row in rows], np.int32)
+    stopped = np.asarray(stopped_after(table, jnp.asarray(tokens)))
+    np.testing.assert_array_equal(np.sort(stopped, axis=1), stopped)  # once stopped, always stopped
+    return [int(np.argmax(row)) + 1 if row.any() else None for row in stopped]
+
+
+def plain_length(texts: Sequence[str] | Sequence[bytes], strings: Sequence[str] | Sequence[bytes]) -> int | None:
+    """The definition, on what each number of tokens decodes to."""
+    hits = (length for length, text in enumerate(texts) if any(string in text for string in strings))  # type: ignore[operator]
+    return next(hits, None)
+
+
+def decoded(tokenizer: PreTrainedTokenizerFast, row: list[int]) -> list[str]:
+    """The text of the first 0, 1, 2 … tokens, as a completion has it."""
+    return [str(tokenizer.decode(row[:length], skip_special_tokens=True)) for length in range(len(row) + 1)]
+
+
+# A part of a row: a token by its number, a text as the tokenizer writes it, or a text byte by byte.
+LETTERS = "aab b本日🦊ß\n<"
+PARTS = st.one_of(
+    st.integers(0, 10_000),
+    st.tuples(st.booleans(), st.text(LETTERS, min_size=1, max_size=4)),
+    st.tuples(st.booleans(), st.sampled_from(["</answer>", "Question", "日本語", "ça"])),
+)
+ROWS = st.lists(PARTS, min_size=1, max_size=8)
+# A stop string: a piece of the row's text, or a text of its own.
+STRINGS = st.lists(
+    st.one_of(st.tuples(st.integers(0, 40), st.integers(1, 6)), st.text(LETTERS, min_size=1, max_size=4))
+)
+
+
+def build_row(tokenizer: PreTrainedTokenizerFast, parts: list, names: list[str]) -> list[int]:
+    """`names`: the tokens of the 256 bytes."""
+    row: list[int] = []
+    ids = tokenizer.get_vocab()
+    for part in parts:
+        if isinstance(part, int):
+            row.append(part % (len(tokenizer) + 3))  # also special ones, and spare rows that no token has
+        elif part[0]:
+            row += tokenizer.encode(part[1], add_special_tokens=False)
+        else:
+            row += [ids[names[byte]] for byte in part[1].encode()]
+    return row[:WIDTH]
+
+
+def build_strings(text: str, specs: list) -> list[str]:
+    strings = [spec if isinstance(spec, str) else text[spec[0] :][: spec[1]] for spec in specs]
+    strings = [string.replace("\ufffd", "") for string in strings]  # what stands for broken bytes in a decoded text
+    return [string for string in strings if string] or ["aab"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(parts=ROWS, specs=STRINGS)
+def test_byte_level_tokens_stop_as_their_text_does(trained: PreTrainedTokenizerFast, parts: list, specs: list):
+    names = [str(BYTES.convert_ids_to_tokens(byte)) for byte in range(256)]
+    row = build_row(trained, parts, names)
+    known = [token for token in row if token < len(trained)]
+    strings = build_strings(str(trained.decode(known, skip_special_tokens=True)), specs)
+    pieces = [token if token < len(trained) else len(trained) - 1 for token in row]  # a special token adds no more
+    assert stop_lengths(trained, strings, [row]) == [plain_length(decoded(trained, pieces), strings)]
+
+
+@settings(deadline=None, max_examples=75)
+@given(parts=ROWS, specs=STRINGS)
+def test_sentencepiece_tokens_stop_as_their_bytes_do(sentencepiece: PreTrainedTokenizerFast, parts: list, specs: list):
+    """In bytes, because this decoder gives up a whole run of byte tokens for one that is wrong."""
+    bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} | SENTENCEPIECE
+    row = build_row(sentencepiece, parts, [f"<0x{byte:02X}>" for byte in range(256)])
+    tokens = [str(sentencepiece.convert_ids_to_tokens(token)) for token in row]  # "None" for a spare row
+    pieces = [bytes_of.get(token, b"") for token in tokens]
+    texts = [b"".join(pieces[:length]) for length in range(len(row) + 1)]
+    strings = build_strings(texts[-1].decode(errors="ignore"), specs)
+    assert stop_lengths(sentencepiece, strings, [row]) == [plain_length(texts, [string.encode() for string in strings])]
+
+
+@settings(deadline=None, max_examples=75)
+@given(text=st.text(LETTERS, min_size=1, max_size=10), specs=STRINGS)
+def test_written_sentencepiece_stops_as_its_text_does(sentencepiece: PreTrainedTokenizerFast, text: str, specs: list):
+    row = sentencepiece.encode("b" + text)[:WIDTH]  # the decoder drops the blank before "b"
+    strings = build_strings(text, specs)
+    inside = [string for string in strings if not string.startswith(" ")] or ["aab"]
+    assert stop_lengths(sentencepiece, inside, [row]) == [plain_length(decoded(sentencepiece, row), inside)]
+
+
+@pytest.mark.parametrize(
+    ("strings", "text", "length"),
+    [
+        (["ab"], "xxabxx", 4),
+        (["aab", "ab"], "aab", 3),
+        (["aab", "ab"], "caab", 4),
+        (["aab", "ab"], "cab", 3),
+        (["aab"], "aaaab", 5),  # the first of more a's is given up
+        (["abcabd"], "abcabcabd", 9),  # falls back in the middle
+        (["abcd", "bc"], "abcd", 3),  # one within the other ends first
+        (["abcd", "bcx"], "abcx", 4),  # goes over from one to the other
+        (["b", "a"], "xa", 2),
+        (["ab", "ab"], "ab", 2),
+        (["ab"], "a b", None),
+        (["ß"], "ß", 2),  # two bytes
+        (["日本"], "日日本", 9),
+    ],
+)
+def test_hand_worked(strings: list[str], text: str, length: int | None):
+    assert stop_lengths(BYTES, strings, [list(text.encode())]) == [length]
+
+
+def test_a_string_within_a_token_and_over_its_ends(sentencepiece: PreTrainedTokenizerFast):
+    ids = sentencepiece.get_vocab()
+    answer, blank, a, b, middle = (ids[token] for token in ("</answer>x", "▁", "a", "b", "a▁b"))
+    rows = [[a, answer, b], [b, blank, a, answer], [a, b, middle]]
+    assert stop_lengths(sentencepiece, ["answer"], rows) == [2, 4, None]
+    assert stop_lengths(sentencepiece, ["a</", "xb", "ba b"], rows) == [2, 4, 3]
+    assert stop_lengths(sentencepiece, [" a"], rows) == [None, 3, None]
+
+
+def test_a_character_split_over_tokens(trained: PreTrainedTokenizerFast):
+    """A fox is four bytes in two tokens, and another animal shares the first."""
+    ids = trained.get_vocab()
+    row = [ids[token] for token in ("ð", "Ł", "¦", "Ĭ")]
+    assert trained.decode(row) == "🦊"
+    assert stop_lengths(trained, ["🦊"], [row, row[:3] + row, row[1:]]) == [4, 7, None]
+
+
+def test_the_table_of_two_letters():
+    table = compile_stop_strings(BYTES, ["ab"], VOCAB)
+    expected = np.zeros((3, VOCAB), np.uint8)
+    expected[:, ord("a")] = 1
+    expected[1, ord("b")] = 2
+    expected[1, 256:] = 1  # special tokens and spare rows
+    expected[2] = 2
+    np.testing.assert_array_equal(table.next_state, expected)
+    assert table.next_state.dtype == jnp.uint8
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(255, jnp.uint8), (256, jnp.uint16)])
+def test_states_are_counted_in_the_smallest_integers(length: int, dtype: jnp.dtype):
+    table = compile_stop_strings(BYTES, ["a" * length], VOCAB)
+    assert table.next_state.shape == (length + 1, VOCAB) and table.next_state.dtype == dtype
+    assert stopped_after(table, jnp.full((1, length), ord("a")))[0].tolist() == [False] * (length - 1) + [True]
+
+
+def test_special_tokens_and_spare_rows_lie_between():
+    a, b = b"ab"
+    rows = [[a, PAD, b], [a, SPARE, b], [PAD, SPARE, a]]
+    assert stop_lengths(BYTES, ["ab"], rows) == [3, 3, None]
+
+
+def test_rows_are_read_each_by_itself():
+    table = compile_stop_strings(BYTES, ["ab", "c"], VOCAB)
+    state, stopped = advance(table, start(3), jnp.array(list(b"abc")))
+    assert state.tolist() == [1, 0, 2] and stopped.tolist() == [False, False, True]
+    state, stopped = advance(table, state, jnp.array(list(b"bbb")))
+    assert stopped.tolist() == [True, False, True]
+    assert (state.dtype, stopped.dtype) == (jnp.int32, jnp.bool_)
+
+
+def test_strings_of_one_size_compile_once():
+    @jax.jit
+    def read(table, tokens):
+        return stopped_after(table, tokens)
+
+    tokens = jnp.array([list(b"xab")])
+    tables = [compile_stop_strings(BYTES, strings, VOCAB) for strings in (["ab"], ["bb"], ["xa"])]
+    with count_compilations() as counts:
+        stopped = [read(table, tokens)[0].tolist() for table in tables]
+    assert stopped == [[False, False, True], [False] * 3, [False, True, True]]
+    assert counts["read"] == 1
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        ([], "at least one stop string; got none"),
+        (["a", ""], "at least one character of Unicode; got ''"),
+        (["\ud83e"], "of Unicode; got '.ud83e'"),
+        (["x", "a<|im_end|>"], r"got 'a<\|im_end\|>', .* special token '<\|im_end\|>'; .* make it the eos_token_id"),
+    ],
+)
+def test_bad_strings(strings: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        compile_stop_strings(BYTES, strings, VOCAB)
+
+
+def test_one_string_is_no_sequence_of_strings():
+    with pytest.raises(TypeError, match=r"such as \['stop'\]; got the one string 'stop'"):
+        compile_stop_strings(BYTES, "stop", VOCAB)
+
+
+@pytest.mark.parametrize("string", ["本", "日日本", "x</", "ab a", "</answer>xb", " 日"])
+def test_a_string_that_tokens_spell_only_together(string: str):
+    tokenizer = sentencepiece_tokenizer(byte_tokens=False)
+    assert compile_stop_strings(tokenizer, [string], len(tokenizer)).next_state.shape[0] == len(string.encode()) + 1
+
+
+@pytest.mark.parametrize("string", ["q", "本本", "日本語", "answer>b", "aanswer", "ax", "🦊"])
+def test_a_string_that_no_tokens_spell(string: str):
+    """Without tokens of bytes: 本 is always followed by 日, "answer>" by x."""
+    tokenizer = sentencepiece_tokenizer(byte_tokens=False)
+    with pytest.raises(ValueError, match=f"got '{string}', whose bytes no sequence of the {len(tokenizer)} tokens"):
+        compile_stop_strings(tokenizer, ["ab", string], len(tokenizer))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    words=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=4, unique=True),
+    string=st.text("abc", min_size=1, max_size=4),
+)
+def test_what_can_be_spelled_is_found_exactly(words: list[str], string: str):
+    """Against all sequences of as many tokens as the string has letters: more cannot overlap it."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    sequences = itertools.product(words, repeat=len(string))
+    if any(string in "".join(sequence) for sequence in sequences):
+        compile_stop_strings(fast, [string], len(words))
+    else:
+        with pytest.raises(ValueError, match="that the tokenizer can produce"):
+            compile_stop_strings(fast, [string], len(words))
