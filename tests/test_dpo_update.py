@@ -36,7 +36,7 @@ PARAMS, REFERENCE = spread_params(0, MODEL.config), spread_params(1, MODEL.confi
 
 
 @functools.cache
-def trajectory():
+def trajectory() -> Any:
     """Twelve rows of unequal prompts and responses, under a budget of half their length."""
     # The first caller may be under a jit, whose tracers must not stay in the cache.
     with jax.ensure_compile_time_eval():

@@ -125,7 +125,7 @@ def temporary_bytes(width: int) -> int:
     """Of reading two prompts."""
     sampler = Sampler(MODEL, H2O(), RolloutConfig(16, budget=64, buffer=16, prefill_chunk=64), width)
     params = jax.eval_shape(lambda: make_params(SHAPE))
-    prompts = PromptBatch(jax.ShapeDtypeStruct((2, width), jnp.int32), jax.ShapeDtypeStruct((2, width), jnp.bool_))
+    prompts = jax.eval_shape(lambda: left_padded([width, width], width, SHAPE.vocab_size))
     rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
     sizes: Any = jax.jit(prefill, static_argnums=0).lower(sampler, params, prompts, rng).compile().memory_analysis()
     return sizes.temp_size_in_bytes

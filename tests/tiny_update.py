@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ PARAMS, REFERENCE = spread_params(0), spread_params(1)
 
 
 @functools.cache
-def trajectory():
+def trajectory() -> Any:
     """Eight rows of unequal prompts and responses, under a budget of half their length."""
     rng = np.random.default_rng(0)
     valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 0, 6, 2, 1, 7])[:, None])
