@@ -7,8 +7,8 @@ Command    python experiments/compile_decode.py      (--target h100 or tpu_v5e: 
            It needs jax-cuda12-plugin, nvidia-cuda-nvcc-cu12 and libtpu; no GPU, no TPU.
 Cost       about a minute on two CPU cores
 Result     one JSON object a line: kernel, target, compiled, registers, spill_bytes, wgmma (instructions in the PTX),
-           temp_bytes; for loops also cache_bytes, of one layer's keys, and cache_writes, the operations of the
-           innermost loop that write as much, in-place updates of a slot aside. Exit status 1 if a kernel does not
+           temp_bytes; for loops also cache_bytes, of one layer's keys, and cache_writes, the operations of
+           innermost loops that write as much, in-place updates aside. Exit status 1 if a kernel does not
            compile, spills or has no wgmma, or a loop writes its cache.
 """
 
@@ -295,11 +295,13 @@ def parse(hlo: str) -> dict[str, list[Operation]]:
 
 
 def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
-    """Operations of the innermost loop over the cache that write at least `cache_bytes`, in-place updates aside."""
+    """Operations of the innermost loops over a cache, those that decode and those that compress it some rows at a time,
+    that write at least `cache_bytes`, in-place updates aside."""
     computations = parse(hlo)
     return [
         f"{operation.kind} {operation.name}"
-        for operation in executed(computations, decode_body(computations, cache_bytes))
+        for body in cache_loops(computations, cache_bytes)
+        for operation in executed(computations, body)
         if largest(operation.shapes) >= cache_bytes
         and not operation.kind.endswith("-start")
         and not in_place(computations, operation)
@@ -318,18 +320,17 @@ def largest(shapes: str) -> int:
     return max(sizes, default=0)
 
 
-def decode_body(computations: dict[str, list[Operation]], cache_bytes: int) -> str:
-    """Body of the only loop that carries caches and contains no other such loop."""
+def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> list[str]:
+    """Bodies of the loops that carry caches and contain no other such loop."""
     bodies = {
         re.findall(r"\bbody=%?([\w.\-]+)", operation.line)[0]
         for operations in computations.values()
         for operation in operations
         if operation.kind == "while" and largest(operation.shapes) >= cache_bytes
     }
-    inner = {body for body in bodies if not any(set(op.calls) & bodies for op in executed(computations, body))}
-    if len(inner) != 1:
-        raise ValueError(f"expected one innermost loop over the cache; got {sorted(inner)}")
-    return inner.pop()
+    if not bodies:
+        raise ValueError("expected a loop over the cache; got none")
+    return sorted(body for body in bodies if not any(set(op.calls) & bodies for op in executed(computations, body)))
 
 
 def executed(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:
