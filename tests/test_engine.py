@@ -77,9 +77,11 @@ def mismatch(trajectory: Trajectory) -> float:
 
 @pytest.mark.parametrize("name", ["Dense", "H2O", "SnapKV", "Random", "Pyramid of H2O"])
 def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
-    """In the order of the prompts, with their evictions; and the learner finds the sampler's probabilities."""
-    done = run(POLICIES[name], limits=LIMITS)
-    check_equal(done.trajectory, fixed(POLICIES[name], limits=LIMITS))
+    """In the order of the prompts, with their evictions; and the learner finds the sampler's probabilities. (Segments of
+    five: a window of four queries lies elsewhere in every one.)"""
+    sizes = replace(SIZES, buffer=5)
+    done = run(POLICIES[name], sizes, limits=LIMITS)
+    check_equal(done.trajectory, fixed(POLICIES[name], sizes, limits=LIMITS))
     assert mismatch(done.trajectory) <= 2e-5
     lengths = np.asarray(done.trajectory.lengths())
     ended = np.asarray(done.trajectory.terminated)
@@ -131,15 +133,16 @@ NOTHING = jnp.zeros((3, SHAPE.vocab_size), jnp.uint8)
 STOP = StopTable(NOTHING.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
 
 
-def test_stop_strings():
-    """A 9, and one of 0 to 4 behind it, but not before the sixth token; a slot that had another row begins anew."""
-    sizes = replace(SIZES, eos_token_id=None, min_new_tokens=5, max_new_tokens=60)
+@pytest.mark.parametrize("shortest", [0, 5])
+def test_stop_strings(shortest: int):
+    """A 9, and one of 0 to 4 behind it, but not before the minimum length; a slot that had another row begins anew."""
+    sizes = replace(SIZES, eos_token_id=None, min_new_tokens=shortest, max_new_tokens=60)
     warm = replace(sizes, sampling=SamplingConfig(temperature=1.0, top_k=12))
     done, expected = run(H2O(), warm, stop=STOP).trajectory, fixed(H2O(), warm, stop=STOP)
     check_equal(done, expected)
     stopped = 0
     for tokens, length, ended in zip(*map(np.asarray, (done.response, done.lengths(), done.terminated)), strict=True):
-        pairs = [i + 2 for i in range(5, length - 1) if tokens[i] == 9 and tokens[i + 1] < 5]
+        pairs = [i + 2 for i in range(shortest, length - 1) if tokens[i] == 9 and tokens[i + 1] < 5]
         assert (pairs == [length]) if ended else (not pairs and length == 60)
         stopped += int(ended)
     assert stopped > 0, "choose another key: some rows should stop"
