@@ -127,7 +127,7 @@ def test_identity_compiled_in_earnest():
 
 def test_float64():
     with jax.enable_x64(True):
-        difference = gap(roll("RKV", quantised(2), replace(GQA, dtype="float64")))
+        difference = gap(roll("H2O", quantised(2), replace(GQA, dtype="float64")))
     assert difference.dtype == np.float64 and difference.max() <= 1e-10
 
 
