@@ -49,13 +49,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import tyro
-from workers import Row, Worker, lines, write
+from workers import Row, lines, take_turns, write
 
 from smd_jax.progress import summary_table
 
@@ -140,22 +139,6 @@ def continuous_commands(args: Args, spread: str) -> Iterator[list[str]]:
         yield [str(word) for word in (*ours, "--rows", args.rows, "--spread", spread, *form)]
 
 
-def take_turns(args: Args, engines: Iterator[list[str]]) -> list[Row]:
-    """One row an engine; what disturbs one disturbs the others too."""
-    with ExitStack() as stack:
-        workers = []
-        for command in engines:
-            workers.append(stack.enter_context(Worker(command)))
-            workers[-1].read()  # ready: compiled and warm, before the next one starts
-        for _ in range(args.repeats):
-            for worker in workers:
-                worker.turn()
-        rows = [worker.read() for worker in workers]
-    if len(models := {row["parameters"] for row in rows}) > 1:
-        raise SystemExit(f"expected one model in all engines; got models of {sorted(models)} parameters")
-    return rows
-
-
 def ratio(value: float, rows: list[Row], names: tuple[str, ...]) -> float | None:
     """To the best of the engines whose names begin so."""
     others = [row["tokens_per_s"] for row in rows if row["engine"].startswith(names)]
@@ -212,10 +195,10 @@ def runs(args: Args) -> Iterator[tuple[str, list[Row]]]:
     if args.continuous:
         for spread in args.spread:
             title = f"{args.rows} responses of up to {max(args.lengths)} tokens, {spread} spread; {sizes}"
-            yield title, take_turns(args, continuous_commands(args, spread))
+            yield title, take_turns(args.repeats, continuous_commands(args, spread))
         return
     for new_tokens in args.lengths:
-        yield f"{new_tokens} new tokens; {sizes}", take_turns(args, commands(args, new_tokens))
+        yield f"{new_tokens} new tokens; {sizes}", take_turns(args.repeats, commands(args, new_tokens))
 
 
 def roofline_command(args: Args) -> list[str]:

@@ -34,13 +34,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import tyro
-from workers import Row, Worker, environment, write
+from workers import Row, environment, take_turns, write
 
 from smd_jax.progress import summary_table
 
@@ -110,18 +109,7 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
 
 def compare(args: Args, tokens: int) -> list[Row]:
     """One row an engine; all take turns, so that what disturbs one disturbs the others too."""
-    with ExitStack() as stack:
-        workers = []
-        for command in commands(args, tokens):
-            workers.append(stack.enter_context(Worker([*command, "--driven"])))
-            workers[-1].read()  # ready: compiled and warm, before the next one starts
-        for _ in range(args.repeats):
-            for worker in workers:
-                worker.turn()
-        rows = [worker.read() for worker in workers]
-    if len(sizes := {row["parameters"] for row in rows}) > 1:
-        raise SystemExit(f"expected one model in all engines; got models of {sorted(sizes)} parameters")
-    return rows
+    return take_turns(args.repeats, ([*command, "--driven"] for command in commands(args, tokens)))
 
 
 def pieces(args: Args, tokens: int) -> list[Row]:

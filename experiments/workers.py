@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ class Worker:
         if not line:
             raise SystemExit(f"expected a line of JSON; got the end of the output of {' '.join(self.command)}")
         return json.loads(line)
+
+
+def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
+    """One row an engine, of its command line; what disturbs one disturbs the others too."""
+    with ExitStack() as stack:
+        workers = []
+        for command in engines:
+            workers.append(stack.enter_context(Worker(command)))
+            workers[-1].read()  # ready: compiled and warm, before the next one starts
+        for _ in range(repeats):
+            for worker in workers:
+                worker.turn()
+        rows = [worker.read() for worker in workers]
+    if len(models := {row["parameters"] for row in rows}) > 1:
+        raise SystemExit(f"expected one model in all engines; got models of {sorted(models)} parameters")
+    return rows
 
 
 def environment() -> dict[str, str]:
