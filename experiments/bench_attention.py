@@ -35,10 +35,10 @@ import numpy as np
 import tyro
 from jaxtyping import Array
 
-from smd_jax.attention import attend, why_not
 from smd_jax.masks import KeyInterval, Segments
-from smd_jax.progress import summary_table
+from smd_jax.model.attention import attend, why_not
 from smd_jax.testing import random_evictions
+from smd_jax.train.progress import summary_table
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
 from smd_kernels.gpu import GPU_SIZES

@@ -56,7 +56,7 @@ from typing import Literal
 import tyro
 from workers import Row, lines, take_turns, write
 
-from smd_jax.progress import summary_table
+from smd_jax.train.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "ours-snapkv", "ours-h2o", "ours-dense", "hf", "hf-static", "tunix", "kvpress"]

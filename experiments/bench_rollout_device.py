@@ -38,7 +38,7 @@ from smd_jax.testing import random_params, tiny_model_config
 
 Row = dict[str, Any]
 PREFILLED = 1  # prompts read at once: their caches are alive beside those of the rows
-POLICIES = {"ours": smd.Knorm(), "ours-snapkv": smd.SnapKV(), "ours-h2o": smd.H2O()}
+POLICIES = {"ours": smd.eviction.Knorm(), "ours-snapkv": smd.eviction.SnapKV(), "ours-h2o": smd.eviction.H2O()}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def copy_bandwidth(size: int, repeats: int = 10) -> float:
     return 2 * x.nbytes / min(seconds)
 
 
-def random_weights(config: smd.ModelConfig) -> smd.Params:
+def random_weights(config: smd.ModelConfig) -> smd.model.Params:
     """In the compute dtype, made on the device: those of `random_params` would be there in float32 first."""
     shapes = jax.eval_shape(lambda: random_params(config))
 
@@ -104,7 +104,7 @@ def random_weights(config: smd.ModelConfig) -> smd.Params:
         return (0.02 * jax.random.normal(key, x.shape, jnp.float32)).astype(config.dtype)
 
     @jax.jit
-    def make() -> smd.Params:
+    def make() -> smd.model.Params:
         leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
         keys = jax.random.split(jax.random.key(0), len(leaves))
         return jax.tree.unflatten(tree, [fill(path, x, key) for (path, x), key in zip(leaves, keys, strict=True)])
@@ -121,7 +121,7 @@ def prompts(rows: int, width: int, vocabulary: int) -> smd.PromptBatch:
     return smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
 
 
-def make_engine(sizes: Sizes, policy: smd.EvictionPolicy, slots: int, new_tokens: int) -> smd.Engine:
+def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, slots: int, new_tokens: int) -> smd.Engine:
     config = smd.RolloutConfig(new_tokens, sizes.budget, sizes.buffer)
     return smd.Engine(smd.Decoder(sizes.model), policy, config, slots=slots, prefill_rows=min(slots, PREFILLED))
 
@@ -132,7 +132,7 @@ def slot_bytes(sizes: Sizes) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
 
 
-def step_bytes(sizes: Sizes, policy: smd.EvictionPolicy, rows: int, weights: int) -> int:
+def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, weights: int) -> int:
     """What a step has to move: weights once, live keys and values once, the statistic in and out."""
     live = sizes.budget + sizes.buffer / 2
     watched = 8 * sizes.model.num_layers * sizes.model.num_kv_heads if policy.observes_attention else 0
@@ -165,19 +165,19 @@ def check(sizes: Sizes) -> Iterator[Row]:
 SMALL = {"num_layers": 2, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512}
 
 
-def max_difference(model: smd.Decoder, params: smd.Params, trajectory: smd.Trajectory) -> float:
+def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over two rows."""
     part = jax.tree.map(lambda x: x[:2], trajectory)
     scores = jax.jit(smd.score, static_argnums=0)(model, params, part)
     return float(np.abs(scores.logprobs - part.logprobs)[np.asarray(part.response_mask)].max())
 
 
-def step_row(sizes: Sizes, name: str, rows: int, params: smd.Params, bandwidth: float) -> Row:
+def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
     """Time of a step of `rows` rows, and the share of the roofline."""
     policy, new_tokens = POLICIES[name], sizes.segments * sizes.buffer
     engine, marks = make_engine(sizes, policy, rows, new_tokens), [0.0]
 
-    def report(progress: smd.Progress) -> None:
+    def report(progress: smd.sampler.Progress) -> None:
         marks.append(progress.seconds)
 
     given = prompts(rows, sizes.budget, sizes.model.vocab_size)
@@ -207,7 +207,7 @@ def device_bytes(given: float | None) -> int:
     return int(stats["bytes_limit"])
 
 
-def largest_batch(sizes: Sizes, policy: smd.EvictionPolicy, context: int, limit: int) -> tuple[int, int]:
+def largest_batch(sizes: Sizes, policy: smd.eviction.EvictionPolicy, context: int, limit: int) -> tuple[int, int]:
     """Rows whose segment program fits into `limit` bytes, and what it needs, by the compiler's account.
 
     A guess is compiled, then the place where a line through what two programs need reaches the limit, until that fits.
@@ -234,7 +234,7 @@ def even(x: float) -> int:
     return int(x) // 2 * 2
 
 
-def confirm(sizes: Sizes, policy: smd.EvictionPolicy, context: int, rows: int) -> float:
+def confirm(sizes: Sizes, policy: smd.eviction.EvictionPolicy, context: int, rows: int) -> float:
     """Runs one segment of so many rows; its seconds."""
     width = min(sizes.budget, context // 2)
     params = random_weights(sizes.model)
@@ -247,7 +247,7 @@ def confirm(sizes: Sizes, policy: smd.EvictionPolicy, context: int, rows: int) -
 def batch_rows(sizes: Sizes, limit: int, confirmed: bool) -> Iterator[Row]:
     """The largest batch of a fixed budget and of a dense cache, for a context of so many tokens."""
     found = []
-    for policy in (POLICIES["ours"], smd.Dense()):
+    for policy in (POLICIES["ours"], smd.eviction.Dense()):
         rows, needed = largest_batch(sizes, policy, sizes.context, limit)
         found.append(rows)
         row: Row = {"largest_batch": rows, "policy": type(policy).__name__, "context": sizes.context}

@@ -1,4 +1,4 @@
-"""Sampling with smd_jax, as `smd_jax.rollout` and its engine do it. Started by `bench_rollout.py`.
+"""Sampling with smd_jax, as `smd_jax.sampler.fixed_batch` and its engine do it. Started by `bench_rollout.py`.
 
 Command    python experiments/bench_rollout_ours.py --policy knorm --new-tokens 512
            python experiments/bench_rollout_ours.py --policy knorm --new-tokens 2048 --rows 256 --spread log --fixed
@@ -21,10 +21,15 @@ from bench_update_ours import model_config  # noqa: E402
 from segment_memory import segment_memory  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.random_keys import row_keys  # noqa: E402
+from smd_jax.sampler.keys import row_keys  # noqa: E402
 from smd_jax.testing import random_params  # noqa: E402
 
-POLICIES = {"knorm": smd.Knorm(), "snapkv": smd.SnapKV(), "h2o": smd.H2O(), "dense": smd.Dense()}
+POLICIES = {
+    "knorm": smd.eviction.Knorm(),
+    "snapkv": smd.eviction.SnapKV(),
+    "h2o": smd.eviction.H2O(),
+    "dense": smd.eviction.Dense(),
+}
 CHECKED = 4  # rows whose log-probabilities the learner computes again
 
 
@@ -35,7 +40,7 @@ def response_lengths(rows: int, longest: int, spread: str) -> np.ndarray:
     return np.random.default_rng(0).permutation(np.rint(exact).astype(np.int32))
 
 
-def max_difference(model: smd.Decoder, params: smd.Params, trajectory: smd.Trajectory) -> float:
+def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over the first rows."""
     part = jax.tree.map(lambda x: x[:CHECKED], trajectory)
     scores = jax.jit(smd.score, static_argnums=0)(model, params, part)
@@ -68,7 +73,7 @@ class Sampling:
         segments = 0
         self.marks.begin()
 
-        def report(progress: smd.Progress) -> None:
+        def report(progress: smd.sampler.Progress) -> None:
             nonlocal segments
             segments += 1
             self.marks.mark(segments * self.args.buffer)

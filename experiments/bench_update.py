@@ -41,7 +41,7 @@ from typing import Literal
 import tyro
 from workers import Row, environment, take_turns, write
 
-from smd_jax.progress import summary_table
+from smd_jax.train.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "torch", "trl", "tunix"]

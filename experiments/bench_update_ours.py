@@ -26,13 +26,13 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.attention import attend  # noqa: E402
-from smd_jax.learner import response_hidden, response_logits, score_logits  # noqa: E402
+from smd_jax.learner.forward import response_hidden, response_logits, score_logits  # noqa: E402
+from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
 from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
-from smd_jax.model import MLP, RMSNorm, rope_tables, rotate  # noqa: E402
+from smd_jax.model.attention import attend  # noqa: E402
+from smd_jax.model.decoder import MLP, RMSNorm, rope_tables, rotate  # noqa: E402
 from smd_jax.testing import random_evictions, random_params  # noqa: E402
 from smd_jax.trajectory import Trajectory  # noqa: E402
-from smd_jax.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
 
 
 def model_config(tied: bool, max_tokens: int) -> smd.ModelConfig:
@@ -227,7 +227,7 @@ def main() -> None:
     if (args.budget is None) != (args.buffer is None) or (args.visibility == "shadow") != (args.budget is not None):
         raise SystemExit("expected --budget and --buffer with --visibility shadow, and neither with dense")
     model = smd.Decoder(model_config(not args.untied, args.tokens))
-    correction = smd.Shadow() if args.visibility == "shadow" else smd.Naive()
+    correction = smd.corrections.Shadow() if args.visibility == "shadow" else smd.corrections.Naive()
     config = UpdateConfig(args.visibility, correction=correction, microbatch_size=args.microbatch)
     if args.check:
         run_check(args, model, config)

@@ -42,14 +42,14 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from smd_jax import attention
-from smd_jax import cache as kv_cache
-from smd_jax.cache import LayerCache
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import LayerCache
 from smd_jax.config import ModelConfig
-from smd_jax.eviction import H2O
-from smd_jax.model import Decoder
-from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout_program
+from smd_jax.eviction.policies import H2O
+from smd_jax.model import attention
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
+from smd_jax.text.prompts import PromptBatch
 from smd_kernels import decode_gpu, decode_tpu
 from smd_kernels.decode import Implementation, decode_attention
 
@@ -219,7 +219,7 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
 
 
 def whole_rollout(target: Target, sharding: NamedSharding) -> tuple[Any, int]:
-    """`smd_jax.rollout` of a small bfloat16 model with the cache of `ROLLOUT`; and its bytes of keys."""
+    """`smd_jax.sampler.fixed_batch` of a small bfloat16 model with the cache of `ROLLOUT`; and its bytes of keys."""
     array, shape = partial(abstract, sharding), ROLLOUT
     config = ModelConfig(
         vocab_size=264,

@@ -26,34 +26,34 @@ import tyro
 from transformers import AutoTokenizer
 
 import smd_jax as smd
-from smd_jax.distillation import Direction
-from smd_jax.losses import LossType
-from smd_jax.memory import fit_evaluation, fit_loop, parse_bytes
-from smd_jax.metrics import read_metrics
-from smd_jax.plots import plot_training
-from smd_jax.progress import rollout_report, summary_table
-from smd_jax.prompts import eos_token_id, pad_token_id
-from smd_jax.rollout import cache_bytes
+from smd_jax.losses.distillation import Direction
+from smd_jax.losses.policy import LossType
+from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
+from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
-from smd_jax.tasks import Gsm8kTask, load_gsm8k, longest_prompt
-from smd_jax.training import RunConfig, check_directory, train
+from smd_jax.tasks.task import Gsm8kTask, load_gsm8k, longest_prompt
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train.metrics_log import read_metrics
+from smd_jax.train.plots import plot_training
+from smd_jax.train.progress import rollout_report, summary_table
+from smd_jax.train.run import RunConfig, check_directory, train
 
-POLICIES: dict[str, smd.EvictionPolicy] = {
-    "rkv": smd.RKV(),
-    "snapkv": smd.SnapKV(),
-    "h2o": smd.H2O(),
-    "streaming_llm": smd.StreamingLLM(),
-    "dense": smd.Dense(),
+POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
+    "rkv": smd.eviction.RKV(),
+    "snapkv": smd.eviction.SnapKV(),
+    "h2o": smd.eviction.H2O(),
+    "streaming_llm": smd.eviction.StreamingLLM(),
+    "dense": smd.eviction.Dense(),
 }
 
 # Only with shadow masks does the learner see what the sampler saw; the others correct a dense learner, or do not.
-CORRECTIONS: dict[str, smd.Correction] = {
-    "shadow": smd.Shadow(),
-    "naive": smd.Naive(),
-    "bypass": smd.Bypass(),
-    "tis": smd.TIS(),
-    "icepop": smd.IcePop(),
-    "sparse_rl": smd.SparseRL(),
+CORRECTIONS: dict[str, smd.corrections.Correction] = {
+    "shadow": smd.corrections.Shadow(),
+    "naive": smd.corrections.Naive(),
+    "bypass": smd.corrections.Bypass(),
+    "tis": smd.corrections.TIS(),
+    "icepop": smd.corrections.IcePop(),
+    "sparse_rl": smd.corrections.SparseRL(),
 }
 
 
@@ -170,14 +170,14 @@ def memory_of(args: Args) -> int | None:
     return None if args.memory is None else parse_bytes(args.memory)
 
 
-def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.Params) -> Mapping[str, float]:
+def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mapping[str, float]:
     """Mean reward on the evaluation rows, decoded under the budget and with the full cache."""
     if args.eval is None:
         return {}
     task = load_gsm8k(args.eval)
     held_out = Gsm8kTask(task.rows[: args.eval_rows])
     full = replace(loop.config.rollout, quant=None, prefill_chunk=None)
-    dense = fit_evaluation(loop, params, memory_of(args), policy=smd.Dense(), config=full)
+    dense = fit_evaluation(loop, params, memory_of(args), policy=smd.eviction.Dense(), config=full)
     key = jax.random.key(args.seed + 1)
     return {
         name: arm.evaluate(params, held_out, key, policy=arm.config.policy, config=arm.config.rollout)
@@ -190,7 +190,7 @@ def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: M
     plot_training({args.correction: history}, args.runs / "training.png")
     sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.slots or loop.config.rows)
     kept = cache_bytes(loop.model.config, loop.config.policy, sizes, *rows)
-    full = cache_bytes(loop.model.config, smd.Dense(), replace(sizes, quant=None), *rows)
+    full = cache_bytes(loop.model.config, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]
     rewards.append(("reward, training", history[0]["reward"], history[-1]["reward"]))
     summary_table(f"GSM8K, {len(history)} rollouts", ("", "before", "after"), rewards)

@@ -21,22 +21,22 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
-from smd_jax.progress import summary_table
 from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.train.progress import summary_table
 
-POLICIES: dict[str, smd.EvictionPolicy] = {
-    "dense": smd.Dense(),
-    "recent": smd.Recent(),
-    "streaming_llm": smd.StreamingLLM(),
-    "h2o": smd.H2O(),
-    "tova": smd.TOVA(),
-    "snapkv": smd.SnapKV(window=8),
-    "rkv": smd.RKV(),
-    "keydiff": smd.KeyDiff(),
-    "knorm": smd.Knorm(),
-    "random": smd.Random(),
-    "pyramid_snapkv": smd.Pyramid(smd.SnapKV(window=8)),
-    "protected_knorm": smd.Protect(smd.Knorm(), sinks=4, recent=8),
+POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
+    "dense": smd.eviction.Dense(),
+    "recent": smd.eviction.Recent(),
+    "streaming_llm": smd.eviction.StreamingLLM(),
+    "h2o": smd.eviction.H2O(),
+    "tova": smd.eviction.TOVA(),
+    "snapkv": smd.eviction.SnapKV(window=8),
+    "rkv": smd.eviction.RKV(),
+    "keydiff": smd.eviction.KeyDiff(),
+    "knorm": smd.eviction.Knorm(),
+    "random": smd.eviction.Random(),
+    "pyramid_snapkv": smd.eviction.Pyramid(smd.eviction.SnapKV(window=8)),
+    "protected_knorm": smd.eviction.Protect(smd.eviction.Knorm(), sinks=4, recent=8),
 }
 
 

@@ -27,18 +27,18 @@ import optax
 import tyro
 
 import smd_jax as smd
-from smd_jax import checkpoint
-from smd_jax.distillation import Direction
-from smd_jax.memory import fit_loop, param_shapes, parse_bytes
-from smd_jax.metrics import read_metrics
-from smd_jax.plots import plot_training
-from smd_jax.progress import summary_table, training_progress
-from smd_jax.prompts import eos_token_id, pad_token_id
-from smd_jax.rollout import cache_bytes
-from smd_jax.supervised import encode_examples, make_supervised_update
-from smd_jax.tasks import ReasoningGymTask, batch_indices
+from smd_jax.losses.distillation import Direction
+from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
+from smd_jax.sampler.fixed_batch import cache_bytes
+from smd_jax.tasks.task import ReasoningGymTask, batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
-from smd_jax.training import RunConfig, check_directory, train
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train import checkpoint
+from smd_jax.train.metrics_log import read_metrics
+from smd_jax.train.plots import plot_training
+from smd_jax.train.progress import summary_table, training_progress
+from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 DIGITS, DISTRACTORS = 8, 16
 PROMPT, RESPONSE = DIGITS + DISTRACTORS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
@@ -171,7 +171,7 @@ def make_loop(args: Args, model: smd.Decoder, seed: int) -> smd.GRPOLoop:
         prompts_per_step=args.prompts,
         group_size=args.group,
         prompt_width=PROMPT,
-        policy=smd.H2O() if args.policy == "h2o" else smd.Dense(),
+        policy=smd.eviction.H2O() if args.policy == "h2o" else smd.eviction.Dense(),
         rollout=smd.RolloutConfig(RESPONSE, args.budget, args.buffer, eos_token_id(TOKENIZER), pad_token_id(TOKENIZER)),
         update=update_config(args),
         seed=seed,
@@ -186,7 +186,9 @@ def update_config(args: Args) -> smd.UpdateConfig:
     direction = direction_of(args)
     distill = None if direction is None else smd.DistillConfig(direction, args.distill_coef, args.distill_fraction)
     if args.correction == "none":
-        return smd.UpdateConfig("dense", correction=smd.Naive(), distill=distill, microbatch_size=args.microbatch)
+        return smd.UpdateConfig(
+            "dense", correction=smd.corrections.Naive(), distill=distill, microbatch_size=args.microbatch
+        )
     return smd.UpdateConfig("shadow", distill=distill, microbatch_size=args.microbatch)
 
 
@@ -213,10 +215,10 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
 
 def evaluate(loop: smd.GRPOLoop, params: Any) -> tuple[float, float]:
     """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature."""
-    held_out, sampler = task(99, EVALUATION_ROWS), smd.H2O()
+    held_out, sampler = task(99, EVALUATION_ROWS), smd.eviction.H2O()
     decode = [
         loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
-        for policy in (sampler, smd.Dense())
+        for policy in (sampler, smd.eviction.Dense())
     ]
     return decode[0], decode[1]
 
@@ -235,7 +237,7 @@ def report(
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
     config = loop.model.config
     sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.rows)
-    kept, full = (cache_bytes(config, policy, *sizes) for policy in (loop.config.policy, smd.Dense()))
+    kept, full = (cache_bytes(config, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",
         ("", "before", "after"),

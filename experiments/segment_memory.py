@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 import smd_jax as smd
-from smd_jax.prefill import prefill
-from smd_jax.random_keys import row_keys
-from smd_jax.rows import empty
-from smd_jax.sampler import Sampler
-from smd_jax.sampler_params import sampler_params
-from smd_jax.segment import run_segment
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.seats import empty
+from smd_jax.sampler.segment import run_segment
+from smd_jax.sampler.static import Sampler
 
 
 @dataclass(frozen=True)

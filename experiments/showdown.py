@@ -4,7 +4,7 @@ Task       Running sums modulo 10 of 12 digits: "382…=" -> "313…". The rewar
            75,000 parameters; a head of the sampler keeps 14 keys (TOVA, + 2 of buffer) of up to 26.
 Start      One policy per seed for all arms: supervised, dense, until 70 % of its sums are right with the full cache;
            under the budget it then has about 50 % (10 % is chance), so that neither way of decoding starts at an end.
-Arms       `ARMS` below: three policies are in play, see `smd_jax/corrections.py`. What an arm is made of stands there;
+Arms       `ARMS` below: three policies are in play, see `smd_jax/corrections`. What an arm is made of stands there;
            everything else is the same for all: GRPO, 4 optimizer steps per rollout, so that there is staleness too.
            Distillation has one coefficient for all directions, 0.1, which was not tuned.
 Rates      Every arm has the same grid of learning rates (`RATES`). Fixed before anything was run: the rate of an arm
@@ -53,18 +53,18 @@ from showdown_plot import draw
 from showdown_task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
 
 import smd_jax as smd
-from smd_jax import checkpoint
-from smd_jax.distillation import Direction
-from smd_jax.metrics import MetricsWriter, read_metrics
-from smd_jax.prompts import eos_token_id, pad_token_id
-from smd_jax.supervised import encode_examples, make_supervised_update
-from smd_jax.tasks import batch_indices
+from smd_jax.losses.distillation import Direction
+from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train import checkpoint
+from smd_jax.train.metrics_log import MetricsWriter, read_metrics
+from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 
-SAMPLER, BUDGET, BUFFER = smd.TOVA(), 14, 2
+SAMPLER, BUDGET, BUFFER = smd.eviction.TOVA(), 14, 2
 WARM_START_STEPS = 1_000  # at most
 DISTILL_COEF = 0.1
 RATES = (1e-4, 3e-4, 1e-3)
@@ -78,10 +78,10 @@ class Arm:
 
     name: str
     visibility: Literal["shadow", "dense"]
-    correction: smd.Correction
+    correction: smd.corrections.Correction
     direction: Direction | None = None
     policy_coef: float = 1.0
-    sampler: smd.EvictionPolicy = SAMPLER
+    sampler: smd.eviction.EvictionPolicy = SAMPLER
 
     @property
     def update(self) -> smd.UpdateConfig:
@@ -92,18 +92,24 @@ class Arm:
 
 
 ARMS = (
-    Arm("dense", "shadow", smd.Shadow(), sampler=smd.Dense()),  # an unlimited cache: nothing is evicted while sampling
-    Arm("naive", "dense", smd.Naive()),
-    Arm("bypass", "dense", smd.Bypass()),
-    Arm("tis", "dense", smd.TIS()),
-    Arm("icepop", "dense", smd.IcePop()),
-    Arm("sparse-rl", "dense", smd.SparseRL()),  # the correction as released, without its KL of 1e-4 to a reference
-    Arm("shadow", "shadow", smd.Shadow()),
-    Arm("shadow-forward", "shadow", smd.Shadow(), "forward"),
-    Arm("shadow-reverse", "shadow", smd.Shadow(), "reverse"),
-    Arm("shadow-published", "shadow", smd.Shadow(), "published"),
-    Arm("shadow-anchor", "shadow", smd.Shadow(), "anchor"),
-    Arm("forward-only", "shadow", smd.Shadow(), "forward", policy_coef=0.0),  # a control: distillation alone
+    Arm(
+        "dense", "shadow", smd.corrections.Shadow(), sampler=smd.eviction.Dense()
+    ),  # an unlimited cache: nothing is evicted while sampling
+    Arm("naive", "dense", smd.corrections.Naive()),
+    Arm("bypass", "dense", smd.corrections.Bypass()),
+    Arm("tis", "dense", smd.corrections.TIS()),
+    Arm("icepop", "dense", smd.corrections.IcePop()),
+    Arm(
+        "sparse-rl", "dense", smd.corrections.SparseRL()
+    ),  # the correction as released, without its KL of 1e-4 to a reference
+    Arm("shadow", "shadow", smd.corrections.Shadow()),
+    Arm("shadow-forward", "shadow", smd.corrections.Shadow(), "forward"),
+    Arm("shadow-reverse", "shadow", smd.corrections.Shadow(), "reverse"),
+    Arm("shadow-published", "shadow", smd.corrections.Shadow(), "published"),
+    Arm("shadow-anchor", "shadow", smd.corrections.Shadow(), "anchor"),
+    Arm(
+        "forward-only", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0
+    ),  # a control: distillation alone
 )
 
 
@@ -323,11 +329,11 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
 def evaluate(loop: smd.GRPOLoop, params: Any, split: Split, rows: int) -> dict[str, float]:
     """Mean reward on rows of a split under the budget and with the full cache, at the sampler's temperature."""
 
-    def reward(policy: smd.EvictionPolicy) -> float:
+    def reward(policy: smd.eviction.EvictionPolicy) -> float:
         return loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
 
     held_out = RunningSums(split, rows)
-    return {"eval/sparse": reward(SAMPLER), "eval/dense": reward(smd.Dense())}
+    return {"eval/sparse": reward(SAMPLER), "eval/dense": reward(smd.eviction.Dense())}
 
 
 def warm_start(seed: int, sizes: Sizes, runs: Path) -> Any:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from showdown_report import DECODINGS, Run, bootstrap, values_of
 
-from smd_jax.plots import COLOURS
+from smd_jax.train.plots import COLOURS
 
 Runs = Sequence[Run]
 SPARSE, DENSE = COLOURS[0], COLOURS[1]

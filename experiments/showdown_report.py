@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
-from smd_jax.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
-from smd_jax.progress import Cell, summary_table
+from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
+from smd_jax.train.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
+from smd_jax.train.progress import Cell, summary_table
 
 History = Sequence[Mapping[str, Any]]
 

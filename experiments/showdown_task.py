@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import smd_jax as smd
-from smd_jax.tasks import Row
+from smd_jax.tasks.task import Row
 
 DIGITS = 12
 PROMPT, RESPONSE = DIGITS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response

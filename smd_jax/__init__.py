@@ -1,106 +1,58 @@
 """Shadow Mask Distillation: RL post-training with a KV cache of fixed size, sampler and learner exactly one policy.
 
 The way of the data: prompts -> rollout (cache + eviction policy) -> Trajectory -> rewards -> advantages -> update.
+
+Here are the names of that way. Everything else is in the packages: `smd.eviction.H2O`, `smd.corrections.TIS`, ….
 """
 
-from smd_jax.advantages import group_relative as group_relative
-from smd_jax.advantages import groups_with_signal as groups_with_signal
-from smd_jax.advantages import leave_one_out as leave_one_out
-from smd_jax.attention import BlockSizes as BlockSizes
-from smd_jax.attention import attend as attend
+# The model, and its weights on disk.
 from smd_jax.config import ModelConfig as ModelConfig
-from smd_jax.correction import Correction as Correction
-from smd_jax.correction import CorrectionInputs as CorrectionInputs
-from smd_jax.correction import CorrectionTerms as CorrectionTerms
-from smd_jax.correction import combine_terms as combine_terms
-from smd_jax.corrections import Bypass as Bypass
-from smd_jax.corrections import Chain as Chain
-from smd_jax.corrections import Naive as Naive
-from smd_jax.corrections import Shadow as Shadow
-from smd_jax.corrections import SparseRL as SparseRL
-from smd_jax.corrections import SparseRLPaper as SparseRLPaper
-from smd_jax.distillation import DistillConfig as DistillConfig
-from smd_jax.dpo import DPOConfig as DPOConfig
-from smd_jax.dpo import DPOInputs as DPOInputs
-from smd_jax.dpo import dpo_loss as dpo_loss
-from smd_jax.dpo import pair_weights as pair_weights
-from smd_jax.dpo_update import DPOUpdateConfig as DPOUpdateConfig
-from smd_jax.dpo_update import PairBatch as PairBatch
-from smd_jax.dpo_update import make_dpo_update as make_dpo_update
-from smd_jax.engine import Engine as Engine
-from smd_jax.engine import Progress as Progress
-from smd_jax.eviction import H2O as H2O
-from smd_jax.eviction import RKV as RKV
-from smd_jax.eviction import TOVA as TOVA
-from smd_jax.eviction import CacheView as CacheView
-from smd_jax.eviction import Dense as Dense
-from smd_jax.eviction import EvictionPolicy as EvictionPolicy
-from smd_jax.eviction import KeyDiff as KeyDiff
-from smd_jax.eviction import Knorm as Knorm
-from smd_jax.eviction import Protect as Protect
-from smd_jax.eviction import Pyramid as Pyramid
-from smd_jax.eviction import Random as Random
-from smd_jax.eviction import Recent as Recent
-from smd_jax.eviction import SnapKV as SnapKV
-from smd_jax.eviction import StreamingLLM as StreamingLLM
-from smd_jax.gae import gae as gae
-from smd_jax.grpo import GRPOConfig as GRPOConfig
-from smd_jax.grpo import GRPOLoop as GRPOLoop
-from smd_jax.importance import MIS as MIS
-from smd_jax.importance import TIS as TIS
-from smd_jax.importance import IcePop as IcePop
-from smd_jax.importance import QuRL as QuRL
-from smd_jax.kept_tokens import KeptTokens as KeptTokens
-from smd_jax.learner import score as score
-from smd_jax.loop import Loop as Loop
-from smd_jax.loop import LoopConfig as LoopConfig
-from smd_jax.losses import LossConfig as LossConfig
-from smd_jax.losses import LossInputs as LossInputs
-from smd_jax.losses import policy_loss as policy_loss
-from smd_jax.losses import token_weights as token_weights
-from smd_jax.masks import Segments as Segments
-from smd_jax.masks import ShadowMask as ShadowMask
-from smd_jax.memory import MemoryPlan as MemoryPlan
-from smd_jax.memory import Workload as Workload
-from smd_jax.memory import check_memory as check_memory
-from smd_jax.memory import device_memory as device_memory
-from smd_jax.memory import fit_evaluation as fit_evaluation
-from smd_jax.memory import fit_loop as fit_loop
-from smd_jax.memory import fit_slots as fit_slots
-from smd_jax.memory import largest_batch as largest_batch
-from smd_jax.memory import parse_bytes as parse_bytes
-from smd_jax.memory import plan_memory as plan_memory
 from smd_jax.model import Decoder as Decoder
-from smd_jax.model import Params as Params
-from smd_jax.online_dpo import OnlineDPOConfig as OnlineDPOConfig
-from smd_jax.online_dpo import OnlineDPOLoop as OnlineDPOLoop
-from smd_jax.pairs import best_worst as best_worst
-from smd_jax.ppo import PPOConfig as PPOConfig
-from smd_jax.ppo import PPOLoop as PPOLoop
-from smd_jax.prompts import PromptBatch as PromptBatch
-from smd_jax.prompts import encode_prompts as encode_prompts
-from smd_jax.quantization import QuantConfig as QuantConfig
-from smd_jax.rejection import GeometricRejection as GeometricRejection
-from smd_jax.rejection import Rejection as Rejection
-from smd_jax.rejection import Veto as Veto
-from smd_jax.rollout import RolloutConfig as RolloutConfig
-from smd_jax.rollout import rollout as rollout
+from smd_jax.model import load_checkpoint as load_checkpoint
+from smd_jax.model import save_checkpoint as save_checkpoint
+
+# The rollout: prompts through a cache of fixed size.
+from smd_jax.text import PromptBatch as PromptBatch
+from smd_jax.text import encode_prompts as encode_prompts
 from smd_jax.sampling import SamplingConfig as SamplingConfig
-from smd_jax.schedules import CoefSchedule as CoefSchedule
-from smd_jax.sharding import make_mesh as make_mesh
-from smd_jax.stop_strings import StopTable as StopTable
-from smd_jax.stop_strings import compile_stop_strings as compile_stop_strings
+from smd_jax.quantization import QuantConfig as QuantConfig
+from smd_jax.sampler import RolloutConfig as RolloutConfig
+from smd_jax.sampler import rollout as rollout
+from smd_jax.sampler import Engine as Engine
+
+# The message from the sampler to the learner.
 from smd_jax.trajectory import Trajectory as Trajectory
-from smd_jax.trust_region import DPPOTV as DPPOTV
-from smd_jax.trust_region import OPSM as OPSM
-from smd_jax.update import TrainBatch as TrainBatch
-from smd_jax.update import TrainState as TrainState
-from smd_jax.update import UpdateConfig as UpdateConfig
-from smd_jax.update import init_state as init_state
-from smd_jax.update import make_score as make_score
-from smd_jax.update import make_update as make_update
-from smd_jax.value import ValueConfig as ValueConfig
-from smd_jax.value import add_value_head as add_value_head
-from smd_jax.value import drop_value_head as drop_value_head
-from smd_jax.weights import load_checkpoint as load_checkpoint
-from smd_jax.weights import save_checkpoint as save_checkpoint
+from smd_jax.masks import ShadowMask as ShadowMask
+
+# The learner.
+from smd_jax.losses import LossConfig as LossConfig
+from smd_jax.losses import DistillConfig as DistillConfig
+from smd_jax.losses import group_relative as group_relative
+from smd_jax.learner import score as score
+from smd_jax.learner import UpdateConfig as UpdateConfig
+from smd_jax.learner import TrainBatch as TrainBatch
+from smd_jax.learner import TrainState as TrainState
+from smd_jax.learner import init_state as init_state
+from smd_jax.learner import make_update as make_update
+
+# Whole runs.
+from smd_jax.sharding import make_mesh as make_mesh
+from smd_jax.train import GRPOConfig as GRPOConfig
+from smd_jax.train import GRPOLoop as GRPOLoop
+from smd_jax.train import PPOConfig as PPOConfig
+from smd_jax.train import PPOLoop as PPOLoop
+from smd_jax.train import OnlineDPOConfig as OnlineDPOConfig
+from smd_jax.train import OnlineDPOLoop as OnlineDPOLoop
+
+# The packages.
+from smd_jax import cache as cache
+from smd_jax import corrections as corrections
+from smd_jax import eviction as eviction
+from smd_jax import learner as learner
+from smd_jax import losses as losses
+from smd_jax import memory as memory
+from smd_jax import model as model
+from smd_jax import sampler as sampler
+from smd_jax import tasks as tasks
+from smd_jax import text as text
+from smd_jax import train as train

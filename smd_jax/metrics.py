@@ -1,64 +1,35 @@
-"""Metrics: their names, the functions that compute them, and the file that keeps them.
+"""What runs log about their tokens: how far sampler and learner are apart, what a correction did, lengths, rewards.
 
 Names follow TRL, so that runs can be laid side by side. All logarithms are natural, lengths are in tokens.
+
+Definitions of `rollout_corr/*` follow verl (verl/trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics and
+compute_is_metrics) but for two things: responses without tokens are left out of means over responses, so that padding
+rows change nothing; and the statistics of weights, rollout_is_*, are of those that the loss multiplies by, for every
+correction, where verl has those before batch normalisation, and extremes before truncation at the sequence level.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.dpo import DPO_METRICS
-from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
-from smd_jax.value import VALUE_METRICS
+from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile
 
-Scalar = Array | np.ndarray | np.generic | float | int
+MISMATCH_METRICS: dict[str, str] = {
+    "rollout_corr/chi2_token": "mean over tokens of xi^2, minus 1; xi = p_learner / p_sampler",
+    "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
+    "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
+    "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
+}
 
-METRICS: dict[str, str] = {
-    "reward": "mean reward of the completions, sampled under the cache budget",
-    "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
-    "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
-    "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per kept token, nats; only with a reference",
-    "entropy": "mean entropy of the next-token distribution, nats",
-    "clip_ratio/low_mean": "share of kept tokens clipped from below: ratio < 1 - epsilon_low, negative advantage",
-    "clip_ratio/high_mean": "share of kept tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
-    "clip_ratio/region_mean": "share of kept tokens clipped at either side; kept: not rejected by the correction",
-    "completions/mean_length": "mean length of a completion, tokens",
-    "completions/min_length": "shortest completion, tokens",
-    "completions/max_length": "longest completion, tokens",
-    "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
-    "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
-    "sampling/sampling_logp_difference/max": "maximum of the same, nats",
-    "sampling/importance_sampling_ratio/min": "minimum over response tokens of p_learner / p_sampler",
-    "sampling/importance_sampling_ratio/mean": "mean of the same",
-    "sampling/importance_sampling_ratio/max": "maximum of the same",
-    "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
-    "rollout/utilisation": "rows of the cache that were live / all of them, with `slots`",
-    "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
-    "grad_norm": "global norm of the gradient before clipping",
-    "step_time": "wall time of one step with its rollout, seconds",
-    "loss": "policy loss, and weighted distillation and value loss",
-    "distill": "divergence between dense and shadow policy per token, nats",
-    "distill_coef": "its coefficient in the loss",
-    "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
-    "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
-    "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
-    "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
-    **MISMATCH_METRICS,
-    **CORRECTION_METRICS,
-    **DPO_METRICS,
-    **VALUE_METRICS,
+CORRECTION_METRICS: dict[str, str] = {
+    "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
+    "rollout_corr/rollout_is_min": "smallest weight of a token that the correction applies",
+    "rollout_corr/rollout_is_max": "largest weight of a token that the correction applies",
+    "rollout_corr/rollout_is_eff_sample_size": "effective sample size of the weights that the correction applies",
+    "rollout_corr/rollout_rs_masked_fraction": "share of response tokens that are rejected or weigh 0",
+    "rollout_corr/rollout_rs_seq_masked_fraction": "share of responses that lose at least one token",
+    "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
 
 
@@ -142,121 +113,49 @@ def _std(rows: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
     return rows.std(axis=1, ddof=1)
 
 
-class MetricsWriter:
-    """Appends one JSON object a step to a file, such as `{"step": 3, "reward": 0.5}`.
+def chi2_metrics(
+    sampler_logprobs: Float[Array, "batch R"], learner_logprobs: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
+) -> dict[str, Float[Array, ""]]:
+    """Spread of the mismatch ratio xi over the tokens in `mask`, whatever is done about it.
 
-    Every line is flushed when it is written. Numbers are written so that they read back as the same double; NaN and
-    infinities, which JSON does not have, become `null` (`read_metrics` gives NaN). On many hosts only process 0 writes.
-
-    Args:
-      path: the file; its directory is made when absent.
-      next_step: None for a new run. For a run that resumes, the first step that it will write: rows of that step and
-        later ones are dropped, so that every step stands in the file once, and so is a last line that a crash cut off.
-
-    Raises:
-      FileExistsError: `next_step` is None but the file holds rows.
-      ValueError: a line that is not the last one cannot be read; nothing is changed then.
+    Returns:
+      `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
     """
-
-    def __init__(self, path: str | Path, next_step: int | None = None) -> None:
-        self.path = Path(path)
-        rows = _read_lines(self.path)
-        if next_step is None and rows:
-            raise FileExistsError(
-                f"expected no metrics in {self.path} for a new run; got {len(rows)} rows. Resume with next_step=..., "
-                f"or take another directory"
-            )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for step, line in rows if next_step is None or step < next_step]
-        _replace(self.path, b"".join(line + b"\n" for line in kept))
-        self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
-
-    def write(self, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
-        """Writes one row and returns it as host numbers, fetched from the devices in one transfer.
-
-        Raises:
-          ValueError: `step` is not later than the last row, or a metric is no scalar or is called `step`.
-        """
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"expected a step later than {self._last_step}, the last in {self.path}; got {step}")
-        if "step" in metrics:
-            raise ValueError(f"expected metrics without the reserved name 'step'; got {sorted(metrics)}")
-        values = jax.device_get(dict(metrics))
-        row = {"step": step} | {name: _number(name, value) for name, value in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        self._last_step = step
-        return row
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    log_ratio = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
+    ratio, of_response = bounded_exp(log_ratio), bounded_exp(log_ratio.sum(axis=1))
+    return {
+        "rollout_corr/chi2_token": _mean(ratio**2, mask) - 1.0,
+        "rollout_corr/chi2_seq": _mean(of_response**2, mask.any(axis=1)) - 1.0,
+        "rollout_corr/eff_sample_size": effective_sample_size(ratio, mask),
+        "rollout_corr/agreement_p5": lower_percentile(jnp.minimum(ratio, 1.0), mask, 5.0),
+    }
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in their order; `null` becomes NaN, a cut-off last line is left out.
+def correction_metrics(
+    weights: Float[Array, "batch R"], keep: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
+) -> dict[str, Float[Array, ""]]:
+    """What the terms of a correction do to the tokens in `mask`: `CORRECTION_METRICS`.
 
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: another line cannot be read; the message names its number.
+    Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
+    rejected if it is not kept or weighs 0; without tokens nothing is rejected.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"expected a metrics file; found none at {path}")
-    rows = [json.loads(line) for _, line in _read_lines(Path(path))]
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    lost, present = mask & (~keep | (weights == 0)), mask.any(axis=1)
+    return {
+        "rollout_corr/rollout_is_mean": _mean(weights, mask),
+        "rollout_corr/rollout_is_min": jnp.where(mask.any(), jnp.where(mask, weights, jnp.inf).min(), 1.0),
+        "rollout_corr/rollout_is_max": jnp.where(mask.any(), jnp.where(mask, weights, -jnp.inf).max(), 1.0),
+        "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(weights, mask),
+        "rollout_corr/rollout_rs_masked_fraction": _fraction(lost, mask),
+        "rollout_corr/rollout_rs_seq_masked_fraction": _fraction(lost.any(axis=1), present),
+        "rollout_corr/rollout_rs_seq_dropped_fraction": _fraction(present & (lost == mask).all(axis=1), present),
+    }
 
 
-def _number(name: str, value: Any) -> float | int | None:
-    array = np.asarray(value)
-    if array.shape != ():
-        raise ValueError(f"metric {name!r} must be a scalar; got shape {array.shape}")
-    number = array.item()
-    if not isinstance(number, bool | int | float):
-        raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
-    return number if math.isfinite(number) else None
+def _mean(values: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ""]:
+    """Mean over the mask, 1 when there is nothing in it."""
+    total = jnp.where(mask, values, 0.0).sum()
+    return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), 1.0)
 
 
-def _read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """(step, line without its newline) of every row; nothing when the file is absent."""
-    if not path.is_file():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
-    rows = [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
-    # A row lacks its newline only when a crash cut it. If all of the object is there, it is still a row.
-    return [*rows, (_step_of(path, len(lines) + 1, tail), tail)] if _is_json(tail) else rows
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number}: expected a JSON object; got {line[:80]!r}") from error
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError(f"{path}, line {number}: expected a JSON object with an integer 'step'; got {line[:80]!r}")
-    return row["step"]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes the file anew in one move: a crash leaves either the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _fraction(lost: Bool[Array, ...], present: Bool[Array, ...]) -> Float[Array, ""]:
+    return lost.sum() / jnp.maximum(present.sum(), 1)

@@ -3,7 +3,7 @@
     python -m smd_jax.testing DIR
 
 writes a small random Qwen2-style checkpoint with a byte-level tokenizer and a chat template into DIR, which
-transformers and `smd_jax.weights.load_checkpoint` open like a real one.
+transformers and `smd_jax.model.weights.load_checkpoint` open like a real one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import ModelConfig, RopeScaling
-from smd_jax.hf_config import FloatName
 from smd_jax.masks import NEVER, Segments, ShadowMask
-from smd_jax.model import Decoder
-from smd_jax.token_bytes import byte_alphabet
-from smd_jax.weights import save_checkpoint
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.hf_config import FloatName
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.text.token_bytes import byte_alphabet
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BYTE_VOCAB_SIZE = 256 + 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smd_jax.eviction import (
+from smd_jax.eviction.policies import (
     H2O,
     RKV,
     TOVA,

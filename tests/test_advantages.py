@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
+from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text(encoding="utf-8"))
 ESTIMATORS = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.cache import (
+from smd_jax.cache.slots import (
     EMPTY,
     LayerCache,
     gather,

@@ -15,8 +15,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from smd_jax import checkpoint
 from smd_jax.config import LinearRope, ModelConfig
+from smd_jax.train import checkpoint
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MODEL = ModelConfig(

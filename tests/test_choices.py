@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from smd_jax.corrections import MIS, TIS, Naive, Rejection
-from smd_jax.distillation import DistillConfig
-from smd_jax.dpo import DPOConfig
-from smd_jax.dpo_update import DPOUpdateConfig
-from smd_jax.losses import LossConfig
-from smd_jax.schedules import CoefSchedule
-from smd_jax.update import UpdateConfig
+from smd_jax.corrections.chain import MIS, TIS, Naive, Rejection
+from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.update import UpdateConfig
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPOConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.schedules import CoefSchedule
 from tests.toy_loop import CONFIG
 
 

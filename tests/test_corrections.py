@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import (
+from smd_jax.corrections.chain import (
     DPPOTV,
     MIS,
     OPSM,
@@ -31,7 +31,7 @@ from smd_jax.corrections import (
     combine_terms,
     split_by_time,
 )
-from smd_jax.losses import LossConfig, LossInputs, policy_loss
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
 # Every correction gets a row, and thereby all tests of invariance.

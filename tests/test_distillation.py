@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from smd_jax.distillation import (
+from smd_jax.losses.distillation import (
     DistillConfig,
     choose,
     divergence,
@@ -24,7 +24,7 @@ from smd_jax.distillation import (
     teacher_positions,
     teacher_rows,
 )
-from smd_jax.schedules import CoefSchedule
+from smd_jax.losses.schedules import CoefSchedule
 
 DIRECTIONS = ["forward", "reverse", "published", "anchor"]
 ESTIMATORS = ["k1", "k2", "k3"]

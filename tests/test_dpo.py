@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.correction import Correction, CorrectionInputs
-from smd_jax.corrections import Bypass, Chain, Naive, Shadow, SparseRL, SparseRLPaper
-from smd_jax.dpo import (
+from smd_jax.corrections.base import Correction, CorrectionInputs
+from smd_jax.corrections.chain import Bypass, Chain, Naive, Shadow, SparseRL, SparseRLPaper
+from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
+from smd_jax.corrections.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.corrections.trust_region import DPPOTV, OPSM
+from smd_jax.losses.dpo import (
     DPO_METRICS,
     DPOConfig,
     DPOInputs,
@@ -18,9 +21,6 @@ from smd_jax.dpo import (
     pair_weights,
     sequence_logprobs,
 )
-from smd_jax.importance import MIS, TIS, IcePop, QuRL
-from smd_jax.rejection import GeometricRejection, Rejection, Veto
-from smd_jax.trust_region import DPPOTV, OPSM
 
 LOSSES = pytest.mark.parametrize("config", [DPOConfig(0.5), DPOConfig(0.5, "ipo")], ids=lambda c: c.loss_type)
 

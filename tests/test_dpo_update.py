@@ -10,20 +10,20 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import Bypass, Chain, Naive, Shadow
-from smd_jax.dpo import DPO_METRICS, DPOConfig
-from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.eviction import H2O
-from smd_jax.importance import TIS
-from smd_jax.metrics import METRICS
-from smd_jax.mismatch import CORRECTION_METRICS, MISMATCH_METRICS
-from smd_jax.model import Decoder, apply_model
-from smd_jax.prompts import PromptBatch
-from smd_jax.rejection import GeometricRejection, Rejection, Veto
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.corrections.chain import Bypass, Chain, Naive, Shadow
+from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.learner.update import init_state
+from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
+from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
+from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, tiny_model_config
-from smd_jax.update import init_state
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.train.metrics_log import METRICS
 from tests.tiny_update import RECORD, distance, spread_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

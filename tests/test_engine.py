@@ -16,24 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from smd_jax import engine as engine_module
-from smd_jax.engine import Engine, Progress, Rollout, buckets
-from smd_jax.eviction import H2O, Dense, EvictionPolicy, KeyDiff, Knorm
-from smd_jax.learner import score
+from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm
+from smd_jax.learner.forward import score
 from smd_jax.masks import ShadowMask
-from smd_jax.model import Decoder
-from smd_jax.prefill import Prefilled, prefill
-from smd_jax.prompts import PromptBatch
+from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
-from smd_jax.random_keys import row_keys
-from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.rollout_config import cache_bytes
-from smd_jax.rows import empty
-from smd_jax.sampler import Sampler
+from smd_jax.sampler import engine as engine_module
+from smd_jax.sampler.config import cache_bytes
+from smd_jax.sampler.engine import Engine, Progress, Rollout, buckets
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.prefill import Prefilled, prefill
+from smd_jax.sampler.seats import empty
+from smd_jax.sampler.static import Sampler
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
-from smd_jax.stop_strings import StopTable
 from smd_jax.testing import count_compilations, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.text.stop_strings import StopTable
 from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, eviction_times, left_padded, make_params
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.cache import select
+from smd_jax.cache.slots import select
 from smd_jax.config import ModelConfig
-from smd_jax.eviction import (
+from smd_jax.eviction.policies import (
     H2O,
     RKV,
     TOVA,
@@ -33,8 +33,8 @@ from smd_jax.eviction import (
     check_budget,
 )
 from smd_jax.masks import NEVER
-from smd_jax.model import Decoder
-from smd_jax.rollout import RolloutConfig
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.testing import tiny_model_config
 from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.gae import explained_variance, gae, terminal_rewards, whiten
+from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))
 INPUTS = {name: np.array(x) for name, x in GOLDEN["inputs"].items()}

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax import checkpoint
-from smd_jax.advantages import group_relative
-from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
-from smd_jax.distillation import DistillConfig
-from smd_jax.dpo import DPO_METRICS
-from smd_jax.eviction import H2O, Dense, KeyDiff, SnapKV
-from smd_jax.grpo import GRPOLoop
-from smd_jax.learner import score
-from smd_jax.losses import LossConfig
-from smd_jax.metrics import METRICS
-from smd_jax.model import Decoder
+from smd_jax.corrections.chain import TIS, Naive, Shadow, SparseRL
+from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
+from smd_jax.learner.forward import score
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state
+from smd_jax.losses.advantages import group_relative
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPO_METRICS
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.model.decoder import Decoder
 from smd_jax.sampling import SamplingConfig
-from smd_jax.tasks import Prompt, Row, batch_indices
+from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
-from smd_jax.update import TrainBatch, UpdateConfig, init_state
-from smd_jax.value import VALUE_METRICS, ValueConfig
+from smd_jax.train import checkpoint
+from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.metrics_log import METRICS
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,

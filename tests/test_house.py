@@ -18,89 +18,23 @@ LIBRARY = ROOT / "smd_jax"
 KERNELS = ROOT / "kernels" / "smd_kernels"
 MAX_LINES = 600
 
-# A module may import its own level and those below it, never one above. `smd_jax/__init__.py` stands above all.
-LEVELS = {
-    "config": 0,
-    "hf_config": 1,
-    "masks": 1,
-    "quantization": 1,
-    "quantized_cache": 1,
-    "rollout_config": 1,
-    "cache": 1,
-    "eviction": 1,
-    "sampling": 1,
-    "kept_tokens": 1,
-    "advantages": 1,
-    "correction": 1,
-    "corrections": 1,
-    "importance": 1,
-    "rejection": 1,
-    "trust_region": 1,
-    "gae": 1,
-    "value": 1,
-    "losses": 1,
-    "mismatch": 1,
-    "distillation": 1,
-    "dpo": 1,
-    "pairs": 1,
-    "schedules": 1,
-    "sharding": 1,
-    "metrics": 1,
-    "plots": 1,
-    "progress": 1,
-    "prompts": 1,
-    "token_bytes": 1,
-    "stop_strings": 1,
-    "tasks": 1,
-    "sorting": 1,
-    "rewards": 1,
-    "trajectory": 1,
-    "attention": 1,
-    "model": 2,
-    "sampler_params": 2,
-    "learner": 3,
-    "compression": 1,
-    "random_keys": 1,
-    "sampler": 3,
-    "prefill": 3,
-    "rows": 3,
-    "segment": 3,
-    "records": 3,
-    "rollout": 3,
-    "engine": 3,
-    "accumulation": 3,
-    "footprint": 3,
-    "learner_footprint": 3,
-    "second_track": 4,
-    "update": 4,
-    "dpo_update": 4,
-    "loop": 5,
-    "grpo": 5,
-    "online_dpo": 5,
-    "ppo": 5,
-    "memory": 5,
-    "supervised": 5,
-    "checkpoint": 5,
-    "weights": 5,
-    "testing": 5,
-    "training": 5,
-    "__init__": 6,
-}
+# The packages from the bottom up. `message` are the modules that lie flat: what sampler and learner tell each other,
+# and the arithmetic that both share. A package imports those before it, never one behind it.
+ORDER = (
+    *("message", "text", "tasks", "eviction", "cache", "model", "sampler"),
+    *("corrections", "losses", "learner", "train", "memory"),
+)
 
-# The seams, beyond the levels: the trajectory is the whole message from the sampler to the learner.
-SAMPLER = {"rollout", "engine", "sampler", "prefill", "rows", "segment", "records", "compression", "eviction", "cache"}
-NEVER = {
-    "losses": {"model"},
-    "distillation": {"model"},
-    "dpo": {"model"},
-    "value": {"model"},
-    "sampler": {"losses"},
-    "rollout": {"losses"},
-    "engine": {"losses"},
-    "learner": SAMPLER,
-    "second_track": SAMPLER,
-    "update": SAMPLER,
-    "dpo_update": SAMPLER,
+# Flat modules that stand on the packages: what users test with.
+ABOVE = {"testing"}
+
+# The seams: what a package must not reach, neither by itself nor through what it imports.
+NEVER_REACHES = {
+    "sampler": {"losses", "corrections", "learner"},
+    "losses": {"model", "sampler", "cache"},
+    "corrections": {"model", "sampler", "cache"},
+    "learner": {"sampler", "eviction"},
+    "tasks": {"model", "sampler", "learner"},
 }
 
 # Catch-all arguments that somebody else's signature asks for: a task's `reward(prompts, completions, **columns)`, which
@@ -140,56 +74,101 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def library_imports(path: Path) -> set[str]:
-    """Modules of smd_jax that the file imports, by their short names; `__init__` for the package itself."""
-    names = {name for name in imported_names(path) if name.split(".")[0] == LIBRARY.name}
-    modules = {name.split(".")[1] for name in names if "." in name} & {p.stem for p in LIBRARY.glob("*.py")}
-    from_package = any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == LIBRARY.name
-        and any(alias.name not in modules for alias in node.names)
-        for node in ast.walk(parse(path))
-    )
-    return modules | ({"__init__"} if from_package else set())
+def module_of(path: Path) -> str:
+    """`smd_jax.cache.slots`; a package by its own name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def level_of(module: str) -> int:
-    """Level of a module of smd_jax, by its short name; fails the test if LEVELS does not have it."""
-    if module not in LEVELS:
-        pytest.fail(
-            f"smd_jax/{module}.py has no level: expected one of {sorted(LEVELS)}; add it to LEVELS in {__file__}"
-        )
-    return LEVELS[module]
+def package_of(module: str) -> str:
+    """The room that a module of smd_jax lies in; `message` for the flat ones."""
+    parts = module.split(".")
+    return parts[1] if (LIBRARY / parts[1]).is_dir() else "message"
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of smd_jax that it imports. Packages' `__init__` are left out: they only say what is public."""
+    modules = {module_of(path) for path in sources(LIBRARY) if path.name != "__init__.py"}
+    return {
+        module_of(path): set(imported_names(path)) & modules for path in sources(LIBRARY) if path.name != "__init__.py"
+    }
+
+
+def reached_from(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """Everything that importing the module imports."""
+    seen, waiting = set(), [module]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting.extend(new)
+    return seen
 
 
 LIBRARY_FILES = pytest.mark.parametrize("path", sources(LIBRARY), ids=label)
 KERNEL_FILES = pytest.mark.parametrize("path", sources(KERNELS), ids=label)
+MODULES = pytest.mark.parametrize("module", sorted(import_graph()))
 SHIPPED_FILES = pytest.mark.parametrize("path", sources(LIBRARY, KERNELS), ids=label)
 ALL_FILES = pytest.mark.parametrize("path", sources(LIBRARY, KERNELS, ROOT / "experiments", ROOT / "tests"), ids=label)
 
 
-@LIBRARY_FILES
-def test_every_module_of_the_library_has_a_level(path: Path):
-    assert path.parent == LIBRARY, f"{label(path)}: smd_jax is one flat folder, so that LEVELS can name every module"
-    level_of(path.stem)
+def test_every_package_has_its_place():
+    folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ORDER) - {"message"}
 
 
-@LIBRARY_FILES
-def test_imports_never_go_up(path: Path):
-    own = level_of(path.stem)
-    upward = {name: level_of(name) for name in library_imports(path) if level_of(name) > own}
-    assert not upward, f"{label(path)} is on level {own} and imports from above: {upward}"
+@MODULES
+def test_imports_never_go_up(module: str):
+    own = ORDER.index(package_of(module))
+    upward = {name for name in import_graph()[module] if ORDER.index(package_of(name)) > own}
+    assert not upward or module.split(".")[1] in ABOVE, f"{module} imports from above: {sorted(upward)}"
 
 
-@LIBRARY_FILES
-def test_seams_are_not_crossed(path: Path):
-    crossed = library_imports(path) & NEVER.get(path.stem, set())
-    assert not crossed, f"{label(path)} must never import {sorted(crossed)}"
+@MODULES
+def test_seams_are_not_crossed(module: str):
+    forbidden = NEVER_REACHES.get(package_of(module), set())
+    crossed = {name for name in reached_from(module, import_graph()) if package_of(name) in forbidden}
+    assert not crossed, f"{module} must never reach {sorted(crossed)}"
 
 
-def test_modules_of_one_level_do_not_import_each_other_in_a_circle():
-    graph = {path.stem: library_imports(path) for path in sources(LIBRARY)}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+@MODULES
+def test_modules_import_modules(module: str):
+    """Not the public names of a package: so the graph above says who needs whom."""
+    path = LIBRARY.parent / (module.replace(".", "/") + ".py")
+    packages = {f"{LIBRARY.name}.{name}" for name in ORDER} | {LIBRARY.name}
+    modules = import_graph().keys()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module in packages:
+            public = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
+            assert not public, f"{module} imports {public} from the package {node.module}: name the module"
+
+
+def test_imports_are_no_circle():
+    TopologicalSorter(import_graph()).prepare()  # raises CycleError, which names the circle
+
+
+def test_public_names_are_few():
+    names = [
+        alias.name
+        for node in parse(LIBRARY / "__init__.py").body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert len(names) <= 40, f"smd_jax exports {len(names)} names: the main path only, at most 40"
+
+
+def test_no_module_is_hidden_by_a_name_of_its_package():
+    """`smd_jax.rollout` is either a module or a function."""
+    for path in sources(LIBRARY):
+        if path.name == "__init__.py":
+            inside = {other.stem for other in path.parent.glob("*.py")} | {
+                other.name for other in path.parent.iterdir() if (other / "__init__.py").exists()
+            }
+            exported = {
+                alias.asname or alias.name
+                for node in parse(path).body
+                if isinstance(node, ast.ImportFrom) and node.module != LIBRARY.name
+                for alias in node.names
+            }
+            assert not inside & exported, f"{label(path)} hides the modules {sorted(inside & exported)}"
 
 
 @LIBRARY_FILES

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction import EvictionPolicy, Pyramid
-from smd_jax.learner import score
+from smd_jax.eviction.policies import EvictionPolicy, Pyramid
+from smd_jax.learner.forward import score
 from smd_jax.masks import NEVER, ShadowMask
-from smd_jax.model import Decoder, Params
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, quick_rollout

@@ -11,28 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import Shadow
-from smd_jax.distillation import DistillConfig, divergence, kl_divergence
-from smd_jax.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.eviction import H2O
-from smd_jax.grpo import GRPOConfig
-from smd_jax.importance import TIS
+from smd_jax.corrections.chain import Shadow
+from smd_jax.corrections.importance import TIS
+from smd_jax.eviction.policies import H2O
 from smd_jax.kept_tokens import OUTSIDE, KeptTokens
-from smd_jax.learner import response_hidden, score
-from smd_jax.losses import LossConfig
-from smd_jax.mismatch import overlap
-from smd_jax.model import Decoder, apply_model
-from smd_jax.online_dpo import OnlineDPOConfig, OnlineDPOLoop
-from smd_jax.ppo import PPOConfig, make_train_batch
+from smd_jax.learner.distill import distill_term
+from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.learner.forward import response_hidden, score
+from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, Visibility, init_state, make_score, make_update
+from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import ValueConfig
+from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.value_head import add_value_head
 from smd_jax.quantization import pack
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.ratios import overlap
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
-from smd_jax.second_track import distill_term
 from smd_jax.sharding import make_mesh
 from smd_jax.testing import tiny_model_config
+from smd_jax.train.grpo import GRPOConfig
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.train.ppo import PPOConfig, make_train_batch
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import TrainBatch, TrainState, UpdateConfig, Visibility, init_state, make_score, make_update
-from smd_jax.value import ValueConfig, add_value_head
 from tests import toy_loop
 from tests.tiny_update import RECORD, distance, spread_params
 from tests.under_test import left_padded

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.advantages import group_relative
-from smd_jax.losses import (
+from smd_jax.losses.advantages import group_relative
+from smd_jax.losses.policy import (
     LossConfig,
     LossInputs,
     LossType,

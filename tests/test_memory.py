@@ -17,12 +17,12 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from smd_jax import engine, memory
-from smd_jax.distillation import DistillConfig
-from smd_jax.eviction import H2O, RKV, Dense, EvictionPolicy, StreamingLLM
-from smd_jax.footprint import SamplerPass, cast_bytes, tree_bytes
+from smd_jax.eviction.policies import H2O, RKV, Dense, EvictionPolicy, StreamingLLM
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments, ShadowMask
-from smd_jax.memory import (
+from smd_jax.memory import plan as memory
+from smd_jax.memory.plan import (
     MemoryPlan,
     Workload,
     check_memory,
@@ -36,18 +36,19 @@ from smd_jax.memory import (
     plan_memory,
     show_bytes,
 )
-from smd_jax.model import Decoder
-from smd_jax.prompts import PromptBatch
+from smd_jax.memory.sampler import SamplerPass, cast_bytes, tree_bytes
+from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
-from smd_jax.rollout import rollout_program
-from smd_jax.rollout_config import RolloutConfig, cache_bytes
-from smd_jax.rows import empty
-from smd_jax.sampler import Sampler
+from smd_jax.sampler import engine
+from smd_jax.sampler.config import RolloutConfig, cache_bytes
+from smd_jax.sampler.fixed_batch import rollout_program
+from smd_jax.sampler.seats import empty
+from smd_jax.sampler.static import Sampler
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import AXES, make_mesh, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
 from tests.toy_loop import CONFIG as LOOP
 from tests.toy_loop import new_loop
 

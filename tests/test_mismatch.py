@@ -4,16 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import TIS, CorrectionInputs
-from smd_jax.mismatch import (
-    CORRECTION_METRICS,
-    MISMATCH_METRICS,
-    chi2_metrics,
-    correction_metrics,
-    effective_sample_size,
-    lower_percentile,
-    overlap,
-)
+from smd_jax.corrections.chain import TIS, CorrectionInputs
+from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS, chi2_metrics, correction_metrics
+from smd_jax.ratios import effective_sample_size, lower_percentile, overlap
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
 

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import Naive
-from smd_jax.dpo import DPO_METRICS, DPOConfig
-from smd_jax.dpo_update import DPOUpdateConfig
-from smd_jax.importance import TIS
-from smd_jax.learner import score
-from smd_jax.loop import Samples
-from smd_jax.metrics import METRICS
-from smd_jax.online_dpo import OnlineDPOConfig, OnlineDPOLoop
-from smd_jax.pairs import Judge
+from smd_jax.corrections.chain import Naive
+from smd_jax.corrections.importance import TIS
+from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.forward import score
+from smd_jax.learner.update import TrainState, init_state
+from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
+from smd_jax.losses.pairs import Judge
 from smd_jax.sharding import make_mesh
-from smd_jax.tasks import Task
-from smd_jax.update import TrainState, init_state
+from smd_jax.tasks.task import Task
+from smd_jax.train.loop import Samples
+from smd_jax.train.metrics_log import METRICS
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from tests.toy_loop import CONFIG as GRPO
 from tests.toy_loop import MODEL, TASK, TOKENIZER, assert_bitwise_equal, optimizer, run, warm_params
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.pairs import Pairs, best_worst, judged_ranks, pairs_of_ranks
+from smd_jax.losses.pairs import Pairs, best_worst, judged_ranks, pairs_of_ranks
 
 
 def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:

@@ -12,19 +12,20 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax import checkpoint
-from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
-from smd_jax.eviction import H2O
-from smd_jax.losses import LossConfig
-from smd_jax.metrics import METRICS
-from smd_jax.model import Decoder, apply_model
-from smd_jax.ppo import PPOConfig, PPOLoop, make_train_batch
-from smd_jax.prompts import Tokenizer
+from smd_jax.corrections.chain import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.update import TrainState, UpdateConfig, Visibility, init_state, make_update
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.value_head import VALUE_HEAD, add_value_head
 from smd_jax.sharding import make_mesh
-from smd_jax.tasks import Prompt, Task
+from smd_jax.tasks.task import Prompt, Task
 from smd_jax.testing import count_compilations, random_params
-from smd_jax.update import TrainState, UpdateConfig, Visibility, init_state, make_update
-from smd_jax.value import VALUE_HEAD, VALUE_METRICS, ValueConfig, add_value_head
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.train import checkpoint
+from smd_jax.train.metrics_log import METRICS
+from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.test_corrections import CORRECTIONS
 from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
@@ -343,7 +344,7 @@ def test_parameters_without_a_value_head():
             raise AssertionError("refused before anything is sampled")
 
     state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(0))
-    with pytest.raises(ValueError, match=r"PPO needs a value head: smd.add_value_head\(params, model.config\)"):
+    with pytest.raises(ValueError, match=r"PPO needs a value head: smd.model.add_value_head\(params, model.config\)"):
         new_loop(task=Unread()).step(state)
 
 

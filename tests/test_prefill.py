@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.eviction import H2O, Dense, EvictionPolicy, KeyDiff, Knorm, SnapKV
-from smd_jax.learner import score
+from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm, SnapKV
+from smd_jax.learner.forward import score
 from smd_jax.masks import NEVER, Segments, ShadowMask
-from smd_jax.model import Decoder
-from smd_jax.prefill import prefill
-from smd_jax.prompts import PromptBatch
+from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
-from smd_jax.rollout import RolloutConfig, rollout
-from smd_jax.sampler import Sampler
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, eviction_times, left_padded, make_params, quick_rollout
 

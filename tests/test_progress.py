@@ -10,8 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from smd_jax.engine import Progress
-from smd_jax.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
+from smd_jax.sampler.engine import Progress
+from smd_jax.train.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
 
 METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
 
@@ -128,13 +128,13 @@ def test_small_numbers_keep_their_digits():
 )
 def test_missing_extra_is_named(module, needs, missing):
     """Of rich only a part is missing: Flax needs the rest."""
-    code = f"import sys; sys.modules[{missing!r}] = None; import smd_jax.{module}"
+    code = f"import sys; sys.modules[{missing!r}] = None; import smd_jax.train.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"smd_jax.{module} needs {needs}; install it with: pip install smd_jax[experiments]" in done.stderr
+    assert f"smd_jax.train.{module} needs {needs}; install it with: pip install smd_jax[experiments]" in done.stderr
 
 
 def test_the_library_itself_needs_neither():
-    extras = {"rich.progress", "matplotlib", "smd_jax.plots", "smd_jax.progress", "smd_jax.training"}
+    extras = {"rich.progress", "matplotlib", "smd_jax.train.plots", "smd_jax.train.progress", "smd_jax.train.run"}
     code = f"import smd_jax, sys; found = {extras} & set(sys.modules); assert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

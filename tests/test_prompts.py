@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.prompts import (
+from smd_jax.testing import byte_tokenizer, count_compilations
+from smd_jax.text.prompts import (
     MAX_SPARE_ROWS,
     Tokenizer,
     check_vocabulary,
@@ -18,7 +19,6 @@ from smd_jax.prompts import (
     repeat_each,
     repeat_prompts,
 )
-from smd_jax.testing import byte_tokenizer, count_compilations
 
 TOKENIZER = byte_tokenizer()
 A, B, C, D = b"abcd"  # their ids: a token is a byte

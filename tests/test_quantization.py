@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.attention import attend
-from smd_jax.cache import EMPTY, LayerCache, gather, quantize, read, select, write
+from smd_jax.cache.quantized import no_slots
+from smd_jax.cache.slots import EMPTY, LayerCache, gather, quantize, read, select, write
 from smd_jax.masks import NEVER, KeyInterval, Segments
+from smd_jax.model.attention import attend
 from smd_jax.quantization import (
     Parity,
     QuantConfig,
@@ -32,7 +33,6 @@ from smd_jax.quantization import (
     value_ranges,
 )
 from smd_jax.quantization import quantize as to_codes
-from smd_jax.quantized_cache import no_slots
 from smd_jax.sharding import make_mesh
 from tests.under_test import QUICK
 

@@ -15,21 +15,21 @@ import optax
 import pytest
 
 from smd_jax.config import ModelConfig
-from smd_jax.corrections import Naive
-from smd_jax.eviction import H2O, Dense
-from smd_jax.learner import score
-from smd_jax.losses import LossConfig
+from smd_jax.corrections.chain import Naive
+from smd_jax.eviction.policies import H2O, Dense
+from smd_jax.learner.forward import score
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.losses.policy import LossConfig
 from smd_jax.masks import NEVER, Segments, ShadowMask
-from smd_jax.model import Decoder, Params
-from smd_jax.prefill import prefill
-from smd_jax.prompts import PromptBatch
+from smd_jax.model.decoder import Decoder, Params
 from smd_jax.quantization import QuantConfig
-from smd_jax.rollout import RolloutConfig, cache_bytes, rollout, rollout_program
-from smd_jax.sampler import Sampler
+from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rollout_program
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.static import Sampler
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, quick_rollout
 
 WIDTH, RESPONSE = 12, 80

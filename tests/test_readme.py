@@ -25,9 +25,9 @@ def test_code_blocks(capsys: Any):
     assert names["visible"].shape == (4, 3, 2, 320, 320) and names["visible"].dtype == jnp.bool_
 
     correction = names["HalfOfTheUnlikely"]()
-    smd.UpdateConfig("dense", correction=smd.Chain((correction, smd.Veto())))
+    smd.UpdateConfig("dense", correction=smd.corrections.Chain((correction, smd.corrections.Veto())))
     old = jnp.log(jnp.array([[0.1, 0.3, 0.5]]))
-    inputs = smd.CorrectionInputs(
+    inputs = smd.corrections.CorrectionInputs(
         jnp.log(jnp.full((1, 3), 0.2)), old, None, jnp.ones(1), jnp.array([[True, True, False]])
     )
     np.testing.assert_array_equal(correction.terms(inputs).weights, [[0.5, 1.0, 0.0]])

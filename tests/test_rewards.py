@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.rewards import score_rewards
-from smd_jax.tasks import ReasoningGymTask, batch_columns
+from smd_jax.tasks.rewards import score_rewards
+from smd_jax.tasks.task import ReasoningGymTask, batch_columns
 
 
 def returning(values):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.eviction import (
+from smd_jax.eviction.policies import (
     H2O,
     RKV,
     TOVA,
@@ -27,11 +27,11 @@ from smd_jax.eviction import (
     StreamingLLM,
 )
 from smd_jax.masks import NEVER, ShadowMask
-from smd_jax.model import Decoder
-from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, plan, rollout, rollout_program
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_program
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests.under_test import QUICK, eviction_times, left_padded, make_params, quick_rollout
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from smd_jax.masks import dense_mask
-from smd_jax.model import Decoder, apply_model
-from smd_jax.sampler_params import sampler_params
+from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.value_head import add_value_head
+from smd_jax.sampler.params import sampler_params
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.value import add_value_head
 
 TOKENS = jnp.array([[1, 5, 2, 7], [3, 3, 8, 4]])
 PLACES = jnp.broadcast_to(jnp.arange(4), TOKENS.shape)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.schedules import CoefSchedule
+from smd_jax.losses.schedules import CoefSchedule
 
 HALF = 0.5 * (1 + np.cos(np.pi / 4))  # a quarter of the way along half a wave: 0.854 of the start is left
 

@@ -10,15 +10,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from smd_jax.distillation import DistillConfig
-from smd_jax.eviction import H2O
-from smd_jax.model import Decoder
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import constrain, constrain_tree, make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
 from tests.under_test import left_padded
 
 ROWS, WIDTH, LENGTH = 8, 8, 10

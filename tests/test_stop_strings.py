@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from smd_jax import StopTable, compile_stop_strings
-from smd_jax.stop_strings import advance, start
 from smd_jax.testing import byte_tokenizer, count_compilations
+from smd_jax.text import StopTable, compile_stop_strings
+from smd_jax.text.stop_strings import advance, start
 from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
 
 BYTES = byte_tokenizer()

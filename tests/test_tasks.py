@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.dataset import ReseedingDataset
 
-from smd_jax.sorting import DistractorSortConfig, DistractorSortDataset
-from smd_jax.tasks import (
+from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
+from smd_jax.tasks.task import (
     GRADED_CHARACTERS,
     Gsm8kTask,
     ReasoningGymTask,
@@ -98,7 +98,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_the_extras_are_imported_only_when_needed():
-    code = "import sys, smd_jax.tasks; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
+    code = "import sys, smd_jax.tasks.task; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
     root = Path(__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

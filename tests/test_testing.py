@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from smd_jax.model.weights import load_checkpoint
 from smd_jax.testing import (
     BYTE_VOCAB_SIZE,
     byte_tokenizer,
@@ -22,7 +23,6 @@ from smd_jax.testing import (
     tiny_model_config,
     write_random_checkpoint,
 )
-from smd_jax.weights import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = byte_tokenizer()

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from smd_jax.testing import byte_tokenizer
-from smd_jax.token_bytes import TextTokenizer, as_text_tokenizer, byte_alphabet, token_bytes
+from smd_jax.text.token_bytes import TextTokenizer, as_text_tokenizer, byte_alphabet, token_bytes
 from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
 
 TEXTS = ["Größe 日本語", "🦊🦊 a", "x  y\n\n", "no è, ça"]

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smd_jax import checkpoint
-from smd_jax.grpo import GRPOConfig, GRPOLoop
-from smd_jax.metrics import read_metrics
-from smd_jax.training import RunConfig, check_directory, train
-from smd_jax.update import TrainState
+from smd_jax.learner.update import TrainState
+from smd_jax.train import checkpoint
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.metrics_log import read_metrics
+from smd_jax.train.run import RunConfig, check_directory, train
 from tests.toy_loop import CONFIG, DISTILLED, assert_bitwise_equal, new_loop, new_state
 
 TWICE = dataclasses.replace(CONFIG, minibatches=2)

@@ -8,16 +8,16 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import Naive
-from smd_jax.distillation import DistillConfig
-from smd_jax.learner import score
-from smd_jax.losses import LossConfig, k3, token_weights
+from smd_jax.corrections.chain import Naive
+from smd_jax.learner.forward import score
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.policy import LossConfig, k3, token_weights
+from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.masks import Segments
-from smd_jax.model import Decoder
-from smd_jax.schedules import CoefSchedule
+from smd_jax.model.decoder import Decoder
 from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
-from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
 from tests.tiny_update import (
     ADVANTAGES,
     LENGTH,

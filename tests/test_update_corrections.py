@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import (
+from smd_jax.corrections.chain import (
     DPPOTV,
     OPSM,
     TIS,
@@ -26,10 +26,10 @@ from smd_jax.corrections import (
     SparseRL,
     Veto,
 )
-from smd_jax.distillation import DistillConfig
-from smd_jax.losses import LossConfig, LossInputs, policy_loss, token_weights
+from smd_jax.learner.update import TrainBatch, UpdateConfig
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, token_weights
 from smd_jax.masks import ShadowMask
-from smd_jax.update import TrainBatch, UpdateConfig
 from tests.test_corrections import CORRECTIONS
 from tests.tiny_update import (
     ADVANTAGES,

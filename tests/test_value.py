@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.losses.value import ValueConfig, value_loss
+from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head, values
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.value import VALUE_HEAD, ValueConfig, add_value_head, drop_value_head, value_loss, values
-from smd_jax.weights import load_checkpoint, save_checkpoint
 
 CONFIG = tiny_model_config(vocab_size=32)
 PARAMS = random_params(CONFIG)
@@ -73,7 +74,7 @@ def test_a_second_head():
 
 
 def test_without_a_head():
-    message = r"PPO needs a value head: smd.add_value_head\(params, model.config\); got \['embed'"
+    message = r"PPO needs a value head: smd.model.add_value_head\(params, model.config\); got \['embed'"
     with pytest.raises(ValueError, match=message):
         values(PARAMS, jnp.zeros((1, 2, CONFIG.hidden_size)))
 
@@ -91,7 +92,9 @@ def test_every_device_has_the_whole_head():
 
 
 def test_exports_go_without_the_head(tmp_path):
-    with pytest.raises(ValueError, match=r"without a value head.*: smd.drop_value_head\(params\); got .*value_head"):
+    with pytest.raises(
+        ValueError, match=r"without a value head.*: smd.model.drop_value_head\(params\); got .*value_head"
+    ):
         save_checkpoint(tmp_path / "with", WITH_HEAD, CONFIG)
     assert not (tmp_path / "with").exists()
     save_checkpoint(tmp_path / "without", drop_value_head(WITH_HEAD), CONFIG, dtype="float32")

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
-from smd_jax.hf_config import FloatName, hf_config_from_model, model_config_from_hf
-from smd_jax.model import Decoder
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.hf_config import FloatName, hf_config_from_model, model_config_from_hf
+from smd_jax.model.weights import load_checkpoint, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.weights import load_checkpoint, save_checkpoint, tensor_table
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 NAMES = ("llama2", "llama3", "qwen2", "qwen3", "qwen2_yarn")
@@ -190,7 +190,7 @@ def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkey
     def full_disk(*_: Any, metadata: dict[str, str]) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("smd_jax.weights.save_file", full_disk)
+    monkeypatch.setattr("smd_jax.model.weights.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]

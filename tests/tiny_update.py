@@ -11,13 +11,13 @@ import numpy as np
 import optax
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction import H2O
-from smd_jax.model import Decoder, apply_model
-from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.text.prompts import PromptBatch
 
 ROWS, WIDTH, LENGTH = 8, 8, 10
 TEMPERATURE = 0.9

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from smd_jax.distillation import DistillConfig
-from smd_jax.eviction import H2O
-from smd_jax.grpo import GRPOConfig, GRPOLoop
-from smd_jax.loop import Loop
-from smd_jax.model import Decoder
-from smd_jax.prompts import Tokenizer
-from smd_jax.rollout import RolloutConfig
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.update import TrainState, UpdateConfig, init_state
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh
-from smd_jax.supervised import encode_examples, make_supervised_update
-from smd_jax.tasks import ReasoningGymTask, Task
+from smd_jax.tasks.task import ReasoningGymTask, Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.update import TrainState, UpdateConfig, init_state
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)
 EOS, PAD = 258, 256

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction import (
+from smd_jax.eviction.policies import (
     H2O,
     RKV,
     TOVA,
@@ -30,10 +30,10 @@ from smd_jax.eviction import (
     StreamingLLM,
 )
 from smd_jax.masks import ShadowMask
-from smd_jax.model import Decoder, Params
-from smd_jax.prompts import PromptBatch
-from smd_jax.rollout import RolloutConfig, rollout_program
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 
 POLICIES: dict[str, EvictionPolicy] = {

@@ -1,0 +1,25 @@
+"""What each method of the field does about the mismatch of sampler and learner: weights and rejections of tokens.
+
+A correction is a frozen dataclass from log-probabilities to weights and kept tokens. Shadow masks are the row of the
+table that needs neither.
+"""
+
+from smd_jax.corrections.base import Correction as Correction
+from smd_jax.corrections.base import CorrectionInputs as CorrectionInputs
+from smd_jax.corrections.base import CorrectionTerms as CorrectionTerms
+from smd_jax.corrections.base import combine_terms as combine_terms
+from smd_jax.corrections.chain import Naive as Naive
+from smd_jax.corrections.chain import Shadow as Shadow
+from smd_jax.corrections.chain import Bypass as Bypass
+from smd_jax.corrections.chain import Chain as Chain
+from smd_jax.corrections.chain import SparseRL as SparseRL
+from smd_jax.corrections.chain import SparseRLPaper as SparseRLPaper
+from smd_jax.corrections.importance import TIS as TIS
+from smd_jax.corrections.importance import MIS as MIS
+from smd_jax.corrections.importance import IcePop as IcePop
+from smd_jax.corrections.importance import QuRL as QuRL
+from smd_jax.corrections.rejection import Rejection as Rejection
+from smd_jax.corrections.rejection import GeometricRejection as GeometricRejection
+from smd_jax.corrections.rejection import Veto as Veto
+from smd_jax.corrections.trust_region import OPSM as OPSM
+from smd_jax.corrections.trust_region import DPPOTV as DPPOTV

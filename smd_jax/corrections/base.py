@@ -1,0 +1,200 @@
+"""The seam of corrections: log-probabilities in, weights and kept tokens out. The rows of the table are elsewhere.
+
+Three policies are in play (verl calls this decoupled): pi_sampler drew the tokens, pi_old is the learner at the
+rollout's parameters, pi is the learner now. The mismatch ratio is xi = pi_old / pi_sampler, the staleness ratio
+r = pi / pi_old. A correction says by how much each token counts, and which tokens leave the loss:
+
+    loss = mean over kept tokens of  weights * surrogate(pi / pi_anchor, advantage)  +  what needs no correction (KL)
+
+The rows, by what they do about xi: `corrections` nothing, and several at once; `importance` weighs by it; `rejection`
+drops tokens and responses; `trust_region` looks at the learner now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.ratios import bounded_exp, log_ratio_inside, response_mean
+
+Anchor = Literal["old", "sampler"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class CorrectionInputs(struct.PyTreeNode):
+    """What a correction looks at. Log-probabilities of the sampled tokens, `[batch, R]`, nats, float32 or wider.
+
+    Attributes:
+      sampler_logprobs: of pi_sampler, as the rollout recorded them; None where it recorded none.
+      old_logprobs: of pi_old, the learner (under its own mask) at the rollout's parameters.
+      logprobs: of pi, the learner now, without gradient; None before its forward pass.
+      advantages: `[batch]`, or `[batch, R]` where every token has its own.
+      mask: the tokens of the response. What lies outside may hold anything.
+    """
+
+    sampler_logprobs: Float[Array, "batch R"] | None
+    old_logprobs: Float[Array, "batch R"]
+    logprobs: Float[Array, "batch R"] | None
+    advantages: Float[Array, " batch"] | Float[Array, "batch R"]
+    mask: Bool[Array, "batch R"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class CorrectionTerms(struct.PyTreeNode):
+    """What happens to each token, `[batch, R]`. The two ways of losing one differ, and every source has its own.
+
+    Attributes:
+      weights: multiply a token's surrogate (not its KL); without gradient; 0 outside the response. A token of weight 0
+        still counts in the denominators of the loss.
+      keep: tokens that stay in the loss. One that is rejected leaves the denominators too; false outside the response.
+      high_scale: factor of the upper bound at which the loss clips a token's ratio, 1 outside; None: all 1.
+    """
+
+    weights: Float[Array, "batch R"]
+    keep: Bool[Array, "batch R"]
+    high_scale: Float[Array, "batch R"] | None = None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Base of all corrections: hashable, so that one can be a static argument."""
+
+    @property
+    def anchor(self) -> Anchor:
+        """Whose log-probabilities the loss takes its ratio to: "old", pi / pi_old, or "sampler", pi / pi_sampler."""
+        return "old"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether xi is a factor of the weights. Then the loss must not contain xi a second time."""
+        return False
+
+    @property
+    def clips(self) -> bool:
+        """Whether the loss clips the ratio; false where the correction brings a trust region of its own."""
+        return True
+
+    @property
+    def scales_bounds(self) -> bool:
+        """Whether the terms have a `high_scale`, for a loss that clips the ratio of single tokens."""
+        return False
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether rows depend on each other: then `terms` must see the whole batch, before it is split."""
+        return False
+
+    @property
+    def uses_mismatch(self) -> bool:
+        """Whether the terms depend on xi, the rollout's learner against the sampler. If not, xi need not be known, and
+        `old_logprobs` may be the sampler's own."""
+        return True
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether pi_old matters at all, in the terms or as the loss's anchor."""
+        return self.uses_mismatch or self.anchor == "old"
+
+    @property
+    def uses_present(self) -> bool:
+        """Whether the terms depend on `logprobs`, the learner now, so that they wait for its forward pass.
+
+        A token that such a correction does not keep weighs 0: the denominators are made before. It has no `high_scale`,
+        and no row depends on another (`split_by_time`).
+        """
+        return False
+
+    @property
+    def per_response(self) -> bool:
+        """Whether all tokens of a response have one weight and stay or go together, whatever its advantage is."""
+        return False
+
+    @property
+    def judges_responses(self) -> bool:
+        """Whether the terms need one advantage per response, so that advantages of tokens (PPO) will not do."""
+        return False
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        """Weights and kept tokens.
+
+        Raises:
+          ValueError: if the correction needs log-probabilities that are None.
+        """
+        raise TypeError(f"{type(self).__name__} has no terms: its class must define them")
+
+
+def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
+    """Both at once: weights and bounds multiply, and a token stays if both keep it."""
+    high_scale = first.high_scale if second.high_scale is None else second.high_scale
+    if first.high_scale is not None and second.high_scale is not None:
+        high_scale = first.high_scale * second.high_scale
+    return CorrectionTerms(first.weights * second.weights, first.keep & second.keep, high_scale)
+
+
+# --- configurations
+
+
+def check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"expected {name} > 0; got {value}")
+
+
+def check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    for name, value in ((low_name, low), (high_name, high)):
+        if value is not None:
+            check_positive(name, value)
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"expected {low_name} < {high_name}; got {low} and {high}")
+
+
+def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
+    """None is no bound."""
+    return 0.0 if low is None else low, math.inf if high is None else high
+
+
+# --- arithmetic
+
+
+def weighing(inputs: CorrectionInputs, weights: Float[Array, "batch R"]) -> CorrectionTerms:
+    """Weights, and every token of the response kept."""
+    return CorrectionTerms(jnp.where(inputs.mask, weights, 0.0), inputs.mask)
+
+
+def rejecting(inputs: CorrectionInputs, keep: Bool[Array, "batch _"]) -> CorrectionTerms:
+    """Weights of 1, and the tokens `[batch, R]` or responses `[batch, 1]` that are kept."""
+    return CorrectionTerms(inputs.mask.astype(inputs.old_logprobs.dtype), inputs.mask & keep)
+
+
+def sampler_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
+    if inputs.sampler_logprobs is None:
+        raise ValueError("expected the sampler's log-probabilities (sampler_logprobs) for this correction; got None")
+    return jax.lax.stop_gradient(inputs.sampler_logprobs)
+
+
+def present_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
+    if inputs.logprobs is None:
+        raise ValueError("expected the learner's present log-probabilities (logprobs) for this correction; got None")
+    return jax.lax.stop_gradient(inputs.logprobs)
+
+
+def log_mismatch(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
+    """log xi of every token, 0 outside the response."""
+    return log_ratio_inside(jax.lax.stop_gradient(inputs.old_logprobs), sampler_logprobs_of(inputs), inputs.mask)
+
+
+def mismatch_ratio(
+    inputs: CorrectionInputs, level: Literal["token", "sequence", "geometric"]
+) -> Float[Array, "batch R"]:
+    """xi of every token, or the product or geometric mean over its response."""
+    log_ratio = log_mismatch(inputs)
+    if level == "sequence":
+        log_ratio = jnp.broadcast_to(log_ratio.sum(axis=1, keepdims=True), log_ratio.shape)
+    elif level == "geometric":
+        log_ratio = jnp.broadcast_to(response_mean(log_ratio, inputs.mask), log_ratio.shape)
+    return bounded_exp(log_ratio)

@@ -1,0 +1,151 @@
+"""Corrections that weigh by the mismatch ratio: importance sampling, truncated or masked.
+
+Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl is
+verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/algorithm.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.config import check_choice
+from smd_jax.corrections.base import (
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    bounds_of,
+    check_bounds,
+    check_positive,
+    mismatch_ratio,
+    weighing,
+)
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class _ByRatio(Correction):
+    """Weights by xi of a token or of a response, within bounds; subclasses say what happens outside."""
+
+    level: Level = "token"
+    clip_min: float | None = None
+    clip_max: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
+        check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    @property
+    def per_response(self) -> bool:
+        return self.level == "sequence"
+
+
+@dataclass(frozen=True)
+class TIS(_ByRatio):
+    """Truncated importance sampling: the weight is xi, clamped to [clip_min, clip_max].
+
+    TRL: vllm_importance_sampling_mode "token_truncate" | "sequence_truncate", clip_max 3. verl: rollout_is "token" |
+    "sequence", threshold 2 (typically 1.5 to 5 and 2 to 10), rollout_is_batch_normalize. Tunix: sampler_is_threshold 2.
+
+    Attributes:
+      level: "token": xi of each token; "sequence": their product, one weight for all tokens of a response.
+      clip_min, clip_max: bounds of the weight; None: no bound (without any: plain importance sampling).
+      batch_normalize: afterwards divide by the mean weight of the batch, over tokens ("token") or over responses that
+        have tokens ("sequence").
+    """
+
+    level: Level = "token"
+    clip_min: float | None = None
+    clip_max: float | None = 2.0
+    batch_normalize: bool = False
+
+    @property
+    def whole_batch(self) -> bool:
+        return self.batch_normalize
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        low, high = bounds_of(self.clip_min, self.clip_max)
+        weights = jnp.clip(mismatch_ratio(inputs, self.level), low, high)
+        if self.batch_normalize:
+            weights = _normalize(weights, inputs.mask, self.level)
+        return weighing(inputs, weights)
+
+
+@dataclass(frozen=True)
+class MIS(_ByRatio):
+    """Masked importance sampling: the weight is xi inside [clip_min, clip_max] and 0 outside; None: no bound.
+
+    TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask", the latter with clip_max 3 is its default. As
+    there, a masked token still counts in the denominators. verl's Seq-MIS takes it out of them: that is
+    `Chain((TIS("sequence"), Rejection("sequence", 0.5, 2.0)))`.
+    """
+
+    level: Level = "sequence"
+    clip_min: float | None = None
+    clip_max: float | None = 3.0
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        low, high = bounds_of(self.clip_min, self.clip_max)
+        ratio = mismatch_ratio(inputs, self.level)
+        return weighing(inputs, jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0))
+
+
+@dataclass(frozen=True)
+class IcePop(MIS):
+    """MIS of tokens with two bounds (ringtech.notion.site/icepop). verl: decoupled_token_icepop(5.0, 0.5)."""
+
+    level: Level = "token"
+    clip_min: float | None = 0.5
+    clip_max: float | None = 5.0
+
+
+@dataclass(frozen=True)
+class QuRL(Correction):
+    """TIS of tokens with an adaptive clipping range, QuRL (arXiv:2602.13953, ICLR 2026) eq. 9: rollouts of a quantised
+    actor, which is our sampler, for a learner in full precision.
+
+        min(xi, clip_max) * min(r A, clip(r, 1 - epsilon, (1 + epsilon) / s) A),    s = pi_sampler / truncated one
+
+    A truncated weight is that of a sampler with probability pi_old / clip_max at least. So s is clip_max / xi where xi
+    is above clip_max, else 1: where the weight is cut, the ratio may grow further before it is clipped (`high_scale`).
+
+    As a summary gives equations 7 to 9 (papernotes.org, ICLR2026, QuRL); the paper itself was out of our reach, and its
+    code is not public. The baseline in the repository of Shadow Mask Distillation (baselines/qurl.py) is another
+    method: pi / pi_sampler, at least 0.5, in the place of s, and no weights. The paper takes clip_max from FlashRL: 2
+    for GSM8K, 8 for DAPO (github.com/yaof20/Flash-RL, README.md). Its other half, which scales the model's weights
+    before they are quantised, is no correction.
+    """
+
+    clip_max: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_positive("clip_max", self.clip_max)
+
+    @property
+    def weighs(self) -> bool:
+        return True
+
+    @property
+    def scales_bounds(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        ratio = mismatch_ratio(inputs, "token")
+        cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))
+        return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
+
+
+def _normalize(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
+    """Weights over their mean; unchanged where that is 0 (at most 1e-8, as in verl and slime)."""
+    # All tokens of a response have one weight at the sequence level: its first token stands for it.
+    counted = mask if level == "token" else mask & (jnp.cumsum(mask, axis=1) == 1)
+    mean = jnp.where(counted, weights, 0.0).sum() / jnp.maximum(counted.sum(), 1)
+    return weights / jnp.where(mean > 1e-8, mean, 1.0)

@@ -1,0 +1,79 @@
+"""Corrections that reject: tokens and whole responses whose mismatch ratio is too far from 1 leave the loss.
+
+Sources: verl is verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/algorithm.py; slime is
+slime/examples/train_infer_mismatch_helper/mis.py and mis.yaml, in the copy that Sparse-RL's repository trains with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from smd_jax.config import check_choice
+from smd_jax.corrections.base import (
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    check_bounds,
+    check_positive,
+    log_mismatch,
+    mismatch_ratio,
+    rejecting,
+)
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True)
+class Rejection(Correction):
+    """Rejects what has xi outside [low, high]: tokens, or whole responses by the product or geometric mean of their xi.
+
+    verl: rollout_rs "token_k1" | "seq_sum_k1" | "seq_mean_k1", for the first two with 0.5 to 2. verl bounds 1 / xi, so
+    that its "low_high" is our [1 / high, 1 / low]; the same for bounds that are each other's reciprocal.
+    """
+
+    level: Level = "token"
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
+        check_bounds("low", self.low, "high", self.high)
+
+    @property
+    def per_response(self) -> bool:
+        return self.level != "token"
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        ratio = mismatch_ratio(inputs, self.level)
+        return rejecting(inputs, (ratio >= self.low) & (ratio <= self.high))
+
+
+@dataclass(frozen=True)
+class GeometricRejection(Rejection):
+    """Rejects responses whose geometric mean of xi is not close to 1, at any length. verl: decoupled_geo_rs()."""
+
+    level: Level = "geometric"
+    low: float = 0.999
+    high: float = 1.001
+
+
+@dataclass(frozen=True)
+class Veto(Correction):
+    """Rejects a response in which any token has xi < threshold. slime: rs_veto_threshold 1e-4, calculate_veto_mask."""
+
+    threshold: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_positive("threshold", self.threshold)
+
+    @property
+    def per_response(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        catastrophic = inputs.mask & (log_mismatch(inputs) < math.log(self.threshold))
+        return rejecting(inputs, ~jnp.any(catastrophic, axis=1, keepdims=True))

@@ -1,0 +1,105 @@
+"""Corrections with a trust region of their own: they look at the learner now, after its forward pass.
+
+Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl and slime are named with their files below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from smd_jax.corrections.base import (
+    Anchor,
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    check_positive,
+    present_logprobs_of,
+    sampler_logprobs_of,
+    weighing,
+)
+from smd_jax.ratios import bounded_exp, log_ratio_inside, response_mean
+
+
+@dataclass(frozen=True)
+class OPSM(Correction):
+    """Off-policy sequence mask, DeepSeek-V3.2 (arXiv:2512.02556) eq. 9: weight 0 for all tokens of a response with a
+    negative advantage and mean(log pi_sampler - log pi) > threshold, mismatch and staleness together.
+
+    TRL: off_policy_mask_threshold (its documentation: e.g. 0.5), get_off_policy_mask; a masked response still counts in
+    the denominators. slime: --opsm-delta 1e-4.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("threshold", self.threshold)
+
+    @property
+    def uses_mismatch(self) -> bool:
+        return False
+
+    @property
+    def uses_present(self) -> bool:
+        return True
+
+    @property
+    def judges_responses(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        if inputs.advantages.ndim != 1:
+            raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")
+        log_ratio = log_ratio_inside(sampler_logprobs_of(inputs), present_logprobs_of(inputs), inputs.mask)
+        divergence = response_mean(log_ratio, inputs.mask)
+        on_policy = (inputs.advantages[:, None] >= 0) | (divergence <= self.threshold)
+        return weighing(inputs, jnp.broadcast_to(on_policy, inputs.mask.shape).astype(divergence.dtype))
+
+
+@dataclass(frozen=True)
+class DPPOTV(Correction):
+    """DPPO with the binary total variation (arXiv:2602.04879): a trust region in probability in place of the ratio's.
+
+    Weight 0 where an update would lead further away from the sampler: pi - pi_sampler > high with a positive advantage,
+    pi_sampler - pi > low with another. Elsewhere min(1, clip_max / ratio), which makes ratio * advantage the truncated
+    surrogate. The loss takes its ratio to the sampler (`anchor`) and must not clip it (`clips`).
+
+    verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
+    examples/dppo_trainer), clip_ratio_c 20. prime-rl: dppo_mask_low and _high 0.2.
+    """
+
+    low: float = 0.15
+    high: float = 0.15
+    clip_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        check_positive("low", self.low)
+        check_positive("high", self.high)
+        check_positive("clip_max", self.clip_max)
+
+    @property
+    def anchor(self) -> Anchor:
+        return "sampler"
+
+    @property
+    def clips(self) -> bool:
+        return False
+
+    @property
+    def uses_mismatch(self) -> bool:
+        return False
+
+    @property
+    def uses_present(self) -> bool:
+        return True
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        now, before = (
+            jnp.where(inputs.mask, x, 0.0) for x in (present_logprobs_of(inputs), sampler_logprobs_of(inputs))
+        )
+        further = jnp.exp(now) - jnp.exp(before)
+        advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
+        inside = jnp.where(advantages > 0, further <= self.high, further >= -self.low)
+        truncation = jnp.minimum(1.0, self.clip_max / bounded_exp(now - before))
+        return weighing(inputs, jnp.where(inside, truncation, 0.0))

@@ -1,0 +1,20 @@
+"""Eviction policies: which keys stay in a cache of fixed size.
+
+A policy is a frozen dataclass that scores keys, higher = keep. It sees a `CacheView` and nothing else of the sampler,
+so that one written outside of the library is as good as these.
+"""
+
+from smd_jax.eviction.policies import CacheView as CacheView
+from smd_jax.eviction.policies import EvictionPolicy as EvictionPolicy
+from smd_jax.eviction.policies import Dense as Dense
+from smd_jax.eviction.policies import Recent as Recent
+from smd_jax.eviction.policies import StreamingLLM as StreamingLLM
+from smd_jax.eviction.policies import H2O as H2O
+from smd_jax.eviction.policies import TOVA as TOVA
+from smd_jax.eviction.policies import SnapKV as SnapKV
+from smd_jax.eviction.policies import RKV as RKV
+from smd_jax.eviction.policies import KeyDiff as KeyDiff
+from smd_jax.eviction.policies import Knorm as Knorm
+from smd_jax.eviction.policies import Random as Random
+from smd_jax.eviction.policies import Protect as Protect
+from smd_jax.eviction.policies import Pyramid as Pyramid

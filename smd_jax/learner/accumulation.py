@@ -1,0 +1,71 @@
+"""Gradients of a batch, summed microbatch by microbatch: memory of one, result of all.
+
+The weights of a loss are made from the whole batch before it is split, so that the sum over microbatches is the loss of
+the batch, in any split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from smd_jax.model.decoder import Params
+
+# (params, part of the batch) -> (loss, (pytree of scalars to sum up, pytree of arrays [rows, ...]))
+Objective = Callable[[Params, Any], tuple[Array, tuple[Any, Any]]]
+
+
+def accumulate(
+    objective: Objective, params: Params, batch: Any, count: int
+) -> tuple[Float[Array, ""], Params, Any, Any]:
+    """Loss and gradients of `batch`, a pytree of `[rows, ...]`, in `count` microbatches.
+
+    Returns:
+      The loss; its gradients, summed in float32 or wider; the sums and the terms of the objective, terms in the order
+      of the rows.
+    """
+    value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    if count == 1:
+        (loss, (sums, terms)), grads = value_and_grad(params, batch)
+        return loss, grads, sums, terms
+    parts = split(batch, count)
+    (loss, (sums, _)), _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], parts))
+
+    def one(carry: Any, part: Any) -> tuple[Any, Any]:
+        (loss, (sums, terms)), grads = value_and_grad(params, part)
+        return jax.tree.map(jnp.add, carry, (loss, sums, grads)), terms
+
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, params))
+    (loss, sums, grads), terms = jax.lax.scan(one, wide, parts)
+    return loss, grads, sums, merge(terms)
+
+
+def in_parts(f: Callable[[Any], Any], batch: Any, count: int) -> Any:
+    """`f` of every microbatch one after another, its results `[rows, ...]` in the order of the rows."""
+    return f(batch) if count == 1 else merge(jax.lax.map(f, split(batch, count)))
+
+
+def split(tree: Any, count: int) -> Any:
+    """`[rows, ...]` -> `[count, rows / count, ...]`: microbatch i takes rows i, i + count, …, so that every
+    microbatch has rows of every device and nothing moves between them."""
+    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)
+
+
+def merge(tree: Any) -> Any:
+    """The inverse of `split`."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
+
+
+def count_parts(rows: int, size: int | None) -> int:
+    """How many microbatches of `size` rows there are; None is one of all.
+
+    Raises:
+      ValueError: if the rows do not divide into them.
+    """
+    if size is not None and rows % size:
+        raise ValueError(f"expected rows that divide into microbatches of {size}; got {rows} rows")
+    return 1 if size is None else rows // size

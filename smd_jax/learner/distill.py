@@ -1,0 +1,105 @@
+"""The second track's forward passes: the dense teacher beside the masked student, on some rows and positions."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from smd_jax.learner.forward import response_hidden, response_logits
+from smd_jax.losses.distillation import DistillConfig, choose, divergence, sampled_divergence
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.ratios import overlap
+from smd_jax.sampling import token_logprobs
+from smd_jax.trajectory import Trajectory
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Agreement(struct.PyTreeNode):
+    """How much teacher and student agree, at the rows and positions that a step looks at.
+
+    Attributes:
+      overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
+      inside: whether there is a token.
+    """
+
+    overlap: Float[Array, "rows columns"]
+    inside: Bool[Array, "rows columns"]
+
+
+def distill_term(
+    model: Decoder,
+    config: DistillConfig,
+    params: Params,
+    reference: Params | None,
+    step: Int[Array, ""],
+    trajectory: Trajectory,
+    hidden: Float[Array, "batch R hidden"],
+    weights: Float[Array, "batch R"],
+) -> tuple[Float[Array, ""], Agreement | None]:
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement, if the divergence is
+    "exact", so that both distributions are at hand.
+
+    D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
+
+    Args:
+      params: of the policy; with a gradient, also through `hidden`.
+      reference: of the frozen reference policy; None where the direction is not "anchor".
+      step: optimizer steps taken.
+      trajectory: rows of the microbatch.
+      hidden: of the masked student, from which the response tokens are predicted.
+      weights: of the tokens in the loss, 0 outside the response.
+
+    Raises:
+      ValueError: if the direction is "anchor" and there is no reference, or a fraction is not a whole number of rows or
+        columns.
+    """
+    teacher = _teacher(config, params, reference)
+    rows, columns = choose(config, step, *weights.shape)
+    scale = weights.size / (rows.size * columns.size)
+    if rows.size < weights.shape[0]:
+        trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
+    dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
+    tokens, some = trajectory.response, columns if columns.size < weights.shape[1] else None
+    if some is not None:
+        picked = (hidden, dense_hidden, tokens, weights)
+        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, some], picked)
+
+    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
+    @jax.checkpoint
+    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> tuple[Array, Agreement | None]:
+        shadow = response_logits(model, params, hidden, trajectory, some)
+        dense = response_logits(model, teacher, dense_hidden, trajectory, some)
+        loss = jnp.sum(weights * _per_token(config, dense, shadow, tokens))
+        return loss, Agreement(overlap(dense, shadow), weights > 0) if config.estimator == "exact" else None
+
+    loss, agreement = weighted(params, teacher, hidden, dense_hidden)
+    return loss * scale, jax.lax.stop_gradient(agreement)
+
+
+def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
+    """Parameters of the dense policy, with a gradient for "published" alone."""
+    # The divergence stops it as well; stopped before the forward pass, nothing of that is kept for it.
+    if config.direction == "published":
+        return params
+    if config.direction != "anchor":
+        return jax.lax.stop_gradient(params)
+    if reference is None:
+        raise ValueError("expected reference parameters for direction 'anchor'; got None")
+    return jax.lax.stop_gradient(reference)
+
+
+def _per_token(
+    config: DistillConfig,
+    dense: Float[Array, "batch R vocab"],
+    shadow: Float[Array, "batch R vocab"],
+    tokens: Int[Array, "batch R"],
+) -> Float[Array, "batch R"]:
+    """The divergence of each token, exact or from the token itself; the logits of `response_logits`."""
+    if config.estimator == "exact":
+        return divergence(dense, shadow, config.direction)
+    of_dense, of_shadow = token_logprobs(dense, tokens, 1.0), token_logprobs(shadow, tokens, 1.0)
+    return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

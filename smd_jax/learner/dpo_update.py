@@ -1,0 +1,265 @@
+"""The jitted train step of online DPO. It sees pairs of trajectories, never the policy or the judge that made them.
+
+once per step:         correction of the mismatch ─► weight of every pair in the loss
+for every microbatch:  policy and reference forward, each under its mask ─► loss of whole pairs ─► gradients, summed
+once per step:         optimizer ─► new parameters, metrics
+
+Log-probabilities are those at the sampler's temperature, as everywhere here; TRL's are at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.corrections.base import Correction, CorrectionInputs
+from smd_jax.corrections.chain import Shadow
+from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
+from smd_jax.learner.forward import check_replayable, response_hidden, response_logits, score, score_logits
+from smd_jax.learner.update import Metrics, TrainState, Visibility, check_correction, check_visibilities, learner_mask
+from smd_jax.losses.dpo import (
+    DPOConfig,
+    DPOInputs,
+    DPOTerms,
+    PairTerms,
+    check_pair_correction,
+    dpo_loss,
+    dpo_metrics,
+    pair_correction,
+    pair_weights,
+    sequence_logprobs,
+)
+from smd_jax.losses.policy import k3
+from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.sharding import constrain_tree
+from smd_jax.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class DPOUpdateConfig:
+    """One optimizer step.
+
+    Attributes:
+      visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
+        full-context policy on the sparse sampler's pairs.
+      reference_visibility: what the reference policy sees: the sampler's mask, or everything; None: what the learner
+        sees.
+      loss: the preference loss.
+      correction: what is done about the mismatch between sampler and learner, as one number per pair, see
+        `smd_jax.losses.dpo.pair_correction`. `Shadow()` is the claim that there is none.
+      microbatch_size: pairs of one forward and backward pass, each of them two rows; gradients are summed over
+        microbatches, in float32 or wider. None: all pairs.
+    """
+
+    visibility: Visibility = "shadow"
+    reference_visibility: Visibility | None = None
+    loss: DPOConfig = DPOConfig()
+    correction: Correction = Shadow()
+    microbatch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size is not None and self.microbatch_size < 1:
+            raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
+        check_visibilities(self.visibility, self.reference_visibility)
+        check_correction(self.correction, self.visibility)
+        check_pair_correction(self.correction)
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class PairBatch(struct.PyTreeNode):
+    """What one step learns from. Pairs are the leading axis of every leaf, so that no split parts the two of a pair.
+
+    Attributes:
+      chosen, rejected: `[pairs, ...]`, both of one prompt.
+      signal: `[pairs]` false for pairs that must weigh nothing: neither was better.
+      old_chosen_logprobs, old_rejected_logprobs: `[pairs, R]` of the learner at the rollout's parameters; None: at the
+        present ones.
+    """
+
+    chosen: Trajectory
+    rejected: Trajectory
+    signal: Bool[Array, " pairs"]
+    old_chosen_logprobs: Float[Array, "pairs R"] | None = None
+    old_rejected_logprobs: Float[Array, "pairs R"] | None = None
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class _Prepared(struct.PyTreeNode):
+    """A batch with what must be known of all its pairs before it is split, `[pairs]`: its correction and weights."""
+
+    batch: PairBatch
+    correction: PairTerms
+    weights: Float[Array, " pairs"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class _Terms(struct.PyTreeNode):
+    """Results of the forward passes for the metrics: of tokens `[pairs, 2, R]`, the chosen first, and of pairs."""
+
+    logprobs: Float[Array, "pairs 2 R"]
+    entropy: Float[Array, "pairs 2 R"]
+    kl: Float[Array, "pairs 2 R"]
+    loss: DPOTerms
+
+
+def make_dpo_update(
+    model: Decoder, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
+) -> Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]:
+    """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
+
+    Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
+
+    The returned function raises ValueError for trajectories whose probabilities no learner can reproduce (greedy
+    sampling), pairs that do not divide into microbatches, and a reference that is missing.
+    """
+
+    def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
+        _check(state, batch)
+        prepared = _prepare(model, config, state.params, batch)
+        count = _count(batch, config)
+        loss, grads, _, terms = accumulate(_objective(model, config, state), state.params, prepared, count)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = constrain_tree(optax.apply_updates(state.params, updates))
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(prepared, terms)}
+        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def _check(state: TrainState, batch: PairBatch) -> None:
+    check_replayable(batch.chosen)
+    check_replayable(batch.rejected)
+    check_reference(state)
+
+
+def check_reference(state: TrainState) -> None:
+    """Raises ValueError for a state without reference parameters."""
+    if state.reference is None:
+        raise ValueError(
+            "expected reference parameters in the train state, because DPO's reward is a ratio to them; got None"
+        )
+
+
+def _count(batch: PairBatch, config: DPOUpdateConfig) -> int:
+    """Microbatches of a step."""
+    pairs, size = batch.signal.shape[0], config.microbatch_size
+    if size is not None and pairs % size:
+        raise ValueError(f"expected pairs that divide into microbatches of {size} pairs; got {pairs} pairs")
+    return count_parts(pairs, size)
+
+
+def _rows(batch: PairBatch) -> Trajectory:
+    """Both responses of every pair, `[2 * pairs, ...]`: chosen, rejected, chosen, … so that nothing changes devices."""
+    return jax.tree.map(lambda *both: _merged(jnp.stack(both, axis=1)), batch.chosen, batch.rejected)
+
+
+def _merged(x: Array) -> Array:
+    """`[pairs, 2, ...]` -> `[2 * pairs, ...]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _paired(x: Array) -> Array:
+    """`[2 * pairs, ...]` -> `[pairs, 2, ...]`."""
+    return x.reshape(-1, 2, *x.shape[1:])
+
+
+def _prepare(model: Decoder, config: DPOUpdateConfig, params: Params, batch: PairBatch) -> _Prepared:
+    """Corrects and weighs the pairs of the whole batch; an extra forward pass where the correction needs one."""
+    if config.correction.uses_mismatch and batch.old_chosen_logprobs is None:
+        old = _learner_logprobs(model, config, params, batch)
+        batch = batch.replace(old_chosen_logprobs=old[:, 0], old_rejected_logprobs=old[:, 1])
+    chosen = _correction_inputs(batch.chosen, batch.old_chosen_logprobs, batch.signal)
+    rejected = _correction_inputs(batch.rejected, batch.old_rejected_logprobs, batch.signal)
+    terms = pair_correction(config.correction, chosen, rejected)
+    return _Prepared(batch, terms, pair_weights(batch.signal & terms.keep))
+
+
+def _learner_logprobs(
+    model: Decoder, config: DPOUpdateConfig, params: Params, batch: PairBatch
+) -> Float[Array, "pairs 2 R"]:
+    """Of the learner before this step."""
+
+    def of(part: PairBatch) -> Array:
+        rows = _rows(part)
+        return _paired(score(model, params, rows, learner_mask(rows, config.visibility)).logprobs)
+
+    return in_parts(of, batch, _count(batch, config))
+
+
+def _correction_inputs(
+    trajectory: Trajectory, old: Float[Array, "pairs R"] | None, signal: Bool[Array, " pairs"]
+) -> CorrectionInputs:
+    """What a correction looks at. Pairs without signal have no tokens: they count in none of its means."""
+    return CorrectionInputs(
+        sampler_logprobs=trajectory.logprobs,
+        old_logprobs=trajectory.logprobs if old is None else old,
+        logprobs=None,
+        advantages=jnp.zeros(signal.shape),  # a pair has none; no correction of whole pairs looks at them
+        mask=trajectory.response_mask & signal[:, None],
+    )
+
+
+def _objective(model: Decoder, config: DPOUpdateConfig, state: TrainState) -> Objective:
+    """The loss of one microbatch as a function of the parameters."""
+
+    def objective(params: Params, part: _Prepared) -> tuple[Array, tuple[Any, _Terms]]:
+        rows = _rows(part.batch)
+
+        # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
+        @jax.checkpoint
+        def policy_terms(params: Params, hidden: Array) -> Any:
+            return score_logits(response_logits(model, params, hidden, rows), rows)
+
+        scores = policy_terms(params, response_hidden(model, params, rows, learner_mask(rows, config.visibility)))
+        seen = learner_mask(rows, config.reference_visibility or config.visibility)
+        reference = jax.lax.stop_gradient(score(model, state.reference, rows, seen).logprobs)
+        loss, terms = dpo_loss(_inputs(part, rows, scores.logprobs, reference), config.loss)
+        kl = k3(scores.logprobs, reference)
+        kept = _Terms(_paired(scores.logprobs), _paired(scores.entropy), _paired(kl), terms)
+        return loss, jax.lax.stop_gradient(((), kept))
+
+    return objective
+
+
+def _inputs(
+    part: _Prepared, rows: Trajectory, logprobs: Float[Array, "rows R"], reference: Float[Array, "rows R"]
+) -> DPOInputs:
+    policy = _paired(sequence_logprobs(logprobs, rows.response_mask))
+    frozen = _paired(sequence_logprobs(reference, rows.response_mask))
+    return DPOInputs(
+        chosen_logprobs=policy[:, 0],
+        rejected_logprobs=policy[:, 1],
+        reference_chosen_logprobs=frozen[:, 0],
+        reference_rejected_logprobs=frozen[:, 1],
+        weights=part.weights,
+        correction_weights=part.correction.weights,
+    )
+
+
+def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
+    """Of the pairs that count; and over the tokens of all their responses, how far the learner is from the sampler.
+
+    A correction belongs to all tokens of a pair with signal.
+    """
+    rows = _rows(prepared.batch)
+    mask, logprobs = rows.response_mask, _merged(terms.logprobs)
+    signal, weights, keep = (
+        jnp.broadcast_to(jnp.repeat(x, 2)[:, None], mask.shape)
+        for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.keep)
+    )
+    return {
+        **dpo_metrics(terms.loss, prepared.weights),
+        "kl": token_mean(_merged(terms.kl), mask),
+        "entropy": token_mean(_merged(terms.entropy), mask),
+        **mismatch_metrics(rows.logprobs, logprobs, mask),
+        **chi2_metrics(rows.logprobs, logprobs, mask),
+        **correction_metrics(weights, keep, mask & signal),
+    }

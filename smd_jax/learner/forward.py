@@ -1,0 +1,89 @@
+"""The learner's forward pass over a trajectory, under the mask that the sampler had or any other."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from smd_jax.masks import Mask
+from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.trajectory import Trajectory
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class ResponseScores(struct.PyTreeNode):
+    """What the learner thinks of the response tokens, at the sampler's temperature and over the tokens that it kept.
+
+    Attributes:
+      logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
+      entropy: `[batch, R]` of the distribution that each token was drawn from, in nats.
+    """
+
+    logprobs: Float[Array, "batch R"]
+    entropy: Float[Array, "batch R"]
+
+
+def check_replayable(trajectory: Trajectory) -> None:
+    """Raises ValueError for a trajectory whose probabilities a learner cannot reproduce, or that has none."""
+    if trajectory.logprobs is None:
+        raise ValueError(
+            "expected the sampler's log-probabilities in the trajectory: without them there is neither a ratio to the "
+            "sampler nor a correction; got None"
+        )
+    if not trajectory.replayable:
+        raise ValueError(
+            "expected a trajectory sampled at a temperature > 0, because a greedy choice is no draw from a "
+            "distribution that a learner could have as well; got one from a greedy sampler"
+        )
+
+
+def response_hidden(
+    model: Decoder, params: Params, trajectory: Trajectory, mask: Mask
+) -> Float[Array, "batch R hidden"]:
+    """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
+    hidden = apply_model(model, params, trajectory.tokens, trajectory.positions, mask, method=Decoder.hidden)
+    return hidden[:, trajectory.prompt_width - 1 : -1]
+
+
+def response_logits(
+    model: Decoder,
+    params: Params,
+    hidden: Float[Array, "batch columns hidden"],
+    trajectory: Trajectory,
+    columns: Int[Array, " columns"] | None = None,
+) -> Float[Array, "batch columns vocab"]:
+    """Logits of the response tokens, made what the sampler's were: divided by its temperature, and far below all others
+    where it could not draw a token. In float32 or wider.
+
+    Args:
+      columns: of the response, to which `hidden` belongs; None: all.
+    """
+    logits = apply_model(model, params, hidden, method=Decoder.logits) / trajectory.temperature
+    if trajectory.kept is None:
+        return logits
+    drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
+    # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
+    return jnp.where(drawn[..., None], trajectory.kept.apply(logits, columns), logits)
+
+
+def score_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> ResponseScores:
+    """Log-probabilities and entropies from the logits of `response_logits`."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    return ResponseScores(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
+
+
+def score(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> ResponseScores:
+    """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
+
+    Raises:
+      ValueError: if the sampler was greedy, which is not replayed.
+    """
+    check_replayable(trajectory)
+    mask = trajectory.mask if mask is None else mask
+    hidden = response_hidden(model, params, trajectory, mask)
+    return score_logits(response_logits(model, params, hidden, trajectory), trajectory)

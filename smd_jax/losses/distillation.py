@@ -1,0 +1,214 @@
+"""The second track: a divergence between the policy with its full context (dense) and under the mask (shadow).
+
+Arrays in, arrays out. The forward passes that they come from are in `smd_jax/learner/distill.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from smd_jax.config import check_choice
+from smd_jax.losses.schedules import CoefSchedule
+from smd_jax.ratios import SAFETY_BOUND
+
+Direction = Literal["forward", "reverse", "published", "anchor"]
+Estimator = Literal["exact", "k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation between dense and masked policy, `loss = policy_loss(masked) + coef * D`.
+
+    Attributes:
+      direction: which divergence; sg is stop-gradient.
+        "forward"    KL(sg(dense) ‖ shadow): the full-context policy teaches the masked one, covering its modes
+        "reverse"    KL(shadow ‖ sg(dense)): the same teacher, mode-seeking
+        "published"  KL(dense ‖ sg(shadow)): as the paper's repository states it; pulls the dense policy to the sparse
+                     one, and is the only one with a backward pass through the dense forward
+        "anchor"     KL(sg(reference dense) ‖ shadow): the teacher is the frozen reference with its full context
+      coef: weight of the divergence in the loss, constant or by optimizer step; never negative.
+      fraction: distill_fraction, the share of the rows that get the dense forward pass, spread evenly over each
+        microbatch and rotating from step to step; a whole number of its rows.
+      position_fraction: the share of the response's columns that get the divergence, chosen like the rows; a whole
+        number of the columns. The forward passes stay whole, but both policies project fewer positions to the
+        vocabulary.
+      estimator: "exact" sums over the vocabulary; "k1", "k2" and "k3" look at the sampled tokens alone, and do not
+        always have the gradient of what they estimate: see the table of `sampled_divergence`.
+    """
+
+    direction: Direction = "forward"
+    coef: float | CoefSchedule = 0.1
+    fraction: float = 1.0
+    position_fraction: float = 1.0
+    estimator: Estimator = "exact"
+
+    def __post_init__(self) -> None:
+        check_choice("direction", self.direction, get_args(Direction))
+        check_choice("estimator", self.estimator, get_args(Estimator))
+        ends = (self.coef.start, self.coef.end) if isinstance(self.coef, CoefSchedule) else (self.coef,)
+        if not all(0 <= end < math.inf for end in ends):
+            raise ValueError(
+                "expected a finite distillation coefficient >= 0, because a negative one would drive the two policies "
+                f"apart; got {self.coef}"
+            )
+        _check_fraction("distill_fraction", self.fraction)
+        _check_fraction("position_fraction", self.position_fraction)
+
+    def coef_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The coefficient at an optimizer step, which may be traced."""
+        return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else jnp.asarray(self.coef, float)
+
+
+def _check_fraction(name: str, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ValueError(f"expected 0 < {name} <= 1; got {fraction}")
+
+
+# --- exact divergences
+
+
+def kl_divergence(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, "... vocab"]) -> Float[Array, ...]:
+    """KL(p ‖ q) in nats, exact over the vocabulary."""
+    p, q = jax.nn.log_softmax(p_logits, axis=-1), jax.nn.log_softmax(q_logits, axis=-1)
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+def divergence(
+    dense_logits: Float[Array, "batch response vocab"],
+    shadow_logits: Float[Array, "batch response vocab"],
+    direction: Direction,
+) -> Float[Array, "batch response"]:
+    """The divergence of every token. For "anchor" the dense logits are those of the frozen reference."""
+    if direction == "reverse":
+        return kl_divergence(shadow_logits, jax.lax.stop_gradient(dense_logits))
+    if direction == "published":
+        return kl_divergence(dense_logits, jax.lax.stop_gradient(shadow_logits))
+    return kl_divergence(jax.lax.stop_gradient(dense_logits), shadow_logits)
+
+
+# --- estimates from the sampled tokens
+
+
+def sampled_divergence(
+    dense_logprobs: Float[Array, "batch response"],
+    shadow_logprobs: Float[Array, "batch response"],
+    direction: Direction,
+    estimator: Literal["k1", "k2", "k3"],
+) -> Float[Array, "batch response"]:
+    """The divergence of every token, estimated from that token alone (k1, k2, k3: joschu.net/blog/kl-approx.html).
+
+    The token is drawn from the shadow policy s, which is the sampler; d is the dense policy, or the frozen reference
+    for "anchor", and rho = d(token) / s(token). The gradient of each estimate is its slope times that of the learner's
+    log-probability: log d for "published", else log s.
+
+        direction        estimator  value               on average    slope              on average the gradient of
+        reverse          k1         -log rho            KL(s ‖ d)     -log rho           KL(s ‖ d)
+                         k2         log² rho / 2        E[log²]/2     -log rho           KL(s ‖ d)
+                         k3         rho - 1 - log rho   KL(s ‖ d)     1 - rho            KL(d ‖ s): that of forward
+        forward, anchor  k1         rho log rho         KL(d ‖ s)     -rho               KL(d ‖ s)
+                         k2         log² rho / 2        E[log²]/2     -log rho           KL(s ‖ d): that of reverse
+                         k3         k1 - rho + 1        KL(d ‖ s)     1 - rho            KL(d ‖ s)
+        published        k1         rho log rho         KL(d ‖ s)     rho (1 + log rho)  KL(d ‖ s)
+                         k2         log² rho / 2        E[log²]/2     log rho            E[log²]/2
+                         k3         k1 - rho + 1        KL(d ‖ s)     rho log rho        KL(d ‖ s)
+
+    E[log²]/2 is the mean of log² rho / 2 under s, the same as either KL to second order where the policies are close.
+    k3 is never negative. Where the policies agree its slope is 0; that of k1 (but for reverse) is ±1, which cancels on
+    average only.
+
+    The slopes are what autodiff of the values gives, but for k1 of reverse (autodiff: 1, which is 0 on average), and
+    k1 and k3 of forward and anchor (autodiff forgets that s also draws the tokens). k1 and k2 of reverse are the
+    policy gradient of verl's on-policy distillation (docs/algo/opd.md), k3 of reverse is GRPO's KL term
+    (arXiv:2402.03300 eq. 4); arXiv:2506.09477 shows whose gradient each of these two has.
+
+    Like the exact divergence, this compares next tokens after the prefixes that were sampled; how a token changes the
+    prefixes after it is not counted. Nor is staleness: the averages hold for tokens of the present shadow policy, and
+    when one rollout feeds several steps no importance weight makes up for those of an older one. "exact" needs none.
+
+    log rho is cut at ±20 before anything else, so that no value and no slope overflows; a slope keeps its sign there.
+    """
+    learner = dense_logprobs if direction == "published" else shadow_logprobs
+    log_ratio = jax.lax.stop_gradient(jnp.clip(dense_logprobs - shadow_logprobs, -SAFETY_BOUND, SAFETY_BOUND))
+    slope = _slope(log_ratio, direction, estimator)
+    return _value(log_ratio, direction, estimator) + slope * (learner - jax.lax.stop_gradient(learner))
+
+
+def _value(
+    log_ratio: Float[Array, "batch response"], direction: Direction, estimator: Literal["k1", "k2", "k3"]
+) -> Float[Array, "batch response"]:
+    """The third column of the table."""
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    reverse = direction == "reverse"
+    k1 = -log_ratio if reverse else jnp.exp(log_ratio) * log_ratio
+    excess = jnp.expm1(log_ratio)  # rho - 1, accurate where the policies are close
+    return k1 if estimator == "k1" else k1 + excess if reverse else k1 - excess
+
+
+def _slope(
+    log_ratio: Float[Array, "batch response"], direction: Direction, estimator: Literal["k1", "k2", "k3"]
+) -> Float[Array, "batch response"]:
+    """The fifth column of the table."""
+    ratio = jnp.exp(log_ratio)
+    if direction == "published":
+        return {"k1": ratio * log_ratio + ratio, "k2": log_ratio, "k3": ratio * log_ratio}[estimator]
+    if estimator == "k3":
+        return -jnp.expm1(log_ratio)
+    return -ratio if estimator == "k1" and direction != "reverse" else -log_ratio
+
+
+# --- which rows and positions
+
+
+def teacher_rows(rows: int, fraction: float) -> int:
+    """How many of the `rows` of a microbatch get the dense forward pass.
+
+    Raises:
+      ValueError: if the fraction is not a whole number of rows, at least 1: rounding would spend another share.
+    """
+    return _whole(rows, fraction, "distill_fraction * rows of a microbatch")
+
+
+def teacher_positions(columns: int, fraction: float) -> int:
+    """How many of the response's `columns` get the divergence.
+
+    Raises:
+      ValueError: if the fraction is not a whole number of columns, at least 1.
+    """
+    return _whole(columns, fraction, "position_fraction * columns of the response")
+
+
+def _whole(size: int, fraction: float, what: str) -> int:
+    exact = fraction * size
+    if abs(exact - round(exact)) > 1e-6 or round(exact) < 1:
+        raise ValueError(f"expected {what} to be a whole number >= 1; got {fraction} * {size}")
+    return round(exact)
+
+
+def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]:
+    """`count` of the indices 0 … size-1, evenly spread from `start` on and around; over `size` starts every index
+    comes up `count` times."""
+    return (start + (np.arange(count) * size // count).astype(np.int32)) % size
+
+
+def choose(
+    config: DistillConfig, step: Int[Array, ""], rows: int, columns: int
+) -> tuple[Int[Array, " chosen"], Int[Array, " kept"]]:
+    """Rows of a microbatch and columns of the response whose divergence a step takes.
+
+    Rows turn by one each step. Columns do as well, and by one more each time the rows have gone round: so that over
+    `rows * columns` steps every row meets every column equally often, whatever divisors the two numbers share.
+
+    Raises:
+      ValueError: if a fraction is not a whole number of rows or columns.
+    """
+    chosen, kept = teacher_rows(rows, config.fraction), teacher_positions(columns, config.position_fraction)
+    period = 1 if chosen == rows else rows
+    return spread(step, rows, chosen), spread(step // period + step % period, columns, kept)

@@ -1,0 +1,213 @@
+"""The loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
+
+A pair counts as a whole: its loss is a function of four log-probabilities of whole responses, so what corrects for the
+sampler being another policy is one number per pair too. As in `smd_jax.losses.policy`, the loss is a weighted sum, here
+over pairs, with weights made from the whole batch: microbatches of whole pairs sum to the same loss in any split.
+
+    log-probabilities [batch, R] ─► sequence_logprobs ─┐
+    correction ─► pair_correction ─► pair_weights ─────┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
+
+Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online_dpo_config.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.corrections.base import Correction, CorrectionInputs
+
+DPOLossType = Literal["sigmoid", "ipo"]
+
+DPO_METRICS: dict[str, str] = {
+    "rewards/chosen": "mean implicit reward, beta * log (policy / reference), of the chosen; over the pairs that count",
+    "rewards/rejected": "the same of the rejected",
+    "rewards/margins": "the first less the second",
+    "rewards/accuracies": "share of the pairs whose margin is above 0",
+    "logps/chosen": "mean log-probability of a chosen response, nats, summed over its tokens",
+    "logps/rejected": "the same of the rejected",
+}
+
+
+@dataclass(frozen=True)
+class DPOConfig:
+    """The preference loss, with the names and defaults of TRL's OnlineDPOConfig.
+
+    Attributes:
+      beta: how strongly the policy is held to the reference; with "ipo" it is tau of arXiv:2310.12036.
+      loss_type: "sigmoid" (DPO, arXiv:2305.18290 eq. 7) or "ipo" (arXiv:2310.12036 eq. 17), see `dpo_loss`.
+    """
+
+    beta: float = 0.1
+    loss_type: DPOLossType = "sigmoid"
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"expected beta > 0; got {self.beta}")
+        if self.loss_type not in get_args(DPOLossType):
+            raise ValueError(
+                f"expected loss_type to be one of {', '.join(get_args(DPOLossType))}; got {self.loss_type!r}"
+            )
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class DPOInputs(struct.PyTreeNode):
+    """What the loss looks at, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
+
+    Attributes:
+      chosen_logprobs, rejected_logprobs: of the policy being trained; the only inputs with a gradient.
+      reference_chosen_logprobs, reference_rejected_logprobs: of the frozen reference.
+      weights: of each pair in the loss, see `pair_weights`; where 0, the log-probabilities may be anything.
+      correction_weights: factor of each pair's loss that corrects for the sampler being another policy.
+    """
+
+    chosen_logprobs: Float[Array, " pairs"]
+    rejected_logprobs: Float[Array, " pairs"]
+    reference_chosen_logprobs: Float[Array, " pairs"]
+    reference_rejected_logprobs: Float[Array, " pairs"]
+    weights: Float[Array, " pairs"]
+    correction_weights: Float[Array, " pairs"] | None = None
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class DPOTerms(struct.PyTreeNode):
+    """Per-pair terms for the metrics, `[pairs]`, 0 where a pair weighs nothing.
+
+    Attributes:
+      chosen_logprobs, rejected_logprobs: of the policy.
+      chosen_rewards, rejected_rewards: DPO's implicit reward, beta * (log policy - log reference) of the response.
+    """
+
+    chosen_logprobs: Float[Array, " pairs"]
+    rejected_logprobs: Float[Array, " pairs"]
+    chosen_rewards: Float[Array, " pairs"]
+    rejected_rewards: Float[Array, " pairs"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class PairTerms(struct.PyTreeNode):
+    """What a correction does to each pair, `[pairs]`.
+
+    Attributes:
+      weights: of the pair, its two responses taken for one; without gradient.
+      keep: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
+    """
+
+    weights: Float[Array, " pairs"]
+    keep: Bool[Array, " pairs"]
+
+
+def sequence_logprobs(
+    logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
+) -> Float[Array, " batch"]:
+    """log-probability of each response: the sum over its tokens. What lies outside the mask may be anything."""
+    return jnp.where(mask, logprobs, 0.0).sum(axis=1)
+
+
+def pair_weights(counts: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
+    """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does.
+
+    A pair counts if it has signal and the correction keeps it.
+    """
+    return counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1)
+
+
+def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DPOTerms]:
+    """`sum(weights * correction_weights * l(h))`, h = (log policy - log reference) of chosen less that of rejected:
+
+    sigmoid   l = -log sigmoid(beta h)      (arXiv:2305.18290 eq. 7)
+    ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
+    """
+    active = inputs.weights > 0
+    # What weighs nothing may hold infinities: replaced before any arithmetic, for 0 * inf would still be NaN.
+    chosen, rejected = _inside(inputs.chosen_logprobs, active), _inside(inputs.rejected_logprobs, active)
+    of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
+    of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
+    per_pair = _per_pair(of_chosen - of_rejected, config)
+    correction = 1.0 if inputs.correction_weights is None else _inside(inputs.correction_weights, active)
+    loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights * correction))
+    terms = DPOTerms(chosen, rejected, config.beta * of_chosen, config.beta * of_rejected)
+    return loss, jax.lax.stop_gradient(terms)
+
+
+def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
+    """`DPO_METRICS`, with TRL's names and definitions but over the pairs that weigh anything; 0 without any."""
+    active = weights > 0
+    margins = terms.chosen_rewards - terms.rejected_rewards
+    return {
+        "rewards/chosen": _mean(terms.chosen_rewards, active),
+        "rewards/rejected": _mean(terms.rejected_rewards, active),
+        "rewards/margins": _mean(margins, active),
+        "rewards/accuracies": _mean((margins > 0).astype(jnp.float32), active),
+        "logps/chosen": _mean(terms.chosen_logprobs, active),
+        "logps/rejected": _mean(terms.rejected_logprobs, active),
+    }
+
+
+def check_pair_correction(correction: Correction) -> None:
+    """Raises ValueError for a correction without one number per response, or with a ratio that DPO does not take."""
+    name = type(correction).__name__
+    if correction.anchor == "sampler":
+        raise ValueError(
+            f"expected a correction beside the loss, because online DPO takes no ratio to the sampler; got {name}"
+        )
+    if not correction.per_response or correction.uses_present:
+        raise ValueError(
+            "expected a correction with one number per response made from xi alone, because a pair counts as a whole "
+            f"(level 'sequence' or 'geometric', Veto, Naive or Shadow); got {name}"
+        )
+
+
+def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: CorrectionInputs) -> PairTerms:
+    """The correction of whole pairs, `[pairs]`; both inputs `[pairs, R]`, of which advantages are not looked at.
+
+    The correction sees the two responses of a pair as one, of 2R tokens. So its options hold for pairs: "sequence" is
+    the product of xi over the tokens of both, and bounds and normalisation are of that. "geometric" is the mean over
+    the tokens of both, where a response with xi above 1 and one below make up for each other, as tokens of a response
+    do. A veto of any token rejects the pair.
+
+    The sampler draws the responses of a pair independently, so the ratio of a pair is the product of theirs. That is
+    exact for groups of two. In larger groups which two make the pair depends on the others, and their ratios are left
+    out: weights of many more responses would mostly add variance.
+
+    Pairs of which either response has an empty mask are not kept, weigh 0 and count in no mean.
+    """
+    check_pair_correction(correction)
+    terms = correction.terms(_as_one_response(chosen, rejected))
+    # One number a response, 0 and false outside.
+    return PairTerms(terms.weights.max(axis=1), terms.keep.any(axis=1))
+
+
+def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> CorrectionInputs:
+    """`[pairs, 2R]`: the tokens of both; none where either response has none."""
+
+    def joined(one: Array | None, other: Array | None) -> Array | None:
+        return None if one is None or other is None else jnp.concatenate([one, other], axis=1)
+
+    complete = chosen.mask.any(axis=1, keepdims=True) & rejected.mask.any(axis=1, keepdims=True)
+    return CorrectionInputs(
+        sampler_logprobs=joined(chosen.sampler_logprobs, rejected.sampler_logprobs),
+        old_logprobs=jnp.concatenate([chosen.old_logprobs, rejected.old_logprobs], axis=1),
+        logprobs=None,
+        advantages=jnp.zeros(chosen.mask.shape[0]),
+        mask=jnp.concatenate([chosen.mask, rejected.mask], axis=1) & complete,
+    )
+
+
+def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
+    return jnp.where(active, values, 0.0)
+
+
+def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Array, " pairs"]:
+    if config.loss_type == "sigmoid":
+        return -jax.nn.log_sigmoid(config.beta * preference)
+    return (preference - 1.0 / (2.0 * config.beta)) ** 2
+
+
+def _mean(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, ""]:
+    return _inside(values, active).sum() / jnp.maximum(active.sum(), 1)

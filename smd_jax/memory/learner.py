@@ -1,0 +1,133 @@
+"""Bytes of the learner's forward and backward pass over a microbatch, on one device. A part of `smd_jax.memory.plan`.
+
+Counted from the equations of the model, and calibrated against the buffers that XLA assigns to the compiled update (jax
+0.10.2, CPU, float32; `tests/test_memory.py`). Under two of its schedulers: the default, which runs what it can early,
+and the one that spares memory, which is nearer to those of accelerators. Under the default recomputing saves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from smd_jax.config import ModelConfig
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.masks import Segments
+from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
+from smd_jax.model.attention import pays
+from smd_jax.model.decoder import Decoder
+from smd_kernels import gpu, tpu
+from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
+
+LOGIT_COPIES = 4  # of a microbatch alive together: logits, softmax forward and recomputed, cotangent
+
+
+@dataclass(frozen=True)
+class LearnerPass:
+    """One forward and backward pass over a microbatch, on one device.
+
+    Attributes:
+      model: how it attends, and whether it recomputes its layers. shape: of the device's part.
+      rows: of the microbatch on this device. prompt, response: columns.
+      segments: where the sampler compressed; None if it never did. boolean: whether the mask is T x T booleans.
+    """
+
+    model: Decoder
+    shape: ModelConfig
+    platform: Platform
+    rows: int
+    prompt: int
+    response: int
+    segments: Segments | None
+    boolean: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def remat(self) -> bool:
+        """Whether recomputing saves memory: XLA's CPU scheduler recomputes too early to (measured)."""
+        return self.model.remat and self.platform != "cpu"
+
+    @property
+    def itemsize(self) -> int:
+        return compute_itemsize(self.shape, self.platform)
+
+    @property
+    def squares(self) -> bool:
+        """Whether scores of T x T are kept."""
+        return self.boolean or self.model.impl in ("reference", "xla")
+
+    def saved(self) -> int:
+        """Of one layer, what its backward pass reads.
+
+        MLP: gate, up, sigmoid, its product with gate, and that with up. Two norms and two residual sums. Attention:
+        q, k, v, its output, and once more with the heads side by side; over segments a copy of the response's q, k, v;
+        as T x T scores, those.
+        """
+        s = self.shape
+        heads, kv_heads = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        floats = self.columns * (5 * s.intermediate_size + 4 * s.hidden_size + 3 * heads + 2 * kv_heads)
+        if self.gathers:
+            floats += self.response * (heads + 2 * kv_heads)
+        scores = SCORE_COPIES * s.num_heads * self.columns**2 * WIDE if self.squares else 0
+        denominators = self.columns * s.num_heads * WIDE
+        return self.rows * (floats * self.itemsize + denominators + scores)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether attention goes by segments."""
+        if self.squares or self.segments is None or self.model.impl == "interval":
+            return False
+        return self.model.impl == "segments" or pays(self.segments, self.columns)
+
+    def between_layers(self) -> int:
+        """Of one layer: cotangents that wait for the gradients of its matrices, which the compiler may leave to the
+        end; and its input, if the rest is recomputed."""
+        s = self.shape
+        floats = s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        return self.rows * self.columns * floats * self.itemsize
+
+    def outside_layers(self) -> int:
+        """Embeddings, the last norm, the hidden states of the response, and the cotangent on its way down."""
+        return 4 * self.rows * self.columns * self.shape.hidden_size * self.itemsize
+
+    def tiles(self) -> int:
+        """Scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
+        s, kernel = self.shape, {"gpu": gpu, "tpu": tpu}.get(self.platform)
+        in_kernel = kernel is not None and kernel.why_not(jnp.dtype(s.dtype), s.head_dim) is None
+        if self.squares or (in_kernel and self.model.impl in (None, "mosaic_gpu", "mosaic_tpu")):
+            return 0
+        sizes = self.model.sizes or (CPU_SIZES if self.platform == "cpu" else ACCELERATOR_SIZES)
+        keys = self.segments.budget + self.segments.length if self.segments and self.gathers else self.columns
+        scores = min(sizes.scores, self.rows * s.num_heads * self.columns * keys)
+        freed = 5 * self.rows * self.columns * s.intermediate_size * self.itemsize
+        return max(SCORE_COPIES * WIDE * scores - freed, 0)
+
+    def activations(self) -> int:
+        """At the end of the forward pass."""
+        layers = self.shape.num_layers
+        if self.remat:
+            return layers * self.between_layers() + self.saved() + self.outside_layers() + self.tiles()
+        return layers * (self.saved() + self.between_layers()) + self.outside_layers() + self.tiles()
+
+    def last_layer(self) -> int:
+        """At the end of the backward pass, when all gradients exist."""
+        return self.shape.num_layers * self.between_layers() + self.saved() + self.outside_layers()
+
+    def logits(self) -> int:
+        """Of the response, recomputed in the backward pass but alive while it begins."""
+        return LOGIT_COPIES * self.rows * self.response * self.shape.vocab_size * WIDE
+
+    def teacher(self, distill: DistillConfig) -> tuple[int, int]:
+        """Activations and logits of the second track, whose logits are those of two policies once more. Half as many
+        are added where the masked policy weighs the divergence or the dense one has a gradient, and where only some
+        rows have one, which then share no memory with all (measured). A gradient keeps the layers of the dense policy.
+        """
+        dense = replace(self, rows=math.ceil(self.rows * distill.fraction - 1e-6))
+        more = distill.direction in ("reverse", "published") or distill.fraction < 1
+        kept = dense.activations() if distill.direction == "published" else dense.outside_layers()
+        return kept, round(dense.logits() * distill.position_fraction * (1.5 if more else 1.0))

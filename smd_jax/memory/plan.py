@@ -1,0 +1,391 @@
+"""A memory plan: what sampler and learner hold on one device, computed before anything runs.
+
+Both live on the same devices and take turns (collocated), so the most that is held is that of the larger phase:
+
+    both      weights, their copy in the compute dtype, optimizer, reference, trajectory
+    rollout   + cache + rollout work                     grows with the rows decoded at once (`slots`)
+    update    + gradients + activations + logits         grows with the rows of a microbatch
+
+    work = Workload(model, policy, config, prompt_width=512, rows=128, optimizer=optimizer)
+    slots = fit_slots(parse_bytes("80GiB"), work, params)        or     check_memory(plan_memory(work, params), …)
+
+Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/test_memory.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from smd_jax.cache.compression import PARTS
+from smd_jax.config import ModelConfig, check_choice
+from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.masks import Segments
+from smd_jax.memory.learner import LearnerPass
+from smd_jax.memory.sampler import (
+    Platform,
+    SamplerPass,
+    cast_bytes,
+    gathered_bytes,
+    largest_part,
+    local_shape,
+    recorded_bytes,
+    row_ways,
+    trajectory_bytes,
+    tree_bytes,
+)
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.sampler.params import sampler_params
+from smd_jax.train.loop import PolicyLoop
+
+L = TypeVar("L", bound=PolicyLoop)
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
+
+# What makes a part smaller, in the words of the command lines under experiments/.
+FLAGS = {
+    "weights": "raise --fsdp or --tensor",
+    "sampler_weights": "raise --fsdp or --tensor",
+    "optimizer": "raise --fsdp or --tensor",
+    "reference": "raise --fsdp or --tensor, or train without a reference (--beta 0, no --distill anchor)",
+    "trajectory": "lower --prompts, --group or --response-tokens",
+    "cache": "lower --budget or --buffer, or with --memory the rows decoded at once",
+    "rollout_work": "lower --prefill-chunk, or with --memory the rows decoded at once",
+    "gradients": "raise --fsdp or --tensor",
+    "activations": "lower --microbatch",
+    "logits": "lower --microbatch",
+}
+RECORD_COPIES = 3  # of the compressions' records, alive while they become the shadow mask
+
+BOTH = ("weights", "sampler_weights", "optimizer", "reference", "trajectory")
+ROLLOUT = (*BOTH, "cache", "rollout_work")
+UPDATE = (*BOTH, "gradients", "activations", "logits")
+PHASES = (ROLLOUT, UPDATE)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step of a loop does, as far as its memory goes.
+
+    Attributes:
+      policy, config: of the sampler. prompt_width: columns of the prompt. rows: of a rollout, on all devices.
+      optimizer: None: nothing is learnt. reference: whether parameters of a frozen policy are kept.
+      prefill_rows: prompts read at once; None: as many as are decoded at once.
+      minibatches: optimizer steps that share the rows. microbatch_size: rows of one forward and backward pass.
+      distill: the second track.
+      learns: False: an evaluation, during which the optimizer's state is there but no update.
+      mesh: how all is split; None: one device. platform: that it will run on; None: that of JAX.
+    """
+
+    model: Decoder
+    policy: EvictionPolicy
+    config: RolloutConfig
+    prompt_width: int
+    rows: int
+    optimizer: optax.GradientTransformation | None = None
+    reference: bool = False
+    prefill_rows: int | None = None
+    minibatches: int = 1
+    microbatch_size: int | None = None
+    distill: DistillConfig | None = None
+    learns: bool = True
+    mesh: Mesh | AbstractMesh | None = None
+    platform: Platform | None = None
+
+    def __post_init__(self) -> None:
+        if self.platform is not None:
+            check_choice("platform", self.platform, get_args(Platform))
+
+    @property
+    def where(self) -> Platform:
+        """The platform."""
+        name = jax.default_backend() if self.platform is None else self.platform
+        return "gpu" if name == "gpu" else "tpu" if name == "tpu" else "cpu"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device, by what they are for.
+
+    Attributes:
+      weights: parameters, as stored.
+      sampler_weights: the copy in the compute dtype, which sampler and learner multiply with, 0 if the weights are
+        stored in it; and what of them is gathered from the fsdp axis.
+      optimizer: its state. reference: parameters of the frozen reference or teacher.
+      trajectory: of all rows of a rollout, with the shadow mask.
+      cache: keys, values, columns and statistics of the rows that are decoded at once.
+      rollout_work: beside it, what prefill, a decode step and a compression work with; a batch that waits for slots.
+      gradients: those that exist when most is held, with microbatches their sum and one layer's new ones.
+      activations: what the backward pass of a microbatch needs. logits: of a microbatch and their cotangents.
+      slots: rows decoded at once, on all devices together.
+    """
+
+    weights: int
+    sampler_weights: int
+    optimizer: int
+    reference: int
+    trajectory: int
+    cache: int
+    rollout_work: int
+    gradients: int
+    activations: int
+    logits: int
+    slots: int
+
+    @property
+    def rollout(self) -> int:
+        """The most that is held while sampling."""
+        return sum(self.part(name) for name in ROLLOUT)
+
+    @property
+    def update(self) -> int:
+        """The most that is held while learning."""
+        return sum(self.part(name) for name in UPDATE)
+
+    @property
+    def total(self) -> int:
+        """The most that is held at any time."""
+        return max(self.rollout, self.update)
+
+    @property
+    def largest(self) -> str:
+        """The largest part of the phase that holds most."""
+        return max(ROLLOUT if self.rollout >= self.update else UPDATE, key=self.part)
+
+    def part(self, name: str) -> int:
+        """Bytes of a part, by its name above."""
+        return vars(self)[name]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(part, in the rollout, in the update), for `smd_jax.train.progress.summary_table`."""
+        names = [name.replace("_", " ") for name in FLAGS]
+        phases = [[show_bytes(self.part(name)) if name in phase else "-" for name in FLAGS] for phase in PHASES]
+        return [*zip(names, *phases, strict=True), ("sum", show_bytes(self.rollout), show_bytes(self.update))]
+
+    def __str__(self) -> str:
+        rows = [(f"{self.slots} rows at once", "rollout", "update"), *self.rows()]
+        return "\n".join(f"{name:<20}{rollout:>12}{update:>12}" for name, rollout, update in rows)
+
+
+def plan_memory(work: Workload, params: Params, slots: int | None = None) -> MemoryPlan:
+    """What a step will hold.
+
+    Args:
+      params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
+      slots: rows decoded at once, refilled as they finish; None: all in one program.
+    """
+    config, mesh, model = work.config, work.mesh, work.model.config
+    shape, ways = local_shape(model, mesh), row_ways(mesh)
+    sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, 1 if mesh is None else mesh.size)
+    here, live, read = (-(-n // ways) for n in (work.rows, slots or work.rows, work.prefill_rows or slots or work.rows))
+    gradients, activations, logits = _update_work(work, sampler, params)
+    return MemoryPlan(
+        weights=tree_bytes(params, mesh),
+        sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
+        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, params), mesh),
+        reference=tree_bytes(params, mesh) if work.reference else 0,
+        trajectory=trajectory_bytes(model, config, work.prompt_width, here),
+        cache=sampler.cache(live),
+        rollout_work=_rollout_work(sampler, here, live, read, slots is None),
+        gradients=gradients,
+        activations=activations,
+        logits=logits,
+        slots=slots or work.rows,
+    )
+
+
+def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int, one_program: bool) -> int:
+    """Beside the cache: what prefill or a step works with, and the records of the shadow mask. One program holds those
+    all the time; the engine keeps them on the host until the end, but holds prefilled prompts that wait."""
+    work = max(sampler.decode(live), sampler.prefill(prefill_rows))
+    records = rows * recorded_bytes(sampler.shape, sampler.config, sampler.prompt_width)
+    if one_program:
+        return work + RECORD_COPIES * records
+    return sampler.cache(prefill_rows) + work
+
+
+def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[int, int, int]:
+    """Gradients, activations and logits when most is held: at the begin of the backward pass, when all activations
+    exist and few gradients, or at its end. The sum over microbatches always exists."""
+    if work.optimizer is None or not work.learns:
+        return 0, 0, 0
+    learner = _learner(work, sampler)
+    activations, logits = learner.activations(), learner.logits()
+    if work.distill is not None:
+        more = learner.teacher(work.distill)
+        activations, logits = activations + more[0], logits + more[1]
+    gradients, new = tree_bytes(params, work.mesh), largest_part(params, work.mesh)
+    if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
+        return gradients + new, activations, logits
+    return max(new, learner.last_layer() + gradients - activations), activations, logits
+
+
+def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
+    config, width, shape = work.config, work.prompt_width, sampler.shape
+    rows = -(-(work.microbatch_size or work.rows // work.minibatches) // row_ways(work.mesh))
+    budgets, buffer = plan(work.policy, config, shape.num_layers, width)
+    segments = Segments(width, buffer, max(budgets)) if work.policy.evicts else None
+    boolean = config.mask_storage == "boolean"
+    return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
+
+
+def fit_slots(memory_bytes: int, work: Workload, params: Params) -> int:
+    """The most rows decoded at once, up to all, for which the plan needs no more than `memory_bytes` a device.
+
+    A multiple of the devices that share the rows; from 16 rows a device on of 16 times as many (or all rows), because a
+    cache is compressed in 16 parts, or in fewer that are larger.
+
+    Raises:
+      ValueError: if not even one row a device fits, or the update does not; says what is largest and what lowers it.
+    """
+    ways = row_ways(work.mesh)
+    most = max(work.rows // ways, 1)
+
+    def needed(each: int) -> int:
+        return plan_memory(work, params, each * ways).total
+
+    check_memory(plan_memory(work, params, ways), memory_bytes)
+    if needed(most) <= memory_bytes:
+        return most * ways
+    choices = [*range(1, min(most, PARTS)), *range(PARTS, most, PARTS)]
+    return choices[bisect_right(choices, memory_bytes, key=needed) - 1] * ways
+
+
+def workload_of(loop: PolicyLoop) -> Workload:
+    """What a step of this loop does. A rollout in one program reads every prompt once."""
+    config, update = loop.config, loop.config.update
+    return Workload(
+        loop.model,
+        config.policy,
+        config.rollout,
+        config.prompt_width,
+        config.rows,
+        optimizer=loop.optimizer,
+        reference=update.needs_reference,
+        prefill_rows=config.prompts_per_step if config.slots is None else config.prefill_rows,
+        minibatches=config.minibatches,
+        microbatch_size=update.microbatch_size,
+        distill=update.distill,
+        mesh=loop.mesh,
+    )
+
+
+def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
+    """The loop with as many slots as fit into `memory_bytes` a device, and its plan; None leaves the loop as it is.
+
+    Raises:
+      ValueError: if not even one row a device fits; without `memory_bytes`, if the plan exceeds what the device has.
+    """
+    if memory_bytes is not None:
+        return _with_slots(loop, workload_of(loop), params, memory_bytes)
+    planned, available = plan_memory(workload_of(loop), params, loop.config.slots), device_memory()
+    if available is not None:
+        check_memory(planned, available)
+    return loop, planned
+
+
+def fit_evaluation(
+    loop: L, params: Params, memory_bytes: int | None, *, policy: EvictionPolicy, config: RolloutConfig
+) -> L:
+    """The loop for evaluations under another policy, with as many slots as fit then; None leaves their number.
+
+    Raises:
+      ValueError: if not even one row a device fits.
+    """
+    loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
+    if memory_bytes is None:
+        return loop
+    return _with_slots(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
+
+
+def _with_slots(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
+    ways = row_ways(loop.mesh)
+    prefill_rows = -(-loop.config.prefill_rows // ways) * ways
+    work = replace(work, prefill_rows=prefill_rows)
+    slots = fit_slots(memory_bytes, work, params)
+    config = replace(loop.config, slots=slots, prefill_rows=prefill_rows)
+    return replace(loop, config=config), plan_memory(work, params, slots)
+
+
+def largest_batch(
+    memory_bytes: int, model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int
+) -> int:
+    """Rows whose cache and statistics fit on one device that holds the weights beside them, and does nothing but
+    sample; 0 if none does.
+
+    Weights count as the sampler reads them. Logits and other work of a step are left out.
+    """
+    shapes = param_shapes(Decoder(model))
+    weights = tree_bytes(jax.eval_shape(lambda params: sampler_params(params, model.dtype), shapes))
+    row = SamplerPass(model, policy, config, prompt_width, "gpu").cache(1)
+    return max(memory_bytes - weights, 0) // row
+
+
+def param_shapes(model: Decoder) -> Params:
+    """Shapes of fresh parameters, in float32; nothing is computed."""
+
+    def init() -> Params:
+        one = jnp.zeros((1, 1), jnp.int32)
+        return model.init(jax.random.key(0), one, one, jnp.ones((1, 1, 1, 1, 1), bool))["params"]
+
+    return jax.eval_shape(init)
+
+
+def check_memory(plan: MemoryPlan, available: int) -> None:
+    """Raises ValueError if the plan needs more than `available` bytes on a device: how much, and what lowers it."""
+    if plan.total <= available:
+        return
+    phase, largest = "rollout" if plan.rollout >= plan.update else "update", plan.largest
+    raise ValueError(
+        f"expected a plan of at most {show_bytes(available)} on each device; got one of {show_bytes(plan.total)} in "
+        f"the {phase} ({plan.slots} rows decoded at once), {show_bytes(plan.total - available)} more than there is. "
+        f"Largest part: {largest.replace('_', ' ')}, {show_bytes(plan.part(largest))}: {FLAGS[largest]}. "
+        "Or raise --memory, if the device has more"
+    )
+
+
+def device_memory() -> int | None:
+    """Bytes that one device can hand out: of an accelerator what its allocator may take, of a CPU the machine's
+    memory; None where it is not known."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu" or not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB` -> 85899345920. Units: KiB, MiB, GiB, TiB (powers of 1024), kB, MB, GB, TB (of 1000), B or none.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    count = 0 if match is None else int(Decimal(match[1]) * UNITS.get(match[2], 0))
+    if count < 1:
+        units = ", ".join(unit for unit in UNITS if unit)
+        raise ValueError(
+            f"expected a positive number of bytes with one of the units {units}, as in 80GiB; got {text!r}"
+        )
+    return count
+
+
+def show_bytes(count: int) -> str:
+    """In the unit of 1024 that makes it readable."""
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
+    return f"{count} B" if unit == "B" else f"{count / UNITS[unit]:.2f} {unit}"

@@ -1,0 +1,227 @@
+"""Bytes of what a run holds on one device: parameters, trajectory, all of the sampler; for `smd_jax.memory.plan`.
+
+Sizes of arrays that exist by name (parameters, optimizer, cache, trajectory) are exact. What is worked with is counted
+from the equations, and was calibrated against the buffers that XLA assigns to the compiled programs (jax 0.10.2, CPU,
+float32; `tests/test_memory.py`). `shape` is one device's part of a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from smd_jax.cache.compression import PARTS
+from smd_jax.config import ModelConfig
+from smd_jax.eviction.policies import CacheView, EvictionPolicy
+from smd_jax.model.decoder import Params
+from smd_jax.model.value_head import drop_value_head
+from smd_jax.quantization import packed_size
+from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
+from smd_jax.sampler.params import sampler_params
+from smd_jax.sampling import kept_form
+from smd_jax.sharding import tree_shardings
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+INT, WIDE = 4, 4  # bytes of an int32 and of the float32 in which softmax and logits are computed
+SAMPLER_LOGITS = 3  # of a step alive together: logits, weights, their sums
+SCORE_COPIES = 3  # of attention's scores alive together: scores, weights, mask
+
+
+def local_shape(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
+    """A device's part of heads, MLP and vocabulary; whole where the tensor axis does not divide it."""
+    ways = 1 if mesh is None else mesh.shape["tensor"]
+    heads = ways if config.num_kv_heads % ways == 0 else 1
+    return replace(
+        config,
+        num_heads=config.num_heads // heads,
+        num_kv_heads=config.num_kv_heads // heads,
+        intermediate_size=config.intermediate_size // (ways if config.intermediate_size % ways == 0 else 1),
+        vocab_size=config.vocab_size // (ways if config.vocab_size % ways == 0 else 1),
+    )
+
+
+def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that share the rows of a batch."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Of a pytree with parameters in it, on each device; of arrays or their shapes."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _placed(tree, mesh))
+
+
+def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None = None) -> int:
+    """Of the copy that is made for the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
+    CPU backend multiplies matrices of 16 bits in float32, and holds them once more in that."""
+    read = jax.eval_shape(lambda params: sampler_params(params, config.dtype), params)
+    copied = zip(_placed(drop_value_head(params), mesh), _placed(read, mesh), strict=True)
+    narrow = jnp.dtype(config.dtype).itemsize
+    widened = compute_itemsize(config, platform)
+    each = narrow + (widened if widened != narrow else 0)
+    return sum(math.prod(shape) * each for (_, old), (shape, new) in copied if old != new)
+
+
+def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None) -> int:
+    """Of weights that are here whole though the fsdp axis divides them: of all layers on CPUs, where the compiler
+    gathers them early and keeps them (measured), of the one at work and the next elsewhere (assumed)."""
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return 0
+    size = compute_itemsize(config, platform)
+
+    def whole(part: Any) -> int:
+        return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
+
+    parts = sorted(whole({name: part}) for name, part in params.items())
+    return sum(parts) if platform == "cpu" else sum(parts[-2:])
+
+
+def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape on each device, and dtype, of every leaf."""
+    leaves = jax.tree.leaves(tree)
+    if mesh is None:
+        return [(x.shape, x.dtype) for x in leaves]
+    placed = zip(leaves, jax.tree.leaves(tree_shardings(tree, mesh)), strict=True)
+    return [(sharding.shard_shape(x.shape), x.dtype) for x, sharding in placed]
+
+
+def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
+    """Of the gradients that are on their way at once: those of one layer, or of the widest other module."""
+    return max(tree_bytes({name: part}, mesh) for name, part in params.items())
+
+
+def trajectory_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+    """Tokens and validity; of the response log-probabilities, entropies and kept tokens; the shadow mask."""
+    response, columns = config.max_new_tokens, prompt_width + config.max_new_tokens
+    kept = kept_form(config.sampling, model.vocab_size)
+    each = 2 * WIDE + (0 if kept is None else math.prod(kept.shape) * kept.dtype.itemsize)
+    return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width))
+
+
+def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int) -> int:
+    """A row's shadow mask: when each key was evicted, or T x T booleans; and the parities of a quantised cache."""
+    columns, heads = prompt_width + config.max_new_tokens, model.num_layers * model.num_kv_heads
+    each = columns * columns if config.mask_storage == "boolean" else columns * INT
+    if config.quant is not None and config.quant.record_parity:
+        each += 2 * columns * packed_size(model.head_dim, 1)
+    return heads * each
+
+
+def compute_itemsize(shape: ModelConfig, platform: Platform) -> int:
+    """Bytes of a number that is being worked with; XLA's CPU backend widens those of 16 bits."""
+    size = jnp.dtype(shape.dtype).itemsize
+    return max(size, WIDE) if platform == "cpu" else size
+
+
+@dataclass(frozen=True)
+class SamplerPass:
+    """Sampling on one device; `rows` are those of the device.
+
+    Attributes:
+      shape: of the device's part of the model. prompt_width: columns of the prompt. devices: of the mesh.
+    """
+
+    shape: ModelConfig
+    policy: EvictionPolicy
+    config: RolloutConfig
+    prompt_width: int
+    platform: Platform
+    devices: int = 1
+
+    def cache(self, rows: int) -> int:
+        """All of a KV cache: keys and values, and their statistics."""
+        keys = cache_bytes(self.shape, self.policy, self.config, self.prompt_width, rows)
+        return keys + rows * self._statistics()
+
+    def _statistics(self) -> int:
+        """Of a row: the column of every slot, attention received, the newest queries."""
+        shape, policy = self.shape, self.policy
+        budgets, buffer = self._plan()
+        slots = sum(budget + buffer for budget in budgets) * shape.num_kv_heads
+        queries = shape.num_layers * shape.num_heads * policy.query_window * shape.head_dim
+        of_slots = slots * (INT + (WIDE if policy.observes_attention else 0))
+        return of_slots + queries * jnp.dtype(shape.dtype).itemsize
+
+    def _plan(self) -> tuple[tuple[int, ...], int]:
+        return plan(self.policy, self.config, self.shape.num_layers, self.prompt_width)
+
+    def _numbers(self) -> int:
+        return compute_itemsize(self.shape, self.platform)
+
+    def prefill(self, rows: int) -> int:
+        """Reading prompts, whole or chunk by chunk: keys and values of all layers, and what one layer works with."""
+        shape, chunk, width = self.shape, self.config.prefill_chunk, self.prompt_width
+        columns = width if chunk is None else chunk
+        slots = width if chunk is None else chunk + (self.config.budget if self.policy.evicts else width)
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        kept = rows * slots * 2 * kv_heads * shape.num_layers * jnp.dtype(shape.dtype).itemsize
+        layer = rows * columns * (3 * shape.intermediate_size + 2 * shape.hidden_size) * self._numbers()
+        if self.policy.observes_attention or chunk is not None:
+            scores = SCORE_COPIES * rows * shape.num_heads * columns * slots * WIDE
+            layer = max(layer, scores + rows * columns * 2 * (shape.hidden_size + heads) * self._numbers())
+        return kept + max(layer, self.score(rows, slots))
+
+    def decode(self, rows: int) -> int:
+        """A step's logits, hidden states and scores; of a quantised cache a layer as it is read. Or what compressing
+        some rows of a layer takes, if that is more."""
+        shape, (budgets, buffer) = self.shape, self._plan()
+        slots = max(budgets) + buffer
+        keys = 2 * slots * shape.num_kv_heads * shape.head_dim * self._numbers()
+        wide = 3 * shape.intermediate_size + 4 * shape.hidden_size + 2 * shape.num_heads * shape.head_dim
+        step = WIDE * (SAMPLER_LOGITS * shape.vocab_size + SCORE_COPIES * shape.num_heads * slots)
+        step += wide * self._numbers() + (0 if self.config.quant is None else 2 * keys)
+        part = self._part(rows)
+        return max(rows * step, part * keys + self.score(part, slots) if self.policy.evicts else 0)
+
+    def _part(self, rows: int) -> int:
+        """Rows that are compressed at once, see `smd_jax.cache.compression`."""
+        if self.devices > 1:
+            return rows
+        return rows // max(parts for parts in range(1, min(rows, PARTS) + 1) if rows % parts == 0)
+
+    def score(self, rows: int, slots: int) -> int:
+        """What a policy works with to score one layer: twice its largest array, read from its own equations."""
+        if not self.policy.evicts:
+            return 0
+        view = _view(self.shape, self.policy, rows, slots, min(self.config.budget, slots))
+        traced = jax.make_jaxpr(self.policy.score)(view)
+        return 2 * max((x.size * x.dtype.itemsize for x in _arrays(traced.jaxpr)), default=0)
+
+
+def _view(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int, budget: int) -> CacheView:
+    def array(*sizes: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((rows, *sizes), dtype)
+
+    heads, window, dtype = shape.num_kv_heads, policy.query_window, jnp.dtype(shape.dtype)
+    keys = array(heads, slots, shape.head_dim, dtype=dtype)
+    return CacheView(
+        keys=keys,
+        values=keys,
+        valid=array(heads, slots, dtype=bool),
+        positions=array(heads, slots, dtype=jnp.int32),
+        received=array(heads, slots, dtype=jnp.promote_types(dtype, jnp.float32))
+        if policy.observes_attention
+        else None,
+        queries=array(shape.num_heads, window, shape.head_dim, dtype=dtype) if window else None,
+        query_positions=array(window, dtype=jnp.int32),
+        keys_rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
+        budget=budget,
+    )
+
+
+def _arrays(jaxpr: Jaxpr) -> Iterator[ShapedArray]:
+    """Every array that a program computes, also in the functions that it calls; PRNG keys are not counted."""
+    for equation in jaxpr.eqns:
+        found = (x.aval for x in equation.outvars)
+        yield from (x for x in found if isinstance(x, ShapedArray) and not jnp.issubdtype(x.dtype, jax.dtypes.extended))
+        for value in equation.params.values():
+            if isinstance(value, ClosedJaxpr | Jaxpr):
+                yield from _arrays(value.jaxpr if isinstance(value, ClosedJaxpr) else value)

@@ -1,0 +1,122 @@
+"""Sizes of a rollout, and what follows from them: keys per layer, and bytes of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from smd_jax.cache.quantized import slot_bytes, table_bytes
+from smd_jax.config import ModelConfig, check_choice
+from smd_jax.eviction.policies import EvictionPolicy, check_budget
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampling import SamplingConfig
+
+MaskStorage = Literal["compact", "boolean"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sizes of a rollout, in tokens; static.
+
+    Attributes:
+      max_new_tokens: R, columns of the response.
+      budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
+      buffer: queries between two compressions; the cache has `budget + buffer` slots.
+      eos_token_id: ends a response; None never does. pad_token_id: fills what follows.
+      min_new_tokens: tokens of a response before its end may come; stop strings count from there on.
+      prefill_chunk: columns of a prompt that are read at once. After each chunk the cache is compressed, so that the
+        memory of a prompt does not depend on its length; the mask records it. None reads prompts whole and densely.
+      sampling: temperature and filters.
+      mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
+      quant: keeps keys and values in few bits once their segment of `buffer` tokens has ended, the prompt's at once;
+        also under a policy that never evicts. None keeps all in full precision.
+    """
+
+    max_new_tokens: int
+    budget: int
+    buffer: int
+    eos_token_id: int | None = None
+    pad_token_id: int = 0
+    min_new_tokens: int = 0
+    prefill_chunk: int | None = None
+    sampling: SamplingConfig = SamplingConfig()
+    mask_storage: MaskStorage = "compact"
+    quant: QuantConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "budget", "buffer"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"expected 0 <= min_new_tokens <= max_new_tokens = {self.max_new_tokens}; got {self.min_new_tokens}"
+            )
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"expected prefill_chunk >= 1 columns, or None; got {self.prefill_chunk}")
+        check_choice("mask_storage", self.mask_storage, get_args(MaskStorage))
+        if self.quant is not None:
+            self._check_quant(self.quant)
+
+    def _check_quant(self, quant: QuantConfig) -> None:
+        if self.buffer % quant.group:
+            raise ValueError(
+                "expected a quantisation group that divides the buffer, because a segment is quantised as a whole; got "
+                f"group {quant.group} and buffer {self.buffer}"
+            )
+        if self.prefill_chunk is not None:
+            raise ValueError(
+                "expected prefill_chunk None with a quantised cache, because a prompt is quantised as a whole; got "
+                f"{self.prefill_chunk}"
+            )
+        if self.mask_storage == "boolean":
+            raise ValueError(
+                "expected mask_storage 'compact' with a quantised cache, because booleans cannot say which keys a "
+                "query sees quantised; got 'boolean'"
+            )
+
+
+def plan(
+    policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
+) -> tuple[tuple[int, ...], int]:
+    """Keys kept per layer, and buffer slots. A policy that never evicts gets a slot for every token."""
+    if policy.evicts:
+        check_budget(policy, config.budget, num_layers)
+        return policy.layer_budgets(config.budget, num_layers), config.buffer
+    if config.quant is None:
+        return (prompt_width,) * num_layers, config.max_new_tokens
+    return (prompt_width + whole_segments(config),) * num_layers, config.buffer
+
+
+def check_limits(
+    limits: Int[Array, " rows"] | Int[np.ndarray, " rows"], rows: int, config: RolloutConfig
+) -> Int[np.ndarray, " rows"]:
+    """The limits on the host, int32; raises ValueError unless there is one from 1 to `max_new_tokens` for every row."""
+    given, most = np.asarray(limits), config.max_new_tokens
+    if given.shape != (rows,) or given.min() < 1 or given.max() > most:
+        raise ValueError(
+            f"expected limits for {rows} rows, each from 1 to max_new_tokens {most}; got shape {given.shape} with "
+            f"values from {given.min(initial=most)} to {given.max(initial=0)}"
+        )
+    return given.astype(np.int32)
+
+
+def whole_segments(config: RolloutConfig) -> int:
+    """Columns of a response, up to a whole number of segments."""
+    return -(-config.max_new_tokens // config.buffer) * config.buffer
+
+
+def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+    """Bytes of keys and values that a rollout of `rows` prompts holds."""
+    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
+    itemsize, quant = jnp.dtype(model.dtype).itemsize, config.quant
+    precise, table = 2 * model.head_dim * itemsize, 0
+    kept = precise
+    if quant is not None:
+        kept = slot_bytes(model.head_dim, itemsize, quant)
+        table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)
+    each = sum(budget * kept + buffer * precise + table for budget in budgets)
+    return each * model.num_kv_heads * rows

@@ -1,0 +1,112 @@
+"""The rollout of a fixed batch, in one jitted program: prompts are read, segments follow until every row is done.
+
+    prompts ─► prefill ─► segment ─► segment ─► … ─► Trajectory          steps and segments: `smd_jax.sampler.static`
+
+For more rows than fit into a cache, or rows that end at very different times, see `smd_jax.sampler.engine`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Int, Key
+
+from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.sampler.config import RolloutConfig as RolloutConfig
+from smd_jax.sampler.config import cache_bytes as cache_bytes
+from smd_jax.sampler.config import check_limits
+from smd_jax.sampler.config import plan as plan
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.records import no_records, segment_count, to_trajectory
+from smd_jax.sampler.seats import SamplerState, Seats, begin
+from smd_jax.sampler.segment import SegmentRecord, run_segment
+from smd_jax.sampler.static import Sampler
+from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
+from smd_jax.text.stop_strings import StopTable, check_stop_table
+from smd_jax.trajectory import Trajectory
+
+
+def rollout(
+    model: Decoder,
+    params: Params,
+    prompts: PromptBatch,
+    key: Key[Array, ""] | Key[Array, " rows"],
+    *,
+    policy: EvictionPolicy,
+    config: RolloutConfig,
+    group_size: int = 1,
+    stop: StopTable | None = None,
+    limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
+) -> Trajectory:
+    """Samples `group_size` responses per prompt with a KV cache of fixed size.
+
+    Args:
+      model, policy, config, group_size: static; equal ones compile once.
+      params: parameters of `model`.
+      prompts: left-padded, `[prompts, P]`. Each is read once; its responses are contiguous rows of the trajectory.
+      key: random number generator state, consumed: one for all, of which row i has `fold_in(key, i)`, or one per row.
+        A row draws from its own key alone: its tokens are the same in any batch, but for rounding, which depends on the
+        sizes of a batch and may decide between keys of nearly equal score or tokens at the edge of a draw.
+      stop: strings that end a response, see `smd_jax.text.stop_strings`.
+      limits: tokens of each response at most, if fewer than `config.max_new_tokens`.
+
+    Raises:
+      ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
+        for prompts that are empty or not left-padded, and limits outside 1 … max_new_tokens (neither is checked inside
+        a jitted function); for stop strings of another vocabulary, and keys that are not threefry's.
+    """
+    if not isinstance(prompts.valid, Tracer):
+        check_prompts(prompts)
+    if limits is not None and not isinstance(limits, Tracer):
+        limits = check_limits(limits, prompts.tokens.shape[0] * group_size, config)
+    if stop is not None:
+        check_stop_table(stop, model.config.vocab_size)
+    return rollout_program(
+        model, params, prompts, key, policy=policy, config=config, group_size=group_size, stop=stop, limits=limits
+    )
+
+
+@partial(jax.jit, static_argnames=("model", "policy", "config", "group_size"))
+def rollout_program(
+    model: Decoder,
+    params: Params,
+    prompts: PromptBatch,
+    key: Key[Array, ""] | Key[Array, " rows"],
+    *,
+    policy: EvictionPolicy,
+    config: RolloutConfig,
+    group_size: int = 1,
+    stop: StopTable | None = None,
+    limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
+) -> Trajectory:
+    """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions."""
+    count, width = prompts.tokens.shape
+    rows, sampler = count * group_size, Sampler(model, policy, config, width)
+    params = sampler_params(params, model.config.dtype)
+    keys = row_keys(key, rows)
+    prefilled = prefill(sampler, params, prompts, keys[::group_size])
+    most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
+    limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
+    state = begin(prefilled, Seats(jnp.arange(rows) // group_size, keys, limit))
+
+    def unfinished(carry: tuple[SamplerState, SegmentRecord, Array]) -> Array:
+        return ~jnp.all(carry[0].done) & (carry[2] < segment_count(sampler))
+
+    def segment(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
+        state, records, index = carry
+        state, record = run_segment(sampler, params, state, stop)
+        records = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), records, record)
+        return state, records, index + 1
+
+    like = jax.eval_shape(lambda: run_segment(sampler, params, state, stop)[1])
+    carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
+    state, records, _ = jax.lax.while_loop(unfinished, segment, carry)
+    read = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prefilled.records)
+    return to_trajectory(sampler, repeat_prompts(prompts, group_size), read, records, state.terminated)

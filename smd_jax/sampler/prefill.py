@@ -1,0 +1,190 @@
+"""Reading prompts: whole and densely, or in chunks with evictions between them.
+
+whole       every token of the prompt sees all before it; then the cache is compressed:     evicted_at = P
+in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► …     evicted_at = the column after a chunk
+            sees what was kept of the chunks before it, and its own past; memory does not depend on the length
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.compression import Moment
+from smd_jax.cache.quantized import no_slots
+from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.masks import NEVER, dense_mask, positions
+from smd_jax.model.decoder import Decoder, Params, PrefillLayer, apply_model, rope_tables
+from smd_jax.quantization import Parity
+from smd_jax.sampler.config import whole_segments
+from smd_jax.sampler.keys import eviction_keys
+from smd_jax.sampler.static import Sampler
+from smd_jax.text.prompts import PromptBatch
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class PromptRecord(struct.PyTreeNode):
+    """What the learner will have to know of how one layer read the prompts.
+
+    Attributes:
+      evicted_at: `[prompts, kv_heads, P]` of the shadow mask.
+      parity: of a quantised cache, `[prompts, kv_heads, P, bytes]`; None without one.
+    """
+
+    evicted_at: Int[Array, "prompts kv_heads P"]
+    parity: Parity | None
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Prefilled(struct.PyTreeNode):
+    """Prompts that have been read: any number of rows may go on from each.
+
+    Attributes:
+      hidden: `[prompts, hidden]` of the last token. start: `[prompts]` column of the first.
+      cache, records: per layer.
+    """
+
+    hidden: Float[Array, "prompts hidden"]
+    start: Int[Array, " prompts"]
+    cache: KVCache
+    records: tuple[PromptRecord, ...]
+
+
+def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"]) -> Prefilled:
+    """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
+    if sampler.config.prefill_chunk is not None:
+        return _prefill_chunks(sampler, params, prompts, rng, sampler.config.prefill_chunk)
+    hidden, layers = apply_model(
+        sampler.model,
+        params,
+        prompts.tokens,
+        positions(prompts.valid),
+        dense_mask(prompts.valid),
+        sampler.policy.query_window,
+        sampler.policy.observes_attention,
+        method=Decoder.prefill,
+    )
+    caches = [_from_prompt(sampler, layer, prompts.valid) for layer in layers]
+    moment = _moment(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
+    evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
+    compressed = [_compress_prompt(sampler, cache, evicted_at, moment, layer) for layer, cache in enumerate(caches)]
+    cache, records = zip(*compressed, strict=True)
+    return Prefilled(hidden[:, -1], moment.start, cache, records)
+
+
+def _prefill_chunks(
+    sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"], chunk: int
+) -> Prefilled:
+    """Reads prompts `chunk` columns at a time, and compresses the cache after each."""
+    width = -(-sampler.prompt_width // chunk) * chunk
+    pad = [(0, 0), (width - prompts.tokens.shape[1], 0)]
+    tokens, valid = (jnp.pad(x, pad) for x in (prompts.tokens, prompts.valid))
+    start, shift = _first_column(sampler, prompts), sampler.prompt_width - width
+    compressions = sampler.compressions(chunk)
+
+    def one(index: Array, carry: tuple[KVCache, tuple[Array, ...], Array]) -> tuple[KVCache, tuple[Array, ...], Any]:
+        cache, evicted_at, _ = carry
+        token, there = (jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1) for x in (tokens, valid))
+        column = (shift + index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
+        slots = tuple(jnp.int32(b) if sampler.policy.evicts else index * chunk for b in sampler.budgets)
+        hidden, cache = apply_model(
+            sampler.model,
+            params,
+            token,
+            rope_tables(sampler.model.config, jnp.maximum(column - start[:, None], 0)),
+            jnp.where(there, column, EMPTY),
+            cache,
+            slots,
+            column[0, 0],
+            method=Decoder.decode,
+        )
+        if not sampler.policy.evicts:
+            return cache, evicted_at, hidden[:, -1]
+        now = column[0, -1] + 1
+        moment = _moment(sampler, prompts, rng, now)
+        parts = zip(compressions, cache, strict=True)
+        cache, gone = zip(*(f.in_place(layer, moment, now - 1) for f, layer in parts), strict=True)
+        noted = [
+            kv_cache.record(before, new.dropped, now[None, None, None])
+            for before, new in zip(evicted_at, gone, strict=True)
+        ]
+        return cache, tuple(noted), hidden[:, -1]
+
+    # Chunks in which every row is padding are not read.
+    first = jnp.min(start - shift) // chunk
+    rows = tokens.shape[0]
+    nothing = jnp.full((rows, sampler.model.config.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
+    hidden = jnp.zeros((rows, sampler.model.config.hidden_size), sampler.model.config.dtype)
+    cache = tuple(
+        _no_keys(sampler, rows, budget + chunk if sampler.policy.evicts else width) for budget in sampler.budgets
+    )
+    carry = cache, (nothing,) * len(cache), hidden
+    cache, evicted_at, hidden = jax.lax.fori_loop(first, width // chunk, one, carry)
+    records = tuple(PromptRecord(x, None) for x in evicted_at)
+    return Prefilled(
+        hidden, start, tuple(_to_rows(sampler, *layer) for layer in zip(cache, sampler.budgets, strict=True)), records
+    )
+
+
+def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:
+    missing = sampler.prompt_width - prompts.valid.shape[1]
+    return missing + jnp.argmax(prompts.valid, axis=1).astype(jnp.int32)
+
+
+def _moment(sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]) -> Moment:
+    """A compression within or behind the prompt."""
+    start = _first_column(sampler, prompts)
+    everywhere = jnp.broadcast_to(boundary, start.shape)
+    step = everywhere - sampler.prompt_width
+    return Moment(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
+
+
+def _from_prompt(sampler: Sampler, layer: PrefillLayer, valid: Bool[Array, "prompts width"]) -> LayerCache:
+    """A layer's prompt as a cache with a slot for each column, the padding first."""
+    width, quant = valid.shape[1], sampler.config.quant
+    missing = sampler.prompt_width - width
+    column = jnp.where(valid, missing + jnp.arange(width)[None], EMPTY)[:, None]
+    columns = jnp.broadcast_to(column, layer.keys.shape[:3]).astype(jnp.int32)
+    queries = None if layer.queries is None else jnp.roll(layer.queries, missing, axis=2)
+    cache = LayerCache(layer.keys, layer.values, columns, layer.received, queries)
+    if quant is None:
+        return cache
+    cache = kv_cache.pad(cache, missing, 0)  # groups of columns are counted from the prompt's end
+    return cache.replace(quantized=no_slots(cache.keys, sampler.prompt_width, whole_segments(sampler.config), quant))
+
+
+def _compress_prompt(
+    sampler: Sampler, cache: LayerCache, evicted_at: Array, moment: Moment, layer: int
+) -> tuple[LayerCache, PromptRecord]:
+    compression = sampler.compressions(sampler.row_buffer)[layer]
+    cache, gone = compression(cache, moment, jnp.int32(sampler.prompt_width - 1))
+    if gone.dropped is not None:
+        evicted_at = kv_cache.record(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
+    return cache, PromptRecord(evicted_at, gone.parity)
+
+
+def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
+    """A layer's cache before anything was read."""
+    c, policy = sampler.model.config, sampler.policy
+    shape = (rows, c.num_kv_heads, slots)
+    keys = jnp.zeros((*shape, c.head_dim), c.dtype)
+    queries = jnp.zeros((rows, c.num_heads, policy.query_window, c.head_dim), c.dtype)
+    return LayerCache(
+        keys=keys,
+        values=keys,
+        columns=jnp.full(shape, EMPTY, jnp.int32),
+        received=jnp.zeros(shape, jnp.promote_types(c.dtype, jnp.float32)) if policy.observes_attention else None,
+        queries=queries if policy.query_window else None,
+    )
+
+
+def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
+    """From the slots of a cache that chunks were read into to those of a row."""
+    first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
+    kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))
+    return kv_cache.gather(cache, kept, sampler.row_buffer)

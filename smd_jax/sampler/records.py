@@ -1,0 +1,146 @@
+"""From what the segments of a rollout said of themselves to the trajectory.
+
+Records are kept by segment and row, `[segments, rows, …]`: segment i of a row began at column P + i · buffer, whenever
+and in whatever place of the cache it ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import EMPTY
+from smd_jax.kept_tokens import KeptTokens
+from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.quantization import Parity, QuantizedReplay
+from smd_jax.sampler.config import whole_segments
+from smd_jax.sampler.prefill import PromptRecord
+from smd_jax.sampler.segment import SegmentRecord
+from smd_jax.sampler.static import Sampler
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.trajectory import Trajectory
+
+
+def segment_count(sampler: Sampler) -> int:
+    """Segments of the longest response."""
+    return whole_segments(sampler.config) // sampler.config.buffer
+
+
+def no_records(sampler: Sampler, like: SegmentRecord) -> SegmentRecord:
+    """Room for the records of all segments, `[segments, rows, …]`; `like` has the shapes of one."""
+    count = segment_count(sampler)
+    records = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
+    if records.gone is None:
+        return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id))
+    gone = tuple(x if x.dropped is None else x.replace(dropped=jnp.full_like(x.dropped, EMPTY)) for x in records.gone)
+    return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id), gone=gone)
+
+
+def to_trajectory(
+    sampler: Sampler,
+    prompts: PromptBatch,
+    read: tuple[PromptRecord, ...],
+    records: SegmentRecord,
+    terminated: Bool[Array, " rows"],
+) -> Trajectory:
+    """The trajectory of rows with these prompts.
+
+    Args:
+      prompts, read: `[rows, …]` each row's prompt, and per layer how it was read.
+      records: `[segments, rows, …]`. terminated: rows that ended by themselves.
+    """
+    config, response = sampler.config, sampler.config.max_new_tokens
+
+    def by_row(x: Array) -> Array:
+        """`[segments, rows, buffer, …]` to `[rows, R, …]`."""
+        return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :response]
+
+    emitted = by_row(records.emitted)
+    valid = jnp.concatenate([prompts.valid, emitted], axis=1)
+    mask = ShadowMask(_evicted_at(sampler, valid, read, records), _segments(sampler), _replay(sampler, read, records))
+    return Trajectory(
+        tokens=jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1),
+        valid=valid,
+        logprobs=by_row(records.logprobs),
+        terminated=terminated,
+        mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
+        entropy=by_row(records.entropy),
+        kept=_kept(sampler, None if records.kept is None else by_row(records.kept)),
+        temperature=config.sampling.temperature,
+        replayable=config.sampling.trainable,
+    )
+
+
+def _kept(sampler: Sampler, sets: Array | None) -> KeptTokens | None:
+    """Which tokens could be drawn; None if all could, always."""
+    end = sampler.config.eos_token_id
+    shortest = 0 if end is None else sampler.config.min_new_tokens
+    return None if sets is None and not shortest else KeptTokens(sets, shortest, end)
+
+
+def _evicted_at(
+    sampler: Sampler, valid: Bool[Array, "rows T"], read: tuple[PromptRecord, ...], records: SegmentRecord
+) -> Int[Array, "rows layers kv_heads T"]:
+    response = sampler.config.max_new_tokens
+    gone = records.gone or (None,) * len(read)
+
+    def one(prompt: PromptRecord, gone: Any) -> Array:
+        pad = [(0, 0), (0, 0), (0, response)]
+        evicted_at = jnp.pad(prompt.evicted_at, pad, constant_values=NEVER)
+        if gone is None or gone.dropped is None:
+            return evicted_at
+        dropped = jnp.moveaxis(gone.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
+        segments, rest = dropped.shape[2:]
+        boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
+        dropped = jnp.where((boundary < sampler.columns)[None, None, :, None], dropped, EMPTY)
+        now = jnp.repeat(boundary, rest)[None, None]
+        return kv_cache.record(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
+
+    evicted_at = jnp.stack([one(*layer) for layer in zip(read, gone, strict=True)], axis=1)
+    evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
+    return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
+
+
+def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:
+    """The mask in which nothing but itself sees a row's last token: it was drawn, but never entered the cache."""
+    column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
+    width = sampler.prompt_width
+    after = width + valid[:, width:].sum(axis=1, keepdims=True, dtype=jnp.int32)
+    last = (column == after - 1) & (after < sampler.columns)
+    return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
+
+
+def _segments(sampler: Sampler) -> tuple[Segments, ...]:
+    """Where the cache was compressed, for the learner's attention. Chunks of the prompt count where they and the
+    segments of the response have common boundaries."""
+    if not sampler.policy.evicts:
+        return ()
+    first, length, chunk = sampler.prompt_width, sampler.config.buffer, sampler.config.prefill_chunk
+    if chunk is not None and (chunk % length == 0 or length % chunk == 0):
+        length = max(length, chunk)
+        first = (first - 1) % length + 1  # the first chunks are seen densely, if anything is gained by that
+    return tuple(Segments(first, length, budget) for budget in sampler.budgets)
+
+
+def _replay(sampler: Sampler, read: tuple[PromptRecord, ...], records: SegmentRecord) -> QuantizedReplay | None:
+    """How the cache was quantised."""
+    config = sampler.config
+    if config.quant is None or records.gone is None:
+        return None
+    parity = None
+    if config.quant.record_parity:
+        pairs = [(prompt.parity, gone.parity) for prompt, gone in zip(read, records.gone, strict=True)]
+        layers = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
+        parity: Parity | None = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *layers)
+    return QuantizedReplay(parity, config.quant, sampler.prompt_width, config.buffer)
+
+
+def _join(sampler: Sampler, prompt: Array, segments: Array) -> Array:
+    """`[rows, kv_heads, P, bytes]` and `[segments, rows, kv_heads, buffer, bytes]` to `[rows, kv_heads, T, bytes]`."""
+    response = jnp.moveaxis(segments, 0, 2)
+    response = response.reshape(*response.shape[:2], -1, response.shape[-1])
+    return jnp.concatenate([prompt, response], axis=2)[:, :, : sampler.columns]

@@ -1,0 +1,132 @@
+"""Rows of a cache: prompts that have been read take their places, all at once or where a row is free."""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.sampler.prefill import Prefilled
+from smd_jax.sampler.static import Sampler
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Seats(struct.PyTreeNode):
+    """Rows that are to begin.
+
+    Attributes:
+      source: `[rows]` which of the prefilled prompts a row goes on from; -1 leaves the row as it is.
+      rng: `[rows]` a key for each row, from which it draws alone.
+      limit: `[rows]` tokens at most.
+    """
+
+    source: Int[Array, " rows"]
+    rng: Key[Array, " rows"]
+    limit: Int[Array, " rows"]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class SamplerState(struct.PyTreeNode):
+    """All that a segment needs; every leaf but `count` has the rows first.
+
+    Attributes:
+      count: steps since the cache was made.
+      drawn: `[rows]` tokens of each row's response so far. limit: `[rows]` tokens at most.
+      done: `[rows]` rows that draw no more. terminated: `[rows]` those that ended by themselves.
+      stop: `[rows]` state of the search for stop strings.
+      start: `[rows]` column of the first token.
+      rng: `[rows]` keys. hidden: `[rows, hidden]` of the newest token.
+      cache: per layer.
+    """
+
+    count: Int[Array, ""]
+    drawn: Int[Array, " rows"]
+    limit: Int[Array, " rows"]
+    done: Bool[Array, " rows"]
+    terminated: Bool[Array, " rows"]
+    stop: Int[Array, " rows"]
+    start: Int[Array, " rows"]
+    rng: Key[Array, " rows"]
+    hidden: Float[Array, "rows hidden"]
+    cache: KVCache
+
+
+def empty(prefilled: Prefilled, rows: int) -> SamplerState:
+    """Rows without a prompt, with caches like those of `prefilled` (arrays or their shapes)."""
+
+    def no(x: Any) -> Array:
+        return jnp.zeros((rows, *x.shape[1:]), x.dtype)
+
+    zeros, none = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
+    cache = jax.tree.map(no, prefilled.cache)
+    return SamplerState(
+        count=jnp.zeros((), jnp.int32),
+        drawn=zeros,
+        limit=zeros,
+        done=~none,
+        terminated=none,
+        stop=zeros,
+        start=zeros,
+        rng=jax.random.split(jax.random.key(0), rows),
+        hidden=no(prefilled.hidden),
+        cache=tuple(layer.replace(columns=jnp.full_like(layer.columns, EMPTY)) for layer in cache),
+    )
+
+
+def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
+    """Begins new rows; all others stay as they are."""
+    new = seats.source >= 0
+
+    def choose(old: Array, prompts: Array) -> Array:
+        chosen = prompts[jnp.maximum(seats.source, 0)]
+        return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
+
+    turned = _turn(sampler, prefilled.cache, state.count)
+    return state.replace(
+        drawn=jnp.where(new, 0, state.drawn),
+        limit=jnp.where(new, seats.limit, state.limit),
+        done=state.done & ~new,
+        terminated=state.terminated & ~new,
+        stop=jnp.where(new, 0, state.stop),
+        start=choose(state.start, prefilled.start),
+        rng=jnp.where(new, seats.rng, state.rng),
+        hidden=choose(state.hidden, prefilled.hidden),
+        cache=jax.tree.map(choose, state.cache, turned),
+    )
+
+
+def begin(prefilled: Prefilled, seats: Seats) -> SamplerState:
+    """A batch in which every row begins."""
+
+    def choose(x: Array) -> Array:
+        return x[seats.source]
+
+    state = empty(jax.eval_shape(lambda: prefilled), seats.source.shape[0])
+    return state.replace(
+        limit=seats.limit,
+        done=jnp.zeros_like(state.done),
+        start=choose(prefilled.start),
+        rng=seats.rng,
+        hidden=choose(prefilled.hidden),
+        cache=jax.tree.map(choose, prefilled.cache),
+    )
+
+
+def _turn(sampler: Sampler, cache: KVCache, count: Int[Array, ""]) -> KVCache:
+    """Prefilled caches, as if they had been made `count` steps later: queries go by number, and a cache without
+    evictions is a ring, in which the slots before the next to be written have been there for longest."""
+
+    def turn(layer: LayerCache) -> LayerCache:
+        if layer.queries is not None:
+            layer = layer.replace(queries=jnp.roll(layer.queries, count, axis=2))
+        if sampler.compresses:
+            return layer
+        slots = (layer.keys, layer.values, layer.columns)
+        keys, values, columns = (jnp.roll(x, count, axis=2) for x in slots)
+        return layer.replace(keys=keys, values=values, columns=columns)
+
+    return tuple(turn(layer) for layer in cache)

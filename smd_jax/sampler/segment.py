@@ -1,0 +1,176 @@
+"""A segment: `buffer` steps in which every live row draws a token and reads it, and the compression that follows."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.cache.compression import Gone, Moment
+from smd_jax.cache.slots import EMPTY
+from smd_jax.model.decoder import Decoder, Params, apply_model, rope_tables
+from smd_jax.sampler.keys import eviction_keys, token_keys
+from smd_jax.sampler.seats import SamplerState
+from smd_jax.sampler.static import Sampler
+from smd_jax.sampling import forbid, kept_form, sample
+from smd_jax.text.stop_strings import StopTable, advance
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class SegmentRecord(struct.PyTreeNode):
+    """What a segment says of itself. It began `first` tokens into a row's response.
+
+    Attributes:
+      first: `[rows]`. tokens, logprobs, entropy: `[rows, buffer]`. emitted: `[rows, buffer]` tokens that belong to the
+        response. kept: `[rows, buffer, ...]` as `Sampled.kept`, None without filters.
+      gone: per layer, of the compression at its end; None where nothing goes.
+    """
+
+    first: Int[Array, " rows"]
+    tokens: Int[Array, "rows buffer"]
+    logprobs: Float[Array, "rows buffer"]
+    entropy: Float[Array, "rows buffer"]
+    emitted: Bool[Array, "rows buffer"]
+    kept: Array | None
+    gone: tuple[Gone, ...] | None
+
+
+def run_segment(
+    sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
+) -> tuple[SamplerState, SegmentRecord]:
+    """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
+    uniforms, angles = _uniforms(sampler, state), _angles(sampler, state)
+    record = _no_record(sampler, state)
+
+    def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
+        return (carry[2] < sampler.config.buffer) & ~jnp.all(carry[0].done)
+
+    def step(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
+        state, record, filled = carry
+        state, record, token = _draw(sampler, params, state, record, filled, uniforms[:, filled], stop)
+        rope = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, filled, 1, axis=2), angles)
+        return _read(sampler, params, state, token, rope, filled), record, filled + 1
+
+    state, record, filled = jax.lax.while_loop(going_on, step, (state, record, jnp.zeros((), jnp.int32)))
+    state = state.replace(count=state.count + filled)
+    if not sampler.compresses:
+        return state, record
+    moment = Moment(
+        start=state.start,
+        newest=sampler.prompt_width + record.first + filled - 1,
+        begun=sampler.prompt_width + record.first,
+        step=record.first + sampler.config.buffer,
+        rng=eviction_keys(state.rng),
+    )
+    number = sampler.prompt_width + state.count - 1
+    compressions = sampler.compressions(sampler.config.buffer)
+    compressed = [f.in_place(layer, moment, number) for f, layer in zip(compressions, state.cache, strict=True)]
+    cache, gone = zip(*compressed, strict=True)
+    return state.replace(cache=cache), record.replace(gone=gone)
+
+
+def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffer"]:
+    """One number for every token, from its row's key and its place in the response alone; the same in any precision."""
+
+    def draw(key: Key[Array, ""], index: Int[Array, ""]) -> Float[Array, ""]:
+        return jax.random.uniform(jax.random.fold_in(key, index), (), jnp.float32)
+
+    place = state.drawn[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
+    return jax.vmap(jax.vmap(draw, (None, 0)))(token_keys(state.rng), place)
+
+
+def _angles(sampler: Sampler, state: SamplerState) -> tuple[Array, Array]:
+    """cos and sin of every token that the segment may read, `[rows, 1, buffer, head_dim / 2]`."""
+    first = sampler.prompt_width + state.drawn - state.start
+    places = first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
+    return rope_tables(sampler.model.config, places)
+
+
+def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
+    shape = (state.drawn.shape[0], sampler.config.buffer)
+    numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.config.dtype, jnp.float32))
+    kept = kept_form(sampler.config.sampling, sampler.model.config.vocab_size)
+    return SegmentRecord(
+        first=state.drawn,
+        tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
+        logprobs=numbers,
+        entropy=numbers,
+        emitted=jnp.zeros(shape, bool),
+        kept=None if kept is None else jnp.zeros((*shape, *kept.shape), kept.dtype),
+        gone=None,
+    )
+
+
+def _draw(
+    sampler: Sampler,
+    params: Params,
+    state: SamplerState,
+    record: SegmentRecord,
+    filled: Int[Array, ""],
+    uniforms: Float[Array, " rows"],
+    stop: StopTable | None,
+) -> tuple[SamplerState, SegmentRecord, Int[Array, " rows"]]:
+    """Draws the next token of the rows that are not done, and notes it in column `filled`."""
+    config, live = sampler.config, ~state.done
+    logits = apply_model(sampler.model, params, state.hidden[:, None], method=Decoder.logits)[:, 0]
+    may_end = state.drawn >= config.min_new_tokens
+    if config.eos_token_id is not None and config.min_new_tokens:
+        logits = forbid(logits, config.eos_token_id, ~may_end)
+    drawn = sample(logits, uniforms, config.sampling)
+    token = jnp.where(live, drawn.tokens, config.pad_token_id)
+    ended = jnp.zeros_like(live) if config.eos_token_id is None else token == config.eos_token_id
+    if stop is not None:
+        found, stopped = advance(stop, state.stop, token)
+        state = state.replace(stop=jnp.where(may_end, found, 0))
+        ended = ended | (stopped & may_end)
+
+    def put(x: Array, new: Array) -> Array:
+        new = jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, 0).astype(x.dtype)
+        return jax.lax.dynamic_update_index_in_dim(x, new, filled, axis=1)
+
+    record = record.replace(
+        tokens=jax.lax.dynamic_update_index_in_dim(record.tokens, token, filled, axis=1),
+        logprobs=put(record.logprobs, drawn.logprobs),
+        entropy=put(record.entropy, drawn.entropy),
+        emitted=put(record.emitted, live),
+        kept=jax.tree.map(put, record.kept, drawn.kept),
+    )
+    count = state.drawn + live
+    state = state.replace(
+        drawn=count,
+        terminated=state.terminated | (live & ended),
+        done=state.done | ended | (count >= state.limit),
+    )
+    return state, record, token
+
+
+def _read(
+    sampler: Sampler,
+    params: Params,
+    state: SamplerState,
+    token: Int[Array, " rows"],
+    rope: tuple[Array, Array],
+    filled: Int[Array, ""],
+) -> SamplerState:
+    """Reads the newest token of the rows that go on into the next slot."""
+    column = sampler.prompt_width + state.drawn - 1
+    number = sampler.prompt_width + state.count + filled
+    if sampler.compresses:
+        slots = tuple(budget + filled for budget in sampler.budgets)
+    else:
+        slots = (number % sampler.columns,) * len(sampler.budgets)
+    hidden, cache = apply_model(
+        sampler.model,
+        params,
+        token[:, None],
+        rope,
+        jnp.where(state.done, EMPTY, column)[:, None],
+        state.cache,
+        slots,
+        number,
+        method=Decoder.decode,
+    )
+    return state.replace(hidden=hidden[:, 0], cache=cache)

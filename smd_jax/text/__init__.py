@@ -1,0 +1,12 @@
+"""Text on its way in and out: prompts as padded token batches, the bytes behind tokens, and stop strings.
+
+Prompts are left-padded, so that every prompt of a batch ends at column P and every response begins there.
+"""
+
+from smd_jax.text.prompts import PromptBatch as PromptBatch
+from smd_jax.text.prompts import Tokenizer as Tokenizer
+from smd_jax.text.prompts import encode_prompts as encode_prompts
+from smd_jax.text.prompts import decode_completions as decode_completions
+from smd_jax.text.prompts import repeat_prompts as repeat_prompts
+from smd_jax.text.stop_strings import StopTable as StopTable
+from smd_jax.text.stop_strings import compile_stop_strings as compile_stop_strings

@@ -1,0 +1,165 @@
+"""GRPO and RLOO: advantages from the rewards of a group, and the update.
+
+RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DAPO, Dr. GRPO and CISPO are options of
+`LossConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.config import check_choice
+from smd_jax.learner.update import (
+    Metrics,
+    TrainBatch,
+    TrainState,
+    make_score,
+)
+from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
+from smd_jax.model.decoder import Params
+from smd_jax.sharding import shard_batch
+from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
+from smd_jax.trajectory import Trajectory
+
+Estimator = Literal["group_relative", "leave_one_out"]
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyConfig):
+    """One GRPO run; the other attributes are those of PolicyConfig.
+
+    Attributes:
+      advantages: "group_relative" (GRPO) or "leave_one_out" (RLOO, with scale_rewards "none").
+      scale_rewards: how group-relative advantages are normalised, see `smd_jax.losses.advantages.group_relative`.
+      dynamic_sampling: drop groups whose rewards are all equal, which have no gradient, so that they do not count in
+        the loss; this many further rollouts may be drawn to put others in their place (DAPO, arXiv:2503.14476). 0 drops
+        them only; None keeps them, as in TRL. A step that needs fewer rollouts than it may draw leaves out the prompts
+        of the others.
+    """
+
+    advantages: Estimator = "group_relative"
+    scale_rewards: Scale = "group"
+    dynamic_sampling: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size < 2:
+            raise ValueError(
+                f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
+                f"got {self.group_size}"
+            )
+        if self.update.value is not None:
+            raise ValueError(
+                f"expected update.value None, because advantages from a group need no critic: PPOConfig has one; "
+                f"got {self.update.value}"
+            )
+        if self.advantages == "leave_one_out" and self.scale_rewards != "none":
+            raise ValueError(
+                f"expected scale_rewards 'none' with advantages 'leave_one_out', whose mean is unbiased only without a "
+                f"deviation of its own group; got {self.scale_rewards!r}"
+            )
+        check_choice("advantages", self.advantages, get_args(Estimator))
+        check_choice("scale_rewards", self.scale_rewards, get_args(Scale))
+        if self.dynamic_sampling is not None and self.scale_rewards == "batch":
+            raise ValueError(
+                "expected scale_rewards 'group' or 'none' with dynamic_sampling, which drops a part of the batch; "
+                "got 'batch'"
+            )
+        if self.dynamic_sampling is not None and self.dynamic_sampling < 0:
+            raise ValueError(f"expected dynamic_sampling >= 0 further rollouts, or None; got {self.dynamic_sampling}")
+
+
+@dataclass(frozen=True)
+class GRPOLoop(PolicyLoop):
+    """Everything of a GRPO run that does not change; the jitted functions are made once."""
+
+    config: GRPOConfig
+
+    @cached_property
+    def score(self):
+        return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+
+    def sample(self, state: TrainState, step: int) -> Samples:
+        """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
+        signal. What is still without is there, but does not count."""
+        if self.config.dynamic_sampling is None:
+            return super().sample(state, step)
+        most, key = 1 + self.config.dynamic_sampling, jax.random.fold_in(state.key, step)
+        drawn, found = list[Samples](), 0
+        while len(drawn) < most and found < self.config.prompts_per_step:
+            drawn.append(self.draw(state.params, jax.random.fold_in(key, len(drawn)), step * most + len(drawn)))
+            found += self.signal(drawn[-1])
+        samples = fullest(drawn, self.config.group_size, self.config.prompts_per_step)
+        return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
+
+    def signal(self, samples: Samples) -> int:
+        """Groups that have a gradient."""
+        return int(groups_with_signal(jnp.asarray(samples.rewards), self.config.group_size).sum())
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """The optimizer steps of one rollout. One in which nothing counts leaves the parameters alone, as momentum and
+        weight decay would not."""
+        trajectory = samples.trajectory
+        counts = None if samples.counts is None else jnp.asarray(samples.counts)
+        with jax.set_mesh(self.mesh):
+            old = self.old_logprobs(state.params, trajectory)
+            batch = TrainBatch(trajectory, self.advantages(samples.rewards), old, counts)
+            steps = []
+            for part in self.batches(batch):
+                if part.counts is not None and not bool(part.counts.any()):
+                    state = state.replace(step=state.step + 1)
+                    continue
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
+        return state, over_steps(steps)
+
+    def advantages(self, rewards: np.ndarray) -> jax.Array:
+        config = self.config
+        if config.advantages == "leave_one_out":
+            return leave_one_out(jnp.asarray(rewards), config.group_size)
+        return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
+
+    def old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
+        """Of the learner before the update. With shadow masks that is the sampler, whose log-probabilities are at hand,
+        unless a correction is to measure that. Others need a pass of their own, if more than one step is taken."""
+        update = self.config.update
+        if not update.correction.needs_old:
+            return None
+        if update.visibility == "shadow" and not update.correction.uses_mismatch:
+            return trajectory.logprobs
+        return self.score(params, trajectory) if self.config.steps_per_rollout > 1 else None
+
+
+def fullest(drawn: list[Samples], group_size: int, groups: int) -> Samples:
+    """The first `groups` groups of several rollouts that have signal, and after them others, which do not count.
+
+    Rewards and lengths in the metrics are those of all that was drawn.
+    """
+    rewards = np.concatenate([samples.rewards for samples in drawn])
+    signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
+    chosen = np.argsort(~signal, kind="stable")[:groups]
+    rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    trajectories = [samples.trajectory for samples in drawn]
+    trajectory = jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories)
+    every_row = [row for samples in drawn for row in samples.rows]
+    every_completion = [text for samples in drawn for text in samples.completions]
+    metrics = {name: _of_draws(name, [samples.metrics[name] for samples in drawn]) for name in drawn[0].metrics}
+    return Samples(
+        trajectory,
+        rewards[rows],
+        [every_row[i] for i in rows],
+        [every_completion[i] for i in rows],
+        np.repeat(signal[chosen], group_size),
+        metrics | {"dynamic_sampling/rollouts": jnp.float32(len(drawn))},
+    )
+
+
+def _of_draws(name: str, values: list[jax.Array]) -> jax.Array:
+    over = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}.get(name, jnp.mean)
+    return over(jnp.stack(values))

@@ -1,0 +1,119 @@
+"""Online DPO: a pair from every group, by reward or by a judge, and the update.
+
+    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config)                  the task's rewards choose
+    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config, judge=my_judge)  a judge does
+    state = init_state(params, optimizer, key, reference=params)
+
+The loss takes no ratio to the sampler: several steps per rollout need no clipping, the reference holds the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.learner.accumulation import count_parts
+from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
+from smd_jax.learner.update import Metrics, TrainState, make_score
+from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
+from smd_jax.model.decoder import Params
+from smd_jax.sharding import check_rows, shard_batch
+from smd_jax.train.loop import Loop, LoopConfig, Samples, over_steps
+from smd_jax.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class OnlineDPOConfig(LoopConfig):
+    """One run of online DPO; the other attributes are those of LoopConfig. TRL has group_size 2.
+
+    Attributes:
+      update: the learner.
+      missing_eos_penalty: taken off the reward of a completion that the length limit cut off, when a pair is chosen;
+        the metric `reward` stays the task's. None: nothing. Not with a judge, which gives no rewards.
+    """
+
+    update: DPOUpdateConfig = DPOUpdateConfig()
+    missing_eos_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
+        if self.missing_eos_penalty is not None and not self.missing_eos_penalty > 0:
+            raise ValueError(f"expected missing_eos_penalty > 0, or None; got {self.missing_eos_penalty}")
+
+
+@dataclass(frozen=True)
+class OnlineDPOLoop(Loop):
+    """Everything of a run of online DPO that does not change; the jitted functions are made once.
+
+    Attributes:
+      judge: orders the completions of every prompt, see `smd_jax.losses.pairs.judged_ranks`; None: the task's
+        rewards do.
+    """
+
+    config: OnlineDPOConfig
+    judge: Judge | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
+        minibatch = config.prompts_per_step // config.minibatches
+        count_parts(minibatch, config.update.microbatch_size)
+        check_rows(minibatch, self.mesh, "the pairs of a minibatch")
+        check_rows(config.update.microbatch_size or minibatch, self.mesh, "the pairs of a microbatch")
+        if self.judge is not None and config.missing_eos_penalty is not None:
+            raise ValueError(
+                f"expected missing_eos_penalty None with a judge, which gives no rewards; "
+                f"got {config.missing_eos_penalty}"
+            )
+
+    @cached_property
+    def update(self):
+        return make_dpo_update(self.model, self.optimizer, self.config.update)
+
+    @cached_property
+    def score(self):
+        return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+
+    def check(self, state: TrainState) -> None:
+        check_reference(state)
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """The optimizer steps of one rollout."""
+        pairs = self.pairs(samples)
+        with jax.set_mesh(self.mesh):
+            steps = []
+            for part in self.batches(self.batch(state.params, samples.trajectory, pairs)):
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
+        return state, over_steps(steps)
+
+    def pairs(self, samples: Samples) -> Pairs:
+        """One pair of every group, as the judge or the rewards have it."""
+        config, size = self.config, self.config.group_size
+        if self.judge is not None:
+            groups = [samples.completions[first : first + size] for first in range(0, config.rows, size)]
+            return pairs_of_ranks(judged_ranks(self.judge, [row["prompt"] for row in samples.rows[::size]], groups))
+        rewards = samples.rewards
+        if config.missing_eos_penalty is not None:
+            cut_off = ~np.asarray(samples.trajectory.terminated)
+            rewards = rewards - np.float32(config.missing_eos_penalty) * cut_off
+        return best_worst(jnp.asarray(rewards), size)
+
+    def batch(self, params: Params, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
+        """The pairs of a rollout, with the log-probabilities of the learner before the update if a correction looks at
+        them and more than one step is taken; a single step makes them itself."""
+        chosen, rejected = (
+            jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
+        )
+        batch = PairBatch(chosen, rejected, pairs.signal)
+        if self.config.steps_per_rollout == 1 or not self.config.update.correction.uses_mismatch:
+            return batch
+        chosen, rejected = shard_batch((chosen, rejected), self.mesh)
+        return batch.replace(
+            old_chosen_logprobs=self.score(params, chosen), old_rejected_logprobs=self.score(params, rejected)
+        )

@@ -1,0 +1,155 @@
+"""PPO: a critic on the policy's own hidden states, an advantage for every token, and the update.
+
+    params = add_value_head(params, model.config)
+    loop = PPOLoop(model, task, tokenizer, optimizer, PPOConfig(...))
+
+One pass at the rollout's parameters, under the learner's mask, gives the critic's values; GAE makes advantages and
+returns of them; then come as many optimizer steps as the configuration says. With shadow masks the critic sees just
+what the sampler saw. A KL to a reference is a term of the loss (`LossConfig.beta`), not a part of the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.learner.accumulation import count_parts, in_parts
+from smd_jax.learner.forward import check_replayable, response_hidden, response_logits, score_logits
+from smd_jax.learner.update import (
+    Metrics,
+    TrainBatch,
+    TrainState,
+    UpdateConfig,
+    counted_tokens,
+    learner_mask,
+)
+from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
+from smd_jax.losses.value import ValueConfig
+from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.value_head import check_value_head, values
+from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
+from smd_jax.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class PPOConfig(PolicyConfig):
+    """One PPO run; the other attributes are those of LoopConfig. `num_iterations` is TRL's num_ppo_epochs (4 there).
+
+    Attributes:
+      update: the learner, with a critic (`UpdateConfig.value`).
+      gamma, lam: of `smd_jax.losses.returns.gae`.
+      whiten_advantages: shift and scale them to mean 0 and variance 1 over the tokens of a rollout, as in TRL.
+    """
+
+    update: UpdateConfig = UpdateConfig(value=ValueConfig())
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_advantages: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, number in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0 <= number <= 1:
+                raise ValueError(f"expected 0 <= {name} <= 1; got {number}")
+        if self.update.value is None:
+            raise ValueError(
+                "expected a critic, UpdateConfig(value=ValueConfig(...)), because PPO's advantages come from its "
+                "values; got None. Without one there is GRPOConfig"
+            )
+        if self.update.correction.judges_responses:
+            raise ValueError(
+                f"expected a correction that takes an advantage for every token, as PPO has them; "
+                f"got {self.update.correction}"
+            )
+        if self.update.loss.importance_sampling_level == "sequence":
+            raise ValueError(
+                "expected importance_sampling_level 'token' with PPO, because under the ratio of a sequence all its "
+                "tokens have one gradient, and their own advantages are lost; got 'sequence'"
+            )
+
+
+def make_train_batch(
+    model: Decoder, config: PPOConfig
+) -> Callable[[Params, Trajectory, Float[Array, " batch"], Bool[Array, " batch"] | None], tuple[TrainBatch, Metrics]]:
+    """The jitted `(params, trajectory, rewards, counts) -> (batch, metrics)`: what a whole rollout has to teach.
+
+    The returned function raises ValueError for parameters without a value head, a trajectory whose probabilities no
+    learner can reproduce, and rows that do not divide into microbatches.
+    """
+
+    def train_batch(
+        params: Params, trajectory: Trajectory, rewards: Array, counts: Array | None
+    ) -> tuple[TrainBatch, Metrics]:
+        check_replayable(trajectory)
+        parts = count_parts(rewards.shape[0], config.update.microbatch_size)
+        judged, logprobs = in_parts(lambda part: _judge(model, config.update, params, part), trajectory, parts)
+        mask = trajectory.response_mask
+        advantages, returns = gae(terminal_rewards(rewards, mask), judged, mask, config.gamma, config.lam)
+        counted = counted_tokens(config.update, trajectory, counts)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, counted)
+        batch = TrainBatch(trajectory, advantages, logprobs, counts, judged, returns)
+        return batch, _critic_metrics(judged, returns, counted)
+
+    return jax.jit(train_batch)
+
+
+def _judge(
+    model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
+) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
+    """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
+
+    With shadow masks the log-probabilities are the sampler's, as it recorded them, unless a correction is to measure
+    the difference; None where neither loss nor correction looks at them.
+    """
+    hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
+    judged = values(params, hidden)
+    if not config.correction.needs_old:
+        return judged, None
+    if config.visibility == "shadow" and not config.correction.uses_mismatch:
+        return judged, trajectory.logprobs
+    logits = response_logits(model, params, hidden, trajectory)
+    return judged, score_logits(logits, trajectory).logprobs
+
+
+def _critic_metrics(
+    values: Float[Array, "batch R"], returns: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
+) -> Metrics:
+    tokens = jnp.maximum(mask.sum(), 1)
+    return {
+        "critic/values/mean": jnp.where(mask, values, 0.0).sum() / tokens,
+        "critic/returns/mean": jnp.where(mask, returns, 0.0).sum() / tokens,
+        "critic/vf_explained_var": explained_variance(values, returns, mask),
+    }
+
+
+@dataclass(frozen=True)
+class PPOLoop(PolicyLoop):
+    """Everything of a PPO run that does not change; the jitted functions are made once."""
+
+    config: PPOConfig
+
+    @cached_property
+    def train_batch(self):
+        return make_train_batch(self.model, self.config)
+
+    def check(self, state: TrainState) -> None:
+        check_value_head(state.params)
+        super().check(state)
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """The optimizer steps of one rollout."""
+        rewards = jnp.asarray(samples.rewards)
+        counts = None if samples.counts is None else jnp.asarray(samples.counts)
+        with jax.set_mesh(self.mesh):
+            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counts)
+            steps = []
+            for part in self.batches(batch):
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
+        return state, over_steps(steps) | of_critic

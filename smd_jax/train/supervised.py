@@ -1,0 +1,78 @@
+"""Supervised warm start: next-token cross-entropy on answers, with the dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from smd_jax.learner.update import TrainState
+from smd_jax.masks import dense_mask, positions
+from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.sharding import constrain_tree
+from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+class Examples(struct.PyTreeNode):
+    """Prompts with their answers, left-padded.
+
+    Attributes:
+      tokens: `[batch, T]`. valid: `[batch, T]`.
+      targets: `[batch, T]` true for tokens of the answer, end of sequence included.
+    """
+
+    tokens: Int[Array, "batch T"]
+    valid: Bool[Array, "batch T"]
+    targets: Bool[Array, "batch T"]
+
+
+def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Sequence[str], *, width: int) -> Examples:
+    """Encodes pairs of prompt and answer.
+
+    Raises:
+      ValueError: for an empty prompt, or a pair that with its end of sequence is longer than `width` (naming its row).
+    """
+    tokens = np.full((len(prompts), width), pad_token_id(tokenizer), np.int32)
+    start, answer_start = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), np.int32)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
+        ids = [*tokenizer.encode(prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
+        if len(ids) == len(answer_ids):
+            raise ValueError(f"expected at least one token in every prompt; example {row} has none")
+        if len(ids) > width:
+            raise ValueError(f"expected prompt + answer within {width} tokens; example {row} has {len(ids)}")
+        tokens[row, width - len(ids) :] = ids
+        start[row], answer_start[row] = width - len(ids), width - len(answer_ids)
+    column = np.arange(width)[None]
+    return Examples(
+        jnp.asarray(tokens), jnp.asarray(column >= start[:, None]), jnp.asarray(column >= answer_start[:, None])
+    )
+
+
+def cross_entropy(model: Decoder, params: Params, examples: Examples) -> Float[Array, ""]:
+    """Mean negative log-likelihood of the answers' tokens, in nats."""
+    logits = apply_model(model, params, examples.tokens, positions(examples.valid), dense_mask(examples.valid))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], examples.tokens[:, 1:])
+    wanted = examples.targets[:, 1:]
+    return jnp.sum(jnp.where(wanted, losses, 0.0)) / jnp.maximum(wanted.sum(), 1)
+
+
+def make_supervised_update(
+    model: Decoder, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Examples], tuple[TrainState, Float[Array, ""]]]:
+    """The jitted step `(state, examples) -> (state, loss)`; the old state's buffers are donated."""
+
+    def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
+        loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = constrain_tree(optax.apply_updates(state.params, updates))
+        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
+
+    return jax.jit(update, donate_argnums=0)
