@@ -168,7 +168,7 @@ SMALL = {"num_layers": 2, "vocab_size": 1024, "hidden_size": 256, "intermediate_
 def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over two rows."""
     part = jax.tree.map(lambda x: x[:2], trajectory)
-    scores = jax.jit(smd.score, static_argnums=0)(model, params, part)
+    scores = jax.jit(smd.replay, static_argnums=0)(model, params, part)
     return float(np.abs(scores.logprobs - part.logprobs)[np.asarray(part.response_mask)].max())
 
 

@@ -43,7 +43,7 @@ def response_lengths(rows: int, longest: int, spread: str) -> np.ndarray:
 def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over the first rows."""
     part = jax.tree.map(lambda x: x[:CHECKED], trajectory)
-    scores = jax.jit(smd.score, static_argnums=0)(model, params, part)
+    scores = jax.jit(smd.replay, static_argnums=0)(model, params, part)
     return float(np.abs(scores.logprobs - part.logprobs)[np.asarray(part.response_mask)].max())
 
 

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.learner.forward import response_hidden, response_logits, score_logits  # noqa: E402
+from smd_jax.learner.forward import replay_logits, response_hidden, response_logits  # noqa: E402
 from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
 from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
 from smd_jax.model.attention import attend  # noqa: E402
@@ -113,7 +113,7 @@ def parts(
 
     def loss(params: Any) -> jax.Array:
         hidden = response_hidden(model, params, trajectory, mask)
-        return jnp.sum(weights * score_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs)
+        return jnp.sum(weights * replay_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs)
 
     yield "forward", count, layers + logits, loss, (state.params,)
     yield "both: all", count, 3 * (layers + logits), jax.grad(loss), (state.params,)
@@ -136,7 +136,7 @@ def parts(
     yield "both: rope", each, 0.0, _both(lambda qk, rope: (rotate(qk[0], rope), rotate(qk[1], rope))), ((q, k), rope)
 
     def head(params: Any, hidden: jax.Array) -> jax.Array:
-        return score_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs
+        return replay_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs
 
     hidden = x[:, args.prompt :]
     yield "both: logits", count, 3 * logits, _both(jax.checkpoint(head)), (state.params, hidden)

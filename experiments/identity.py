@@ -106,10 +106,10 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
         policy=POLICIES[name],
         config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quantization(bits, args)),
     )
-    score, response = jax.jit(smd.score, static_argnums=0), np.asarray(trajectory.response_mask)
+    replay, response = jax.jit(smd.replay, static_argnums=0), np.asarray(trajectory.response_mask)
 
     def difference(mask: smd.ShadowMask) -> np.ndarray:
-        return np.abs(score(model, params, trajectory, mask).logprobs - trajectory.logprobs)[response]
+        return np.abs(replay(model, params, trajectory, mask).logprobs - trajectory.logprobs)[response]
 
     recorded, no_parity = trajectory.mask, None
     assert isinstance(recorded, smd.ShadowMask)

@@ -28,7 +28,7 @@ from smd_jax.masks import ShadowMask as ShadowMask
 from smd_jax.losses import LossConfig as LossConfig
 from smd_jax.losses import DistillConfig as DistillConfig
 from smd_jax.losses import group_relative as group_relative
-from smd_jax.learner import score as score
+from smd_jax.learner import replay as replay
 from smd_jax.learner import UpdateConfig as UpdateConfig
 from smd_jax.learner import TrainBatch as TrainBatch
 from smd_jax.learner import TrainState as TrainState

@@ -6,12 +6,11 @@ on its logits to the last bit, so it travels in the trajectory instead of being 
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import packed_size, unpack
 from smd_jax.sampling import among
 
@@ -19,7 +18,7 @@ from smd_jax.sampling import among
 OUTSIDE = -1e30
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class KeptTokens(struct.PyTreeNode):
     """The tokens that could be drawn, for every column of the response.
 

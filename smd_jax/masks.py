@@ -18,13 +18,12 @@ Six tokens; key 0 is padding (evicted_at 0), key 2 was evicted after query 3 (ev
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import QuantizedReplay
 from smd_kernels.reference import interval_mask
 from smd_kernels.segments import Segments
@@ -32,7 +31,7 @@ from smd_kernels.segments import Segments
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class KeyInterval(struct.PyTreeNode):
     """Visibility of one layer: query t sees key s iff `s <= t < evicted_at[s]`.
 
@@ -50,7 +49,7 @@ class KeyInterval(struct.PyTreeNode):
         return interval_mask(self.evicted_at)
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class ShadowMask(struct.PyTreeNode):
     """Which keys every query of a rollout could see, per layer and KV head, in one integer per key.
 

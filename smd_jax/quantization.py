@@ -20,13 +20,14 @@ parity, which is 2 away. So it finds the same code, at any number of bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, no_type_check
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, UInt8
 
+from smd_jax.pytrees import any_leaves
 from smd_kernels.copies import Copies
 from smd_kernels.segments import Segments
 
@@ -98,7 +99,7 @@ def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
     return jnp.arange(0, BYTE, bits, dtype=jnp.uint8).reshape((1,) * ndim + (-1,))
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Ranges(struct.PyTreeNode):
     """Of groups of keys or values, in their dtype: code c stands for `low + c * scale`.
 
@@ -191,7 +192,7 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Parity(struct.PyTreeNode):
     """One bit of every code, 8 to a byte; with an axis of layers after the batch, or of one layer without.
 
@@ -203,7 +204,7 @@ class Parity(struct.PyTreeNode):
     values: UInt8[Array, "batch *layers kv_heads columns bytes"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class QuantizedReplay(struct.PyTreeNode):
     """How a sampler quantised its cache: what a learner needs to do the same to its own keys and values.
 

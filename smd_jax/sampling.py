@@ -19,13 +19,13 @@ transformers and vLLM keep more than k in the first case, and tear them apart in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import pack, packed_size
 
 BLOCK = 128
@@ -72,7 +72,7 @@ class SamplingConfig:
         return self.trainable and (self.keeps(vocab) > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Sampled(struct.PyTreeNode):
     """One token a row.
 

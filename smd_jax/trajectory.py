@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.kept_tokens import KeptTokens
 from smd_jax.masks import ShadowMask, dense_mask, positions
+from smd_jax.pytrees import any_leaves
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Trajectory(struct.PyTreeNode):
     """A batch of prompts and responses. Columns: prompt 0 … P-1 (left-padded), response P … T-1.
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.masks import ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
@@ -71,7 +71,7 @@ def check_equal(got: Any, expected: Any) -> None:
 
 def mismatch(trajectory: Trajectory) -> float:
     """The largest |log p_sampler - log p_learner|."""
-    scores = jax.jit(score, static_argnums=0)(MODEL, make_params(SHAPE), trajectory)
+    scores = jax.jit(replay, static_argnums=0)(MODEL, make_params(SHAPE), trajectory)
     return float(jnp.abs(jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0)).max())
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from smd_jax.corrections.chain import TIS, Naive, Shadow, SparseRL
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
@@ -264,7 +264,7 @@ def test_who_the_old_policy_is():
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
     assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
     twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
-    expected = jax.jit(lambda: score(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
+    expected = jax.jit(lambda: replay(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
     assert twice is not None
     np.testing.assert_allclose(twice, expected, atol=1e-5)
     difference = jnp.where(trajectory.response_mask, expected - trajectory.logprobs, 0.0)

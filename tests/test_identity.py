@@ -18,7 +18,7 @@ import pytest
 
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import EvictionPolicy, Pyramid
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
@@ -38,7 +38,7 @@ BY_POSITION = {"Recent", "StreamingLLM", "Protect of StreamingLLM"}
 SELECTIVE = set(POLICIES) - {"Dense"} - BY_POSITION  # their masks differ between layers
 PER_HEAD = SELECTIVE - {"TOVA"}  # and between heads
 
-score_jitted = jax.jit(score, static_argnums=0)
+replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 def roll(
@@ -59,7 +59,7 @@ def gap(run: tuple[Decoder, Params, Trajectory], mask: ShadowMask | None = None)
     recorded = trajectory.mask
     assert isinstance(recorded, ShadowMask)
     mask = recorded if mask is None else ShadowMask(jnp.broadcast_to(mask.evicted_at, recorded.evicted_at.shape))
-    scores = score_jitted(model, params, trajectory, mask)
+    scores = replay_jitted(model, params, trajectory, mask)
     return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
 
 

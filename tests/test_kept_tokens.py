@@ -17,8 +17,16 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.kept_tokens import OUTSIDE, KeptTokens
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.forward import response_hidden, score
-from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, Visibility, init_state, make_score, make_update
+from smd_jax.learner.forward import replay, response_hidden
+from smd_jax.learner.update import (
+    TrainBatch,
+    TrainState,
+    UpdateConfig,
+    Visibility,
+    init_state,
+    make_replay,
+    make_update,
+)
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
@@ -100,12 +108,12 @@ def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.
     return jnp.take_along_axis(logprobs, sampled(name).response[..., None], -1)[..., 0]
 
 
-score_jitted = jax.jit(score, static_argnums=0)
+replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 def gap(trajectory: Trajectory) -> float:
     """max |log p_sampler - log p_learner|."""
-    scores = score_jitted(MODEL, PARAMS, trajectory)
+    scores = replay_jitted(MODEL, PARAMS, trajectory)
     return float(jnp.where(trajectory.response_mask, jnp.abs(scores.logprobs - trajectory.logprobs), 0.0).max())
 
 
@@ -191,7 +199,7 @@ def test_identity(name: str):
     lengths = np.asarray(trajectory.lengths())
     assert (lengths > minimum).all()
     assert gap(trajectory) < 2e-5
-    mask, entropy = np.asarray(trajectory.response_mask), score_jitted(MODEL, PARAMS, trajectory).entropy
+    mask, entropy = np.asarray(trajectory.response_mask), replay_jitted(MODEL, PARAMS, trajectory).entropy
     np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
     assert not np.asarray(trajectory.entropy)[~mask].any()
     assert gap(trajectory.replace(kept=None)) > (1e-3 if name == "minimum length" else 1e-2)
@@ -209,7 +217,7 @@ def test_a_minimum_length_delays_the_end():
         trajectory = rollout(MODEL, params, prompts, jax.random.key(0), policy=H2O(), config=config)
         assert int(trajectory.lengths().min()) == minimum + 1 and trajectory.terminated.any()
         assert (trajectory.kept is None) == (minimum == 0)
-        scores = score_jitted(MODEL, params, trajectory)
+        scores = replay_jitted(MODEL, params, trajectory)
         difference = jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0.0)
         assert jnp.abs(difference).max() < 2e-5
 
@@ -219,7 +227,7 @@ def test_padding_keeps_ordinary_numbers():
     trajectory = sampled("all")
     short = trajectory.valid.at[:, WIDTH + 2 :].set(False)
     tokens = trajectory.tokens.at[:, WIDTH + 2 :].set(EOS)
-    scores = score_jitted(MODEL, PARAMS, trajectory.replace(valid=short, tokens=tokens))
+    scores = replay_jitted(MODEL, PARAMS, trajectory.replace(valid=short, tokens=tokens))
     assert (scores.logprobs > -100).all() and jnp.isfinite(scores.entropy).all()
 
 
@@ -325,11 +333,11 @@ def test_online_dpo():
 
 
 def test_old_log_probabilities():
-    """Those of `make_score`, and those that PPO's critic makes along."""
+    """Those of `make_replay`, and those that PPO's critic makes along."""
     trajectory = sampled("all")
     inside = np.asarray(trajectory.response_mask)
     expected = np.asarray(plain_token_logprobs("all", PARAMS, "dense"))[inside]
-    got = make_score(MODEL, "dense", 2)(PARAMS, trajectory)
+    got = make_replay(MODEL, "dense", 2)(PARAMS, trajectory)
     np.testing.assert_allclose(np.asarray(got)[inside], expected, atol=1e-4)
     update = UpdateConfig("dense", correction=TIS(), value=ValueConfig())
     config = PPOConfig(4, 1, WIDTH, H2O(), toy_loop.ROLLOUT, update=update)

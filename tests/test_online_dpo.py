@@ -13,7 +13,7 @@ import pytest
 from smd_jax.corrections.chain import Naive
 from smd_jax.corrections.importance import TIS
 from smd_jax.learner.dpo_update import DPOUpdateConfig
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.pairs import Judge
@@ -108,7 +108,7 @@ def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
     naive = dataclasses.replace(CONFIG, update=DPOUpdateConfig("dense", correction=Naive()), minibatches=2)
     assert new_loop(naive).batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
     batch = twice.batch(warm_params(), trajectory, pairs)
-    expected = jax.jit(lambda: score(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
+    expected = jax.jit(lambda: replay(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
     assert batch.old_chosen_logprobs is not None and batch.old_rejected_logprobs is not None
     np.testing.assert_allclose(batch.old_chosen_logprobs, expected[pairs.chosen], atol=1e-5)
     np.testing.assert_allclose(batch.old_rejected_logprobs, expected[pairs.rejected], atol=1e-5)

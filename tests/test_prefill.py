@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm, SnapKV
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
@@ -28,7 +28,7 @@ MODEL = Decoder(SHAPE)
 WIDTH, LENGTHS = 37, [37, 4, 21]
 SIZES = RolloutConfig(max_new_tokens=12, budget=8, buffer=4, prefill_chunk=8)
 
-score_jitted = jax.jit(score, static_argnums=0)
+replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 def roll(policy: EvictionPolicy, sizes: RolloutConfig, prompts: PromptBatch | None = None) -> Trajectory:
@@ -37,7 +37,7 @@ def roll(policy: EvictionPolicy, sizes: RolloutConfig, prompts: PromptBatch | No
 
 
 def gap(trajectory: Trajectory, mask: Any = None) -> float:
-    scores = score_jitted(MODEL, make_params(SHAPE), trajectory, trajectory.mask if mask is None else mask)
+    scores = replay_jitted(MODEL, make_params(SHAPE), trajectory, trajectory.mask if mask is None else mask)
     return float(jnp.abs(jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0)).max())
 
 

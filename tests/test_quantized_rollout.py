@@ -17,7 +17,7 @@ import pytest
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.chain import Naive
 from smd_jax.eviction.policies import H2O, Dense
-from smd_jax.learner.forward import score
+from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
 from smd_jax.losses.policy import LossConfig
 from smd_jax.masks import NEVER, Segments, ShadowMask
@@ -40,7 +40,7 @@ SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=Sa
 GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
 
 Run = tuple[Decoder, Params, Trajectory]
-score_jitted = jax.jit(score, static_argnums=0)
+replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 def quantised(bits: Any, record_parity: bool = True) -> QuantConfig:
@@ -75,7 +75,7 @@ def recorded(run: Run) -> Any:
 def gap(run: Run, mask: ShadowMask | None = None) -> np.ndarray:
     """|log p_sampler - log p_learner| of the response tokens."""
     model, params, trajectory = run
-    scores = score_jitted(model, params, trajectory, mask)
+    scores = replay_jitted(model, params, trajectory, mask)
     return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
 
 
@@ -288,4 +288,4 @@ def test_the_mask_and_its_bits_belong_together():
         mask.with_segments((Segments(WIDTH, 16, 27),))
     fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :2], mask.quantized.parity))
     with pytest.raises(ValueError, match=r"parities \(8, 3, 2, 92\).*got \(8, 2, 2, 92\)"):
-        score(model, params, trajectory, mask.replace(quantized=fewer))
+        replay(model, params, trajectory, mask.replace(quantized=fewer))

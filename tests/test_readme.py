@@ -37,5 +37,5 @@ def test_code_blocks(capsys: Any):
     trajectory = smd.rollout(
         names["model"], names["params"], names["prompts"], names["jax"].random.key(2), policy=policy, config=sizes
     )
-    scores = smd.score(names["model"], names["params"], trajectory)
+    scores = smd.replay(names["model"], names["params"], trajectory)
     np.testing.assert_allclose(scores.logprobs, trajectory.logprobs, atol=2e-5)

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from smd_jax.corrections.chain import Naive
-from smd_jax.learner.forward import score
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_score, make_update
+from smd_jax.learner.forward import replay
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_replay, make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig, k3, token_weights
 from smd_jax.losses.schedules import CoefSchedule
@@ -69,7 +69,7 @@ def test_a_dense_learner_is_another_policy():
 
 
 def test_an_extra_pass_gives_the_same_log_probabilities():
-    logprobs = make_score(MODEL, "shadow")(PARAMS, trajectory())
+    logprobs = make_replay(MODEL, "shadow")(PARAMS, trajectory())
     np.testing.assert_allclose(logprobs * trajectory().response_mask, trajectory().logprobs, atol=2e-5)
 
 
@@ -250,9 +250,9 @@ def test_a_trajectory_that_no_learner_can_replay():
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         metrics_and_gradients(data=data)
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-        score(MODEL, PARAMS, data.trajectory)
+        replay(MODEL, PARAMS, data.trajectory)
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-        score(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask())
+        replay(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask())
 
 
 def test_rows_that_do_not_divide():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ from jaxtyping import Array, Int, Key
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.policies import CacheView, EvictionPolicy
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 
 PARTS = 16  # of the rows at most; each is compressed by itself
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Moment(struct.PyTreeNode):
     """Where every row stands when its cache is compressed.
 
@@ -44,7 +45,7 @@ class Moment(struct.PyTreeNode):
     rng: Key[Array, " rows"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Gone(struct.PyTreeNode):
     """What the learner will have to know of one compression.
 

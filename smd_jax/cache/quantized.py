@@ -13,13 +13,13 @@ segment at its own: then all queries of a segment see the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import (
     Parity,
     QuantConfig,
@@ -36,7 +36,7 @@ from smd_jax.quantization import (
 )
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class QuantizedSlots(struct.PyTreeNode):
     """Keys and values of a layer's left slots.
 

@@ -14,7 +14,6 @@ In a quantised cache the kept keys are codes of a few bits, and the buffer alone
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.cache import quantized as quantized_cache
 from smd_jax.cache.quantized import QuantizedSlots
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 
 EMPTY = -1  # column of a slot that holds no key
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class LayerCache(struct.PyTreeNode):
     """Keys and values of one layer, and what its eviction policy asked to be kept beside them.
 

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import bounded_exp, log_ratio_inside, response_mean
 
 Anchor = Literal["old", "sampler"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class CorrectionInputs(struct.PyTreeNode):
     """What a correction looks at. Log-probabilities of the sampled tokens, `[batch, R]`, nats, float32 or wider.
 
@@ -45,7 +46,7 @@ class CorrectionInputs(struct.PyTreeNode):
     mask: Bool[Array, "batch R"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class CorrectionTerms(struct.PyTreeNode):
     """What happens to each token, `[batch, R]`. The two ways of losing one differ, and every source has its own.
 

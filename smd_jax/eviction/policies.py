@@ -9,17 +9,18 @@ constants come from the papers and codes named at each class; `score` is compute
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, no_type_check
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smd_jax.pytrees import any_leaves
 from smd_kernels.reference import masked_softmax
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class CacheView(struct.PyTreeNode):
     """What a policy may look at when a layer is compressed, after the attention of the newest query.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -12,12 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.learner.forward import response_hidden, response_logits
 from smd_jax.losses.distillation import DistillConfig, choose, divergence, sampled_divergence
 from smd_jax.model.decoder import Decoder, Params
+from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import overlap
 from smd_jax.sampling import token_logprobs
 from smd_jax.trajectory import Trajectory
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Agreement(struct.PyTreeNode):
     """How much teacher and student agree, at the rows and positions that a step looks at.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.corrections.chain import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
-from smd_jax.learner.forward import check_replayable, response_hidden, response_logits, score, score_logits
+from smd_jax.learner.forward import check_replayable, replay, replay_logits, response_hidden, response_logits
 from smd_jax.learner.update import Metrics, TrainState, Visibility, check_correction, check_visibilities, learner_mask
 from smd_jax.losses.dpo import (
     DPOConfig,
@@ -39,6 +39,7 @@ from smd_jax.losses.dpo import (
 from smd_jax.losses.policy import k3
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
 from smd_jax.model.decoder import Decoder, Params
+from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
 
@@ -73,7 +74,7 @@ class DPOUpdateConfig:
         check_pair_correction(self.correction)
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class PairBatch(struct.PyTreeNode):
     """What one step learns from. Pairs are the leading axis of every leaf, so that no split parts the two of a pair.
 
@@ -91,7 +92,7 @@ class PairBatch(struct.PyTreeNode):
     old_rejected_logprobs: Float[Array, "pairs R"] | None = None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class _Prepared(struct.PyTreeNode):
     """A batch with what must be known of all its pairs before it is split, `[pairs]`: its correction and weights."""
 
@@ -100,7 +101,7 @@ class _Prepared(struct.PyTreeNode):
     weights: Float[Array, " pairs"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class _Terms(struct.PyTreeNode):
     """Results of the forward passes for the metrics: of tokens `[pairs, 2, R]`, the chosen first, and of pairs."""
 
@@ -189,7 +190,7 @@ def _learner_logprobs(
 
     def of(part: PairBatch) -> Array:
         rows = _rows(part)
-        return _paired(score(model, params, rows, learner_mask(rows, config.visibility)).logprobs)
+        return _paired(replay(model, params, rows, learner_mask(rows, config.visibility)).logprobs)
 
     return in_parts(of, batch, _count(batch, config))
 
@@ -216,11 +217,11 @@ def _objective(model: Decoder, config: DPOUpdateConfig, state: TrainState) -> Ob
         # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
         @jax.checkpoint
         def policy_terms(params: Params, hidden: Array) -> Any:
-            return score_logits(response_logits(model, params, hidden, rows), rows)
+            return replay_logits(response_logits(model, params, hidden, rows), rows)
 
         scores = policy_terms(params, response_hidden(model, params, rows, learner_mask(rows, config.visibility)))
         seen = learner_mask(rows, config.reference_visibility or config.visibility)
-        reference = jax.lax.stop_gradient(score(model, state.reference, rows, seen).logprobs)
+        reference = jax.lax.stop_gradient(replay(model, state.reference, rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, scores.logprobs, reference), config.loss)
         kl = k3(scores.logprobs, reference)
         kept = _Terms(_paired(scores.logprobs), _paired(scores.entropy), _paired(kl), terms)

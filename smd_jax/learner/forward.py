@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,11 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.masks import Mask
 from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
-class ResponseScores(struct.PyTreeNode):
+@any_leaves
+class Replay(struct.PyTreeNode):
     """What the learner thinks of the response tokens, at the sampler's temperature and over the tokens that it kept.
 
     Attributes:
@@ -70,14 +69,14 @@ def response_logits(
     return jnp.where(drawn[..., None], trajectory.kept.apply(logits, columns), logits)
 
 
-def score_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> ResponseScores:
+def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> Replay:
     """Log-probabilities and entropies from the logits of `response_logits`."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return ResponseScores(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
+    return Replay(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
 
 
-def score(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> ResponseScores:
+def replay(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
     """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
 
     Raises:
@@ -86,4 +85,4 @@ def score(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | N
     check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
     hidden = response_hidden(model, params, trajectory, mask)
-    return score_logits(response_logits(model, params, hidden, trajectory), trajectory)
+    return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)

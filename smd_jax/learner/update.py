@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, no_type_check
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from smd_jax.config import check_choice
 from smd_jax.corrections.chain import Correction, CorrectionInputs, CorrectionTerms, Shadow, flat_parts, split_by_time
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
 from smd_jax.learner.distill import Agreement, distill_term
-from smd_jax.learner.forward import check_replayable, response_hidden, response_logits, score, score_logits
+from smd_jax.learner.forward import check_replayable, replay, replay_logits, response_hidden, response_logits
 from smd_jax.losses.distillation import DistillConfig, teacher_positions, teacher_rows
 from smd_jax.losses.policy import (
     LossConfig,
@@ -36,6 +36,7 @@ from smd_jax.masks import Mask
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
 from smd_jax.model.decoder import Decoder, Params
 from smd_jax.model.value_head import values
+from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import lower_percentile
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
@@ -121,7 +122,7 @@ def check_correction(correction: Correction, visibility: Visibility) -> None:
         )
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class TrainState(struct.PyTreeNode):
     """Everything that a step changes or needs again.
 
@@ -139,7 +140,7 @@ class TrainState(struct.PyTreeNode):
     key: Key[Array, ""]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class TrainBatch(struct.PyTreeNode):
     """What one step learns from.
 
@@ -160,7 +161,7 @@ class TrainBatch(struct.PyTreeNode):
     returns: Float[Array, "batch R"] | None = None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Prepared(struct.PyTreeNode):
     """A batch with what must be known of all its rows before it is split; `[batch, R]`.
 
@@ -181,7 +182,7 @@ class Prepared(struct.PyTreeNode):
     distill_weights: Float[Array, "batch R"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class TokenTerms(struct.PyTreeNode):
     """Per-token results of the forward passes, `[batch, R]`, kept for the metrics."""
 
@@ -236,7 +237,7 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def make_score(
+def make_replay(
     model: Decoder, visibility: Visibility, microbatch_size: int | None = None
 ) -> Callable[[Params, Trajectory], Array]:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
@@ -254,7 +255,7 @@ def learner_logprobs(
     """Of the response tokens, in as many passes as there are microbatches."""
 
     def of(part: Trajectory) -> Array:
-        return score(model, params, part, learner_mask(part, visibility)).logprobs
+        return replay(model, params, part, learner_mask(part, visibility)).logprobs
 
     return in_parts(of, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size))
 
@@ -326,7 +327,7 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
         # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
         @jax.checkpoint
         def policy_terms(params: Params, hidden: Array) -> Any:
-            return score_logits(response_logits(model, params, hidden, trajectory), trajectory)
+            return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)
 
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
         scores = policy_terms(params, hidden)
@@ -391,7 +392,7 @@ def _reference_logprobs(
     if config.loss.beta == 0 or state.reference is None:
         return None
     mask = learner_mask(trajectory, config.reference_visibility or config.visibility)
-    return jax.lax.stop_gradient(score(model, state.reference, trajectory, mask).logprobs)
+    return jax.lax.stop_gradient(replay(model, state.reference, trajectory, mask).logprobs)
 
 
 def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:

@@ -13,7 +13,7 @@ Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, no_type_check
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import Correction, CorrectionInputs
+from smd_jax.pytrees import any_leaves
 
 DPOLossType = Literal["sigmoid", "ipo"]
 
@@ -55,7 +56,7 @@ class DPOConfig:
             )
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class DPOInputs(struct.PyTreeNode):
     """What the loss looks at, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
 
@@ -74,7 +75,7 @@ class DPOInputs(struct.PyTreeNode):
     correction_weights: Float[Array, " pairs"] | None = None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class DPOTerms(struct.PyTreeNode):
     """Per-pair terms for the metrics, `[pairs]`, 0 where a pair weighs nothing.
 
@@ -89,7 +90,7 @@ class DPOTerms(struct.PyTreeNode):
     rejected_rewards: Float[Array, " pairs"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class PairTerms(struct.PyTreeNode):
     """What a correction does to each pair, `[pairs]`.
 

@@ -9,18 +9,20 @@ Everywhere the `group_size` completions of a prompt lie side by side in the batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, no_type_check
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.pytrees import any_leaves
+
 # TRL's rank judge, (prompts, completions of each prompt) -> indices of its completions, the best first, the worst last.
 Judge = Callable[[list[Any], list[list[str]]], Sequence[Sequence[int]]]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Pairs(struct.PyTreeNode):
     """One pair a group.
 

@@ -10,7 +10,7 @@ so the sum over microbatches, in any split and on any number of devices, is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, no_type_check
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice
+from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import SAFETY_BOUND, bounded_exp, response_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
@@ -79,7 +80,7 @@ class LossConfig:
         return self.clips_tokens and self.delta is None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class LossInputs(struct.PyTreeNode):
     """What a policy loss looks at; all float32 (or wider) `[batch, response]`.
 
@@ -104,7 +105,7 @@ class LossInputs(struct.PyTreeNode):
     high_scale: Float[Array, "batch response"] | None = None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class LossTerms(struct.PyTreeNode):
     """Per-token terms for the metrics, `[batch, response]`.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,6 +29,7 @@ from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask, to_visible
 from smd_jax.model.attention import BlockSizes, DecodeImplementation, Implementation, attend
 from smd_jax.model.attention import decode as decode_attention
+from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain, gathered_embedding
 from smd_kernels.observed import attend_and_observe
 
@@ -38,7 +39,7 @@ KVHeads = Float[Array, "batch kv_heads tokens head_dim"]
 AttendFn = Callable[[Heads, KVHeads, KVHeads], tuple[Heads, Any]]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class PrefillLayer(struct.PyTreeNode):
     """What one layer hands over after reading the prompt.
 

@@ -7,7 +7,7 @@ in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► �
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.masks import NEVER, dense_mask, positions
 from smd_jax.model.decoder import Decoder, Params, PrefillLayer, apply_model, rope_tables
+from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
@@ -27,7 +28,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class PromptRecord(struct.PyTreeNode):
     """What the learner will have to know of how one layer read the prompts.
 
@@ -40,7 +41,7 @@ class PromptRecord(struct.PyTreeNode):
     parity: Parity | None
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Prefilled(struct.PyTreeNode):
     """Prompts that have been read: any number of rows may go on from each.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.prefill import Prefilled
 from smd_jax.sampler.static import Sampler
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Seats(struct.PyTreeNode):
     """Rows that are to begin.
 
@@ -29,7 +30,7 @@ class Seats(struct.PyTreeNode):
     limit: Int[Array, " rows"]
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class SamplerState(struct.PyTreeNode):
     """All that a segment needs; every leaf but `count` has the rows first.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -12,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smd_jax.cache.compression import Gone, Moment
 from smd_jax.cache.slots import EMPTY
 from smd_jax.model.decoder import Decoder, Params, apply_model, rope_tables
+from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -19,7 +18,7 @@ from smd_jax.sampling import forbid, kept_form, sample
 from smd_jax.text.stop_strings import StopTable, advance
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class SegmentRecord(struct.PyTreeNode):
     """What a segment says of itself. It began `first` tokens into a row's response.
 

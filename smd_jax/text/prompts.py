@@ -7,7 +7,7 @@ response from column `width` on, whatever the length of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, no_type_check, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,14 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from smd_jax.pytrees import any_leaves
+
 MAX_SPARE_ROWS = 512  # embedding rows without a token that pass for padding; Qwen2.5, the largest we know, has 399
 
 T = TypeVar("T")
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class PromptBatch(struct.PyTreeNode):
     """Left-padded prompts.
 

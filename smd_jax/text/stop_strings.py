@@ -15,18 +15,18 @@ the completion, as in transformers' `generate` and in TRL; vLLM cuts it off unle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import no_type_check
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, Integer
 
+from smd_jax.pytrees import any_leaves
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.token_bytes import TextTokenizer, as_text_tokenizer, special_tokens, token_bytes
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class StopTable(struct.PyTreeNode):
     """Where each token leads; state 0 has seen nothing of a stop string, the last state has seen one whole.
 

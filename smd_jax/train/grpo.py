@@ -19,7 +19,7 @@ from smd_jax.learner.update import (
     Metrics,
     TrainBatch,
     TrainState,
-    make_score,
+    make_replay,
 )
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
 from smd_jax.model.decoder import Params
@@ -82,8 +82,8 @@ class GRPOLoop(PolicyLoop):
     config: GRPOConfig
 
     @cached_property
-    def score(self):
-        return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+    def replay(self):
+        return make_replay(self.model, self.config.update.visibility, self.config.update.microbatch_size)
 
     def sample(self, state: TrainState, step: int) -> Samples:
         """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
@@ -133,7 +133,7 @@ class GRPOLoop(PolicyLoop):
             return None
         if update.visibility == "shadow" and not update.correction.uses_mismatch:
             return trajectory.logprobs
-        return self.score(params, trajectory) if self.config.steps_per_rollout > 1 else None
+        return self.replay(params, trajectory) if self.config.steps_per_rollout > 1 else None
 
 
 def fullest(drawn: list[Samples], group_size: int, groups: int) -> Samples:

@@ -18,7 +18,7 @@ import numpy as np
 
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
-from smd_jax.learner.update import Metrics, TrainState, make_score
+from smd_jax.learner.update import Metrics, TrainState, make_replay
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.model.decoder import Params
 from smd_jax.sharding import check_rows, shard_batch
@@ -76,8 +76,8 @@ class OnlineDPOLoop(Loop):
         return make_dpo_update(self.model, self.optimizer, self.config.update)
 
     @cached_property
-    def score(self):
-        return make_score(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+    def replay(self):
+        return make_replay(self.model, self.config.update.visibility, self.config.update.microbatch_size)
 
     def check(self, state: TrainState) -> None:
         check_reference(state)
@@ -115,5 +115,5 @@ class OnlineDPOLoop(Loop):
             return batch
         chosen, rejected = shard_batch((chosen, rejected), self.mesh)
         return batch.replace(
-            old_chosen_logprobs=self.score(params, chosen), old_rejected_logprobs=self.score(params, rejected)
+            old_chosen_logprobs=self.replay(params, chosen), old_rejected_logprobs=self.replay(params, rejected)
         )

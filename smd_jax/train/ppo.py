@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
-from smd_jax.learner.forward import check_replayable, response_hidden, response_logits, score_logits
+from smd_jax.learner.forward import check_replayable, replay_logits, response_hidden, response_logits
 from smd_jax.learner.update import (
     Metrics,
     TrainBatch,
@@ -114,7 +114,7 @@ def _judge(
     if config.visibility == "shadow" and not config.correction.uses_mismatch:
         return judged, trajectory.logprobs
     logits = response_logits(model, params, hidden, trajectory)
-    return judged, score_logits(logits, trajectory).logprobs
+    return judged, replay_logits(logits, trajectory).logprobs
 
 
 def _critic_metrics(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.learner.update import TrainState
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class Examples(struct.PyTreeNode):
     """Prompts with their answers, left-padded.
 
