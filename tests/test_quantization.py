@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -346,8 +347,7 @@ def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):
     expected = attending(q, k, v, mask)
     with jax.set_mesh(make_mesh(*mesh)):
         got = attending(q, k, v, mask)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_attention_with_parities_of_another():
