@@ -137,21 +137,6 @@ def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
     return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 
 
-def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
-    """`f` of arrays `[rows, ...]`, each device with its own rows and nothing sent between them; or of pytrees of such
-    arrays, which it also gives.
-
-    For what the compiler does not split though rows are independent: it sorts (`lax.top_k`) all rows on every device.
-    Rows that do not divide over the devices stay whole, and so does everything without a mesh in `jax.set_mesh`.
-    """
-    mesh = _mesh()
-    if mesh is None or mesh.size == 1:
-        return f(*arrays)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    spec = P(BATCH) if all(x.shape[0] % ways == 0 for x in jax.tree.leaves(arrays)) else P()
-    return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
-
-
 def split_heads(x: Array, heads: int) -> Array:
     """KV heads `[batch, kv_heads, ...]`, repeated so that the tensor axis divides them, if it divides the query heads.
 
