@@ -318,7 +318,7 @@ def test_caches_of_a_batch_are_not_gathered():
         rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8 * group))
         limit = jax.ShapeDtypeStruct((8 * group,), jnp.int32, sharding=batch_sharding(mesh))
         begun = jax.jit(lambda *given: constrain_rows(begin(*given))).lower(placed, rng, limit)
-        hlo = begun.compile().as_text()
+        hlo = str(begun.compile().as_text())
     assert "all-gather" not in hlo and "all-to-all" not in hlo
 
 

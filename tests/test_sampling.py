@@ -467,7 +467,7 @@ def test_on_a_mesh_rows_stay_where_they_are(config: SamplingConfig):
     with jax.set_mesh(mesh):
         program = jax.jit(partial(sample, config=config))
         there = shard_batch((jnp.asarray(logits), jnp.asarray(uniforms)), mesh)
-        hlo = program.lower(*there).compile().as_text()
+        hlo = str(program.lower(*there).compile().as_text())
         together = program(*there)
     gathered = [int(np.prod([int(n) for n in size.split(",") if n])) for size in GATHERED.findall(hlo)]
     assert max(gathered, default=0) < vocab, f"arrays of these sizes are gathered: {gathered}"
