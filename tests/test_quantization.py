@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.cache.quantized import no_slots
-from smd_jax.cache.slots import EMPTY, LayerCache, gather, quantize, read, select, write
+from smd_jax.cache.slots import EMPTY, LayerCache, full_precision, gather, quantize, select, write
 from smd_jax.masks import NEVER, KeyInterval, Segments
 from smd_jax.model.attention import attend
 from smd_jax.quantization import (
@@ -252,7 +252,7 @@ def compress(cache: LayerCache, start: int, rng: Any) -> LayerCache:
 def check_reads(
     cache: LayerCache, keys: np.ndarray, values: np.ndarray, live: np.ndarray, quantised: int, config: QuantConfig
 ) -> None:
-    got_keys, got_values = (np.asarray(x) for x in jax.jit(read)(cache))
+    got_keys, got_values = (np.asarray(x) for x in jax.jit(full_precision)(cache))
     for b, h in np.ndindex(2, 2):
         # A group holds the columns that were live when its segment ended.
         of_keys = keys_reference(keys[b, h].astype(np.float64), live[b], PROMPT, config).numbers
