@@ -28,7 +28,7 @@ from smd_jax.model.decoder import Decoder, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
-from smd_jax.tasks.rewards import score_rewards
+from smd_jax.tasks.rewards import compute_rewards
 from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.text.prompts import (
     PromptBatch,
@@ -304,4 +304,4 @@ def grade(
 ) -> tuple[list[str], np.ndarray]:
     """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    return completions, score_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    return completions, compute_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
