@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
 from smd_jax.metrics import MISMATCH_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.decoder import Decoder, Params
