@@ -165,7 +165,7 @@ def check(sizes: Sizes) -> Iterator[Row]:
 SMALL = {"num_layers": 2, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512}
 
 
-def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
+def max_difference(model: smd.model.LanguageModel, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over two rows."""
     part = jax.tree.map(lambda x: x[:2], trajectory)
     scores = jax.jit(smd.replay, static_argnums=0)(model, params, part)

@@ -20,7 +20,8 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import EvictionPolicy, Pyramid
 from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, ShadowMask
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.trajectory import Trajectory

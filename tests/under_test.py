@@ -30,7 +30,8 @@ from smd_jax.eviction.policies import (
     StreamingLLM,
 )
 from smd_jax.masks import ShadowMask
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
