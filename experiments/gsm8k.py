@@ -31,7 +31,8 @@ from smd_jax.losses.policy import LossType
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
-from smd_jax.tasks.task import Gsm8kTask, load_gsm8k, longest_prompt
+from smd_jax.tasks.gsm8k import Gsm8kTask, load_gsm8k
+from smd_jax.tasks.task import longest_prompt
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.metrics_log import read_metrics
 from smd_jax.train.plots import plot_training

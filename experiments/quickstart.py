@@ -30,7 +30,8 @@ import smd_jax as smd
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
-from smd_jax.tasks.task import ReasoningGymTask, batch_indices
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train import checkpoint

@@ -106,17 +106,34 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them; or of
     pytrees of such arrays.
 
-    The compiler cannot look into a kernel to split it, and would gather its inputs. Axes that do not divide every
-    array stay whole: every device then does all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
+    The compiler cannot look into a kernel to split it, and would gather its inputs; so it does with `lax.top_k` and
+    other sorts (jax 0.10.2, openxla/xla#49006). Axes that do not divide every array stay whole: every device then does
+    all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
     """
     mesh = _mesh()
     if mesh is None or mesh.size == 1:
         return f(*arrays)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
     leaves = jax.tree.leaves(arrays)
-    rows = BATCH if all(x.shape[0] % ways == 0 for x in leaves) else None
     heads = "tensor" if all(x.shape[1] % mesh.shape["tensor"] == 0 for x in leaves) else None
-    spec = P(rows, heads)
+    return _apart(f, P(_rows_axes(leaves, mesh), heads), arrays)
+
+
+def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
+    """`f` of arrays `[rows, ...]`, or of pytrees of such arrays, each device with its own rows; as `over_heads`, for
+    what has no heads. Devices of the tensor axis do the same work: whatever else was split over them is gathered."""
+    mesh = _mesh()
+    if mesh is None or mesh.size == 1:
+        return f(*arrays)
+    return _apart(f, P(_rows_axes(jax.tree.leaves(arrays), mesh)), arrays)
+
+
+def _rows_axes(leaves: Sequence[Array], mesh: AbstractMesh) -> tuple[str, ...] | None:
+    """What the first axis of all these arrays lies on, None if it does not divide."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    return BATCH if all(x.shape[0] % ways == 0 for x in leaves) else None
+
+
+def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
     return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm
 from smd_jax.learner.forward import replay
 from smd_jax.masks import ShadowMask
 from smd_jax.model.decoder import Decoder

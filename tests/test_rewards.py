@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.tasks.rewards import score_rewards
-from smd_jax.tasks.task import ReasoningGymTask, batch_columns
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.rewards import compute_rewards
+from smd_jax.tasks.task import batch_columns
 
 
 def returning(values):
@@ -13,7 +14,7 @@ def returning(values):
 
 
 def score(values):
-    return score_rewards(returning(values), ["p", "q"], ["a", "b"], {})
+    return compute_rewards(returning(values), ["p", "q"], ["a", "b"], {})
 
 
 @pytest.mark.parametrize(
@@ -32,14 +33,14 @@ def test_columns_arrive_by_name():
         return [float(p + c == a) for p, c, a in zip(prompts, completions, answer, strict=True)]
 
     columns = {"answer": ["pa", "xx"], "level": [1, 2]}
-    assert score_rewards(matches, ["p", "q"], ["a", "b"], columns).tolist() == [1.0, 0.0]
+    assert compute_rewards(matches, ["p", "q"], ["a", "b"], columns).tolist() == [1.0, 0.0]
 
 
 def test_the_reward_of_a_task():
     task = ReasoningGymTask("distractor_sort", seed=0, size=4)
     rows = [task[0], task[1]]
     completions = [rows[0]["answer"], "no"]
-    rewards = score_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    rewards = compute_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
     assert rewards.tolist() == [1.0, 0.0]
 
 
@@ -63,6 +64,6 @@ def test_bad_rewards(values, message):
 
 def test_prompts_and_columns_must_be_as_many_as_the_completions():
     with pytest.raises(ValueError, match="expected 2 values in 'prompts', one per completion; got 1"):
-        score_rewards(returning([0, 0]), ["p"], ["a", "b"], {})
+        compute_rewards(returning([0, 0]), ["p"], ["a", "b"], {})
     with pytest.raises(ValueError, match="expected 2 values in 'answer', one per completion; got 3"):
-        score_rewards(returning([0, 0]), ["p", "q"], ["a", "b"], {"answer": [1, 2, 3]})
+        compute_rewards(returning([0, 0]), ["p", "q"], ["a", "b"], {"answer": [1, 2, 3]})

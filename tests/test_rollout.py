@@ -12,20 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.eviction.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    Dense,
-    EvictionPolicy,
-    KeyDiff,
-    Knorm,
-    Protect,
-    Pyramid,
-    Random,
-    SnapKV,
-    StreamingLLM,
-)
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_program

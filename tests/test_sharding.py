@@ -16,7 +16,16 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import constrain, constrain_tree, make_mesh, param_spec, shard_batch, shard_tree
+from smd_jax.sharding import (
+    constrain,
+    constrain_tree,
+    make_mesh,
+    over_heads,
+    over_rows,
+    param_spec,
+    shard_batch,
+    shard_tree,
+)
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 from tests.under_test import left_padded
@@ -193,6 +202,30 @@ def test_the_update_compiles_once_and_leaves_the_state_where_it_was():
     placed = zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True)
     assert all(leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf, sharding in placed)
     assert shard_shape(by_name(state.params)["embed/embedding"]) == (16, 16)
+
+
+def gathers(lowered: jax.stages.Lowered) -> list[str]:
+    return [line for line in (lowered.compile().as_text() or "").splitlines() if "all-gather" in line]
+
+
+def test_rows_are_sorted_where_they_lie():
+    """Left to itself, the compiler gathers all rows on every device (when this fails, XLA has learnt it)."""
+
+    def best(x: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.top_k(x, 5))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4, 64)), jnp.float32)
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        for spec, apart in ((P(("data", "fsdp")), over_rows), (P(("data", "fsdp"), "tensor"), over_heads)):
+            placed = jax.device_put(x, NamedSharding(mesh, spec))
+            assert gathers(jax.jit(best).lower(placed))
+            program = jax.jit(lambda x, apart=apart: apart(best, x))
+            assert not gathers(program.lower(placed))
+            jax.tree.map(np.testing.assert_array_equal, program(placed), best(x))
+        odd = jnp.arange(15.0).reshape(3, 5)
+        jax.tree.map(np.testing.assert_array_equal, over_rows(best, odd), best(odd))
+    assert over_rows(lambda x: x, x) is x
 
 
 # --- bad input

@@ -14,22 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.dataset import ReseedingDataset
 
+from smd_jax.tasks.datasets import load_jsonl
+from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, Gsm8kTask, final_answer, gsm8k_gold, load_gsm8k, same_answer
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
-from smd_jax.tasks.task import (
-    GRADED_CHARACTERS,
-    Gsm8kTask,
-    ReasoningGymTask,
-    Task,
-    batch_columns,
-    batch_indices,
-    final_answer,
-    gsm8k_gold,
-    load_gsm8k,
-    load_jsonl,
-    longest_prompt,
-    prompt_text,
-    same_answer,
-)
+from smd_jax.tasks.task import Task, batch_columns, batch_indices, longest_prompt, prompt_text
 from smd_jax.testing import byte_tokenizer
 from tests.under_test import bos_tokenizer
 
@@ -98,7 +87,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_the_extras_are_imported_only_when_needed():
-    code = "import sys, smd_jax.tasks.task; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
+    code = "import sys, smd_jax.tasks; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
     root = Path(__file__).resolve().parents[1]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -16,7 +16,8 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh
-from smd_jax.tasks.task import ReasoningGymTask, Task
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.task import Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop

@@ -101,7 +101,7 @@ class DecodeAttend:
         /,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
-        keys, values = kv_cache.read(cache)
+        keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
             out, received = decode(q, keys, values, cache.valid, self.attention.decode_impl)
         else:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from smd_jax.cache.quantized import slot_bytes, table_bytes
 from smd_jax.config import ModelConfig, check_choice
-from smd_jax.eviction.policies import EvictionPolicy, check_budget
+from smd_jax.eviction.base import EvictionPolicy, check_budget
 from smd_jax.model.protocol import ModelShape
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampling import SamplingConfig

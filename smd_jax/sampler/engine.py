@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.keys import row_keys

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes

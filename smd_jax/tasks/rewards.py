@@ -13,7 +13,7 @@ from smd_jax.tasks.task import Prompt
 RewardFunction = Callable[..., Iterable[float]]  # TRL's (prompts, completions, **columns) -> list[float]
 
 
-def score_rewards(
+def compute_rewards(
     reward: RewardFunction,
     prompts: Sequence[Prompt],
     completions: Sequence[str],

@@ -21,14 +21,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
 from smd_jax.metrics import MISMATCH_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
-from smd_jax.tasks.rewards import score_rewards
+from smd_jax.tasks.rewards import compute_rewards
 from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.text.prompts import (
     PromptBatch,
@@ -309,4 +309,4 @@ def grade(
 ) -> tuple[list[str], np.ndarray]:
     """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    return completions, score_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    return completions, compute_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))

@@ -1,0 +1,85 @@
+"""Procedural tasks of reasoning-gym, graded by their own verifiers.
+
+The package is an extra and costs about a second to import, so nothing here imports it before a task is made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from smd_jax.tasks.task import Prompt, Row, column_of, missing_extra
+
+
+@runtime_checkable
+class ScoredDataset(Protocol):
+    """What we use of reasoning_gym's `ProceduralDataset`, which cannot be named without importing the extra."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+@dataclass(frozen=True)
+class ReasoningGymTask:
+    """A procedural dataset of reasoning_gym with its own verifier; rows have "prompt", "answer" and "metadata".
+
+    Attributes:
+      name: a dataset of reasoning_gym, or our own "distractor_sort".
+      seed, size: the rows. Most datasets of reasoning_gym make row i from `seed + i`: seeds closer together than `size`
+        share rows, so take the seed of an evaluation far away from that of training.
+      parameters: fields of the dataset's configuration as (name, value) pairs, so that the task stays hashable.
+    """
+
+    name: str
+    seed: int
+    size: int
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self) < 1:  # makes the dataset, so that a wrong name or parameter fails here
+            raise ValueError(f"expected a dataset of at least one row; got size {self.size}")
+
+    @functools.cached_property
+    def dataset(self) -> ScoredDataset:
+        return _create_dataset(self.name, self.seed, self.size, dict(self.parameters))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
+        item = self.dataset[index]
+        return {"prompt": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
+
+    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        """The dataset's own score of every completion, white space at its ends removed."""
+        answers, metadata = column_of(columns, "answer"), column_of(columns, "metadata")
+        rows = zip(prompts, completions, answers, metadata, strict=True)
+        return [self._score(completion, question, answer, extra) for question, completion, answer, extra in rows]
+
+    def _score(self, completion: str, question: Prompt, answer: Any, metadata: Any) -> float:
+        entry = {"question": question, "answer": answer, "metadata": metadata}
+        return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+
+
+def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> ScoredDataset:
+    """Imports reasoning_gym here because it is an extra, and costs about a second."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise missing_extra("reasoning_gym") from error
+    import smd_jax.tasks.sorting  # noqa: F401  registers "distractor_sort"
+
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS)
+        raise ValueError(
+            f"expected the name of one of reasoning_gym's {len(DATASETS)} datasets; got {name!r} (near: {close})"
+        )
+    return create_dataset(name, seed=seed, size=size, **parameters)
