@@ -129,9 +129,9 @@ class GRPOLoop(PolicyLoop):
         """Of the learner before the update. With shadow masks that is the sampler, whose log-probabilities are at hand,
         unless a correction is to measure that. Others need a pass of their own, if more than one step is taken."""
         update = self.config.update
-        if not update.correction.needs_old:
+        if not update.correction.traits.needs_old:
             return None
-        if update.visibility == "shadow" and not update.correction.uses_mismatch:
+        if update.visibility == "shadow" and not update.correction.traits.uses_mismatch:
             return trajectory.logprobs
         return self.replay(params, trajectory) if self.config.steps_per_rollout > 1 else None
 

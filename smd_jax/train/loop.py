@@ -41,7 +41,7 @@ from smd_jax.text.prompts import (
     wants_special_tokens,
 )
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
-from smd_jax.trajectory import Trajectory
+from smd_jax.trajectory import Trajectory, check_finite
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ class Loop:
                 group_size=group_size // copies,
                 stop=self.stop_table,
             )
+        check_finite(trajectory.logprobs)
         return trajectory, {}
 
     def policy_params(self, params: Params) -> Params:

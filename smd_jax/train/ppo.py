@@ -61,7 +61,7 @@ class PPOConfig(PolicyConfig):
                 "expected a critic, UpdateConfig(value=ValueConfig(...)), because PPO's advantages come from its "
                 "values; got None. Without one there is GRPOConfig"
             )
-        if self.update.correction.judges_responses:
+        if self.update.correction.traits.judges_responses:
             raise ValueError(
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
@@ -109,9 +109,9 @@ def _judge(
     """
     hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
     judged = values(params, hidden)
-    if not config.correction.needs_old:
+    if not config.correction.traits.needs_old:
         return judged, None
-    if config.visibility == "shadow" and not config.correction.uses_mismatch:
+    if config.visibility == "shadow" and not config.correction.traits.uses_mismatch:
         return judged, trajectory.logprobs
     logits = response_logits(model, params, hidden, trajectory)
     return judged, replay_logits(logits, trajectory).logprobs
