@@ -61,13 +61,13 @@ from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.text.prompts import PromptBatch
-from smd_kernels import decode_gpu, decode_tpu
 from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.decode import Implementation, decode_attention
-from smd_kernels.gpu import GPU_SIZES, MosaicGpuKernel
+from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_decode
 from smd_kernels.segments import Segments, segment_attention
-from smd_kernels.tpu import TPU_SIZES, MosaicTpuKernel
+from smd_kernels.tpu import MosaicTpuKernel
 
 # ---------------------------------------------------------------- targets
 
@@ -79,14 +79,13 @@ class Target:
     Attributes:
       platform: as JAX calls it.
       topology: one device of it lies in this.
-      decode: its own decode kernel, and what that kernel says it cannot take; none: only attention is compiled for it.
+      decode: its own decode kernel; none: only attention is compiled for it.
     """
 
     name: str
     platform: str
     topology: str
     decode: Implementation | None = None
-    why_not: Callable[..., str | None] | None = None
 
     def sharding(self) -> NamedSharding:
         """Everything on one device."""
@@ -104,8 +103,8 @@ class Target:
 
 
 TARGETS = {
-    "h100": Target("h100", "cuda", "1x1x1", "mosaic_gpu", decode_gpu.why_not),
-    "tpu_v5e": Target("tpu_v5e", "tpu", "v5e:2x2x1", "mosaic_tpu", decode_tpu.why_not),
+    "h100": Target("h100", "cuda", "1x1x1", "mosaic_gpu"),
+    "tpu_v5e": Target("tpu_v5e", "tpu", "v5e:2x2x1", "mosaic_tpu"),
     "tpu_v6e": Target("tpu_v6e", "tpu", "v6e:2x2x1"),
 }
 QUICK = ("h100", "tpu_v5e")  # with --quick, and of the TPU's attention kernels bfloat16 and head_dim 128 alone
@@ -288,7 +287,9 @@ def layer(array: Array) -> Program:
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
         segments = Segments(0, BUFFER, BUDGET)
-        attend = partial(segment_attention, segments=segments, kernel=MosaicGpuKernel(), most=GPU_SIZES.blocks)
+        attend = partial(
+            segment_attention, segments=segments, kernel=MosaicGpuKernel(), blocks_at_once=GPU_SIZES.blocks
+        )
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
         return out, pull(q)
 
@@ -394,9 +395,9 @@ DECODE_STEPS = 512
 
 def decode_kernel(array: Array, target: Target, shape: Shape) -> Program:
     batch, heads, kv_heads, slots, head_dim = shape
-    assert target.decode is not None and target.why_not is not None
+    assert target.decode is not None
     labels = {"kernel": f"decode_attention, {target.decode}, {'x'.join(map(str, shape))}"}
-    refused = target.why_not(jnp.bfloat16, head_dim, slots, heads // kv_heads)
+    refused = why_not_decode(target.decode, jnp.bfloat16, head_dim, slots, heads // kv_heads)
     q = array((batch, heads, 1, head_dim), jnp.bfloat16)
     k = array((batch, kv_heads, slots, head_dim), jnp.bfloat16)
     valid = array((batch, kv_heads, slots), jnp.bool_)

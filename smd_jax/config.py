@@ -9,11 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+FloatName = Literal["float32", "bfloat16", "float16", "float64"]
+
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError for a name that is none of `choices`: annotations alone would let it pass."""
     if value not in choices:
         raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_whole(field: str, value: object, least: int, meaning: str = "") -> None:
+    """Raises ValueError unless `value` is a whole number from `least` on. `meaning` is a note in the message."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        note = f" ({meaning})" if meaning else ""
+        raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: FloatName = "float32"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -43,9 +43,8 @@ from smd_jax.testing import random_evictions
 from smd_jax.train.progress import summary_table
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
-from smd_kernels.gpu import GPU_SIZES
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES
 from smd_kernels.segments import EMPTY, segment_attention, slot_table
-from smd_kernels.tpu import TPU_SIZES
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
 Attention = Callable[[Array, Array, Array, KeyInterval], Array]
@@ -161,8 +160,9 @@ def xla_segments(together: int | None, q: Array, k: Array, v: Array, mask: KeyIn
     """`segments` with another number of them gathered at once; None: all, which is the vectorised form."""
     assert mask.segments is not None
     sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
-    most = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
-    return segment_attention(q, k, v, mask.evicted_at, segments=mask.segments, kernel=XlaKernel(sizes), most=most)
+    blocks = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
+    kernel = XlaKernel(sizes)
+    return segment_attention(q, k, v, mask.evicted_at, mask.segments, kernel, blocks_at_once=blocks)
 
 
 def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
