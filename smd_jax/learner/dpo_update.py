@@ -111,9 +111,10 @@ class _Terms(struct.PyTreeNode):
     loss: DPOTerms
 
 
-def make_dpo_update(
-    model: Decoder, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
-) -> Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]:
+DPOUpdate = Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]
+
+
+def make_dpo_update(model: Decoder, optimizer: optax.GradientTransformation, config: DPOUpdateConfig) -> DPOUpdate:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
