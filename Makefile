@@ -21,11 +21,11 @@ export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 COMPILERS := .venv-compilers
 COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 
-.PHONY: help setup run study test lint wheel compile-kernels clean
+.PHONY: help setup run study test docs lint wheel compile-kernels clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study test lint wheel compile-kernels clean"
+	@echo "Targets: setup run study test docs lint wheel compile-kernels clean"
 
 setup: $(STAMP)
 
@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 		export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
 	fi; \
 	set -x; \
-	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,dev]"
+	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,dev,docs]"
 	@touch $@
 
 $(BIN)/python:
@@ -51,13 +51,20 @@ $(BIN)/python:
 run: $(STAMP)
 	$(BIN)/python experiments/quickstart.py $(ARGS)
 
+# NAME=identity is a script, NAME=showdown a folder, NAME=bench/update a script in one.
+STUDY = $(if $(NAME),$(firstword $(wildcard experiments/$(NAME).py experiments/$(NAME)/main.py)))
 study: $(STAMP)
-	@test -n "$(NAME)" || { echo "make study needs NAME, a script in experiments/, for example: make study NAME=identity"; exit 2; }
-	$(BIN)/python experiments/$(NAME).py $(ARGS)
+	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
+	$(BIN)/python $(STUDY) $(ARGS)
 
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Pages of docs/ and a reference from the docstrings, into site/. Strict: a broken link or reference is an error.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/pre-commit run --all-files
@@ -85,4 +92,4 @@ $(COMPILERS_STAMP): pyproject.toml constraints.txt constraints-compilers.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPILERS) build dist *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) build dist site *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis

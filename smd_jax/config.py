@@ -9,11 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError for a name that is none of `choices`: annotations alone would let it pass."""
     if value not in choices:
         raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_whole(field: str, value: object, least: int, meaning: str = "") -> None:
+    """Raises ValueError unless `value` is a whole number from `least` on. `meaning` is a note in the message."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        note = f" ({meaning})" if meaning else ""
+        raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,21 @@ def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
     return ShadowMask(jnp.where(valid, NEVER, 0).astype(jnp.int32)[:, None, None, :])
 
 
+def record_evictions(
+    evicted_at: Int[Array, "batch kv_heads columns"],
+    dropped: Int[Array, "batch kv_heads slots"],
+    now: Int[Array, "#batch #kv_heads #slots"],
+) -> Int[Array, "batch kv_heads columns"]:
+    """Notes in a layer's shadow mask that the keys of the columns `dropped` are invisible from column `now` on; a
+    negative column notes nothing."""
+    outside = evicted_at.shape[-1]  # where scattered numbers are dropped
+    target = jnp.where(dropped < 0, outside, dropped)
+    batch, kv_heads, _ = target.shape
+    rows = jnp.arange(batch)[:, None, None]
+    heads = jnp.arange(kv_heads)[None, :, None]
+    return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")
+
+
 def layer_mask(mask: Mask, index: int) -> LayerMask:
     """The mask of one layer, still broadcastable over batch and KV heads."""
     if isinstance(mask, ShadowMask):
@@ -204,5 +219,6 @@ __all__ = [
     "dense_mask",
     "layer_mask",
     "positions",
+    "record_evictions",
     "to_visible",
 ]

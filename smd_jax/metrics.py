@@ -157,14 +157,15 @@ def chi2_metrics(
 
 
 def correction_metrics(
-    weights: Float[Array, "batch R"], keep: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
+    weights: Float[Array, "batch R"], counted: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> dict[str, Float[Array, ""]]:
     """What the terms of a correction do to the tokens in `mask`: `CORRECTION_METRICS`.
 
     Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
-    rejected if it is not kept or weighs 0; without tokens nothing is rejected.
+    rejected if it does not count any more or weighs 0; without tokens nothing is rejected.
     """
-    lost, present = mask & (~keep | (weights == 0)), mask.any(axis=1)
+    lost = mask & (~counted | (weights == 0))
+    present = mask.any(axis=1)
     return {
         "rollout_corr/rollout_is_mean": _mean(weights, mask),
         "rollout_corr/rollout_is_min": jnp.where(mask.any(), jnp.where(mask, weights, jnp.inf).min(), 1.0),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+# What a ratio belongs to: "token": each token has its own; "sequence": all tokens of a response have the product of
+# theirs; "geometric": all have the geometric mean of theirs, which does not grow with the length.
+Level = Literal["token", "sequence", "geometric"]
 
 # |log ratio| is cut here before any exponential, as in verl and slime: exp(20) is 485 million.
 SAFETY_BOUND = 20.0
@@ -16,6 +22,15 @@ def log_ratio_inside(
     """log p / p_other inside the mask, 0 outside."""
     # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
     return jnp.where(mask, logprobs, 0.0) - jnp.where(mask, other_logprobs, 0.0)
+
+
+def at_level(log_ratio: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
+    """The logarithms of the tokens' ratios, 0 outside the mask, become those of the level."""
+    if level == "sequence":
+        return jnp.broadcast_to(log_ratio.sum(axis=1, keepdims=True), log_ratio.shape)
+    if level == "geometric":
+        return jnp.broadcast_to(response_mean(log_ratio, mask), log_ratio.shape)
+    return log_ratio
 
 
 def bounded_exp(log_ratio: Float[Array, ...]) -> Float[Array, ...]:

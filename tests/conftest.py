@@ -1,6 +1,6 @@
 """Eight fake CPU devices, a compilation cache that outlives the run, and no silent rank promotion.
 
-The environment is set before the first import of JAX: XLA reads it once.
+The environment is set before JAX first asks for its devices: XLA reads it once.
 """
 
 import itertools
@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import chex
 import jax
 import pytest
+
+chex.set_n_cpu_devices(8)
 
 # Most of the time goes to compilation. Keys hold the versions of JAX and of the compiler: stale entries are not found.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".jax_cache"))

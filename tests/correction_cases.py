@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from smd_jax.corrections.chain import CorrectionInputs
+from smd_jax.corrections import CorrectionInputs
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("corrections.json").read_text(encoding="utf-8"))
 

@@ -6,6 +6,7 @@ import inspect
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,7 +334,6 @@ def test_on_a_mesh_every_device_has_its_own_rows_and_heads(impl: Any, mesh: tupl
         spread = [jax.device_put(x, P(rows, "tensor" if x.shape[1] % mesh[2] == 0 else None)) for x in (q, k, v)]
         got = attending(*spread)
         program = str(attending.lower(*spread).compile().as_text())
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=1e-5)
     if mesh[2] != 4:  # there K and V are whole on every device to begin with
         assert not re.findall(r"all-gather|all-to-all|collective-permute", program)

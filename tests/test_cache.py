@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from smd_jax.cache.slots import (
     EMPTY,
@@ -18,12 +19,12 @@ from smd_jax.cache.slots import (
     newest_columns,
     observe,
     pad,
-    record,
     select,
     visible,
     write,
 )
-from smd_jax.masks import NEVER
+from smd_jax.masks import NEVER, record_evictions
+from smd_jax.sharding import make_mesh
 
 
 def layer(
@@ -66,6 +67,31 @@ def test_empty_slots_never_displace_keys(at_empty: float):
     assert slots.tolist() == [[[3, 4, 5]]] and others.tolist() == [[[0, 1, 2]]]
     slots, others = select(given_scores, valid, 5)
     assert set(slots[0, 0].tolist()) >= {2, 3, 4, 5} and others[0, 0, 0] in (0, 1)
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(2048, 512), (2048, 1536)])
+def test_selecting_takes_memory_of_the_order_of_the_slots(slots: int, budget: int):
+    """Not budget × rest. Some arrays of integers, one number a slot."""
+    given_scores = jax.ShapeDtypeStruct((1, 2, slots), jnp.float32)
+    valid = jax.ShapeDtypeStruct((1, 2, slots), bool)
+    compiled = jax.jit(select, static_argnums=2).lower(given_scores, valid, budget).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes <= 16 * 4 * 2 * slots
+
+
+def test_selecting_on_a_mesh_sends_nothing():
+    """Every device has its own rows and heads; left alone, XLA would gather the scores of all on each."""
+    mesh = make_mesh(2, 2, 2)
+    placed = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+    rng = np.random.default_rng(0)
+    given_scores = jnp.asarray(rng.integers(0, 9, (8, 2, 12)), jnp.float32)
+    valid = jnp.asarray(rng.random((8, 2, 12)) < 0.8)
+    expected = select(given_scores, valid, 5)
+    given_scores, valid = (jax.device_put(x, placed) for x in (given_scores, valid))
+    with jax.set_mesh(mesh):
+        program = jax.jit(select, static_argnums=2)
+        assert "all-gather" not in (program.lower(given_scores, valid, 5).compile().as_text() or "")
+        jax.tree.map(np.testing.assert_array_equal, program(given_scores, valid, 5), expected)
 
 
 def test_gather_moves_everything_that_belongs_to_a_slot():
@@ -143,11 +169,11 @@ def test_newest_columns(last: int, window: int):
     assert all(column % window == index for index, column in enumerate(columns))
 
 
-def test_record():
+def test_evictions_are_recorded():
     """Only what was dropped now; what went earlier keeps its time, empty slots name no column."""
     before = jnp.array([[[NEVER, 3, NEVER, NEVER], [NEVER] * 4]], jnp.int32)
     dropped = jnp.array([[[EMPTY, 0], [2, 3]]], jnp.int32)
-    after = record(before, dropped, jnp.array([[[4]]], jnp.int32))
+    after = record_evictions(before, dropped, jnp.array([[[4]]], jnp.int32))
     assert after.tolist() == [[[4, 3, NEVER, NEVER], [NEVER, NEVER, 4, 4]]]
 
 
@@ -166,7 +192,7 @@ def write_jitted(cache: LayerCache, slot: Any, column: Any, live: Any) -> LayerC
 def compress_jitted(cache: LayerCache, given_scores: Any, evicted_at: Any, now: Any) -> tuple[LayerCache, Any]:
     slots, others = select(given_scores, cache.valid, BUDGET)
     dropped = jnp.take_along_axis(cache.columns, others, axis=2)
-    return gather(cache, slots, BUFFER), record(evicted_at, dropped, now[None, None, None])
+    return gather(cache, slots, BUFFER), record_evictions(evicted_at, dropped, now[None, None, None])
 
 
 class Lists:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.corrections.chain import MIS, TIS, Naive, Rejection
+from smd_jax.corrections import MIS, TIS, Naive, Rejection
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.update import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig

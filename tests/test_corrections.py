@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.chain import (
+from smd_jax.corrections import (
     DPPOTV,
     MIS,
     OPSM,
@@ -19,6 +19,7 @@ from smd_jax.corrections.chain import (
     Chain,
     Correction,
     CorrectionInputs,
+    CorrectionTraits,
     GeometricRejection,
     IcePop,
     Naive,
@@ -29,8 +30,8 @@ from smd_jax.corrections.chain import (
     SparseRLPaper,
     Veto,
     combine_terms,
-    split_by_time,
 )
+from smd_jax.corrections.chain import split_by_time
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
@@ -68,10 +69,10 @@ def high_scale(correction: Correction, inputs: CorrectionInputs) -> np.ndarray:
     return np.asarray(scale)
 
 
-def check(correction: Correction, inputs: CorrectionInputs, weights, keep):
+def check(correction: Correction, inputs: CorrectionInputs, weights, counted):
     terms = correction.terms(inputs)
     np.testing.assert_allclose(terms.weights, np.atleast_2d(weights), rtol=2e-5)
-    np.testing.assert_array_equal(terms.keep, np.atleast_2d(keep).astype(bool))
+    np.testing.assert_array_equal(terms.counted, np.atleast_2d(counted).astype(bool))
 
 
 # --- by hand
@@ -83,24 +84,24 @@ def test_three_leave_everything_as_it_is(correction):
 
 
 def test_what_the_loss_is_told():
-    """The ratio's anchor, whether it is clipped, and whether rows may be split."""
-    assert {name for name, c in CORRECTIONS.items() if c.anchor == "sampler"} == {
+    """What the ratio is taken to, whether it is clipped, and whether rows may be split."""
+    assert {name for name, c in CORRECTIONS.items() if c.traits.ratio_to == "sampler"} == {
         "Bypass",
         "DPPO-TV",
         "bypass and geometric rejection",
     }
-    assert {name for name, c in CORRECTIONS.items() if not c.clips} == {"DPPO-TV"}
-    assert {name for name, c in CORRECTIONS.items() if c.scales_bounds} == {"QuRL"}
-    assert Chain((Veto(), QuRL())).scales_bounds
-    assert {name for name, c in CORRECTIONS.items() if c.whole_batch} == {
+    assert {name for name, c in CORRECTIONS.items() if not c.traits.clips} == {"DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.traits.scales_bounds} == {"QuRL"}
+    assert Chain((Veto(), QuRL())).traits.scales_bounds
+    assert {name for name, c in CORRECTIONS.items() if c.traits.whole_batch} == {
         "token TIS, normalised",
         "sequence TIS, normalised",
         "Sparse-RL",
     }
-    assert {name for name, c in CORRECTIONS.items() if c.uses_present} == {"OPSM", "DPPO-TV"}
-    assert {name for name, c in CORRECTIONS.items() if c.judges_responses} == {"OPSM"}
-    assert Chain((Chain((OPSM(),)), TIS())).judges_responses
-    assert {name for name, c in CORRECTIONS.items() if c.per_response} == {
+    assert {name for name, c in CORRECTIONS.items() if c.traits.uses_present} == {"OPSM", "DPPO-TV"}
+    assert {name for name, c in CORRECTIONS.items() if c.traits.judges_responses} == {"OPSM"}
+    assert Chain((Chain((OPSM(),)), TIS())).traits.judges_responses
+    assert {name for name, c in CORRECTIONS.items() if c.traits.per_response} == {
         "Naive",
         "Shadow",
         "sequence TIS",
@@ -225,7 +226,7 @@ def test_dppo_bounds_by_themselves():
     assert DPPOTV(low=0.3, high=0.1).terms(up).weights == 0 and DPPOTV(low=0.3, high=0.1).terms(down).weights == 1
 
 
-def test_a_chain_multiplies_weights_and_keeps_what_all_keep():
+def test_a_chain_multiplies_weights_and_counts_what_counts_for_all():
     inputs = inputs_of([[0.4, 3.0, 1.0], [1.0, 1e-5, 1.0]], advantages=[1.0, -1.0])
     chain = Chain((Rejection("token"), TIS("token"), OPSM()))
     check(chain, inputs, [[0.4, 2.0, 1.0], [0, 0, 0]], [[0, 0, 1], [1, 0, 1]])
@@ -251,17 +252,17 @@ def test_split_by_time(correction, early, late):
     terms, first = correction.terms(inputs), early.terms(inputs.replace(logprobs=None))
     second = Naive().terms(inputs) if late is None else late.terms(inputs)
     np.testing.assert_allclose(first.weights * second.weights, terms.weights, rtol=1e-6)
-    np.testing.assert_array_equal(first.keep & second.keep, terms.keep)
+    np.testing.assert_array_equal(first.counted & second.counted, terms.counted)
 
 
 def test_nothing_is_late_and_of_the_whole_batch():
     @dataclass(frozen=True)
     class Late(OPSM):
         @property
-        def whole_batch(self) -> bool:
-            return True
+        def traits(self) -> CorrectionTraits:
+            return CorrectionTraits(uses_present=True, whole_batch=True)
 
-    with pytest.raises(ValueError, match=r"both the learner now and the whole batch; got .*Late\(threshold=0.5\)"):
+    with pytest.raises(ValueError, match=r"both the learner now and the whole minibatch; got .*Late\(threshold=0.5\)"):
         split_by_time(Chain((TIS(), Late())))
 
 
@@ -302,7 +303,7 @@ def test_every_golden_case_is_read():
 def test_against_the_definitions_of_others(name):
     terms, expected = CASES[name].terms(golden_inputs()), GOLDEN["cases"][name]
     np.testing.assert_allclose(terms.weights, expected["weights"], rtol=1e-5)
-    np.testing.assert_array_equal(terms.keep, expected["keep"])
+    np.testing.assert_array_equal(terms.counted, expected["keep"])
 
 
 def test_dppo_gradient_against_verl():
@@ -324,7 +325,7 @@ def test_qurl_gradient_against_its_objective(name, clip_max, epsilon):
     terms = QuRL(clip_max).terms(inputs)
 
     def loss(logprobs):
-        one = (inputs.mask & terms.keep).astype(jnp.float32)
+        one = (inputs.mask & terms.counted).astype(jnp.float32)
         tokens = LossInputs(logprobs, inputs.old_logprobs, None, inputs.advantages, one, terms.weights)
         return policy_loss(tokens.replace(high_scale=terms.high_scale), LossConfig(epsilon=epsilon))[0]
 
@@ -338,7 +339,7 @@ def test_qurl_gradient_against_its_objective(name, clip_max, epsilon):
 def test_without_mismatch_all_weights_are_one_and_everything_is_kept(correction):
     inputs = inputs_of(np.ones((3, 5)), sampler=0.3, advantages=[1, -1, 0], mask=np.arange(5) < [[5], [2], [0]])
     check(correction, inputs, inputs.mask, inputs.mask)
-    assert not correction.scales_bounds or (high_scale(correction, inputs) == 1).all()
+    assert not correction.traits.scales_bounds or (high_scale(correction, inputs) == 1).all()
 
 
 @EVERY
@@ -359,13 +360,13 @@ def test_padding_does_not_matter(correction, junk):
         jnp.pad(clean.mask, ((0, 0), (0, 2))),
     )
     terms = correction.terms(wide)
-    assert (expected.high_scale is not None) == correction.scales_bounds
+    assert (expected.high_scale is not None) == correction.traits.scales_bounds
     if expected.high_scale is not None:
         np.testing.assert_allclose(terms.high_scale[:, :-2], expected.high_scale, rtol=1e-6)
         np.testing.assert_array_equal(terms.high_scale[:, -2:], 1.0)
     np.testing.assert_allclose(terms.weights[:, :-2], expected.weights, rtol=1e-6)
-    np.testing.assert_array_equal(terms.keep[:, :-2], expected.keep)
-    assert not terms.weights[:, -2:].any() and not terms.keep[:, -2:].any()
+    np.testing.assert_array_equal(terms.counted[:, :-2], expected.counted)
+    assert not terms.weights[:, -2:].any() and not terms.counted[:, -2:].any()
 
 
 @EVERY
@@ -377,8 +378,8 @@ def test_the_order_of_rows_does_not_matter_and_empty_ones_change_nothing(correct
     shuffled = shuffled.replace(mask=shuffled.mask.at[-1].set(False))
     terms = correction.terms(shuffled)
     np.testing.assert_allclose(terms.weights[:-1], expected.weights[order[:-1]], rtol=1e-6)
-    np.testing.assert_array_equal(terms.keep[:-1], expected.keep[order[:-1]])
-    assert not terms.weights[-1].any() and not terms.keep[-1].any()
+    np.testing.assert_array_equal(terms.counted[:-1], expected.counted[order[:-1]])
+    assert not terms.weights[-1].any() and not terms.counted[-1].any()
 
 
 @EVERY
@@ -386,22 +387,22 @@ def test_rows_may_be_split_unless_it_says_otherwise(correction):
     inputs = golden_inputs()
     whole = correction.terms(inputs).weights
     parts = [correction.terms(jax.tree.map(lambda x, i=i: x[i : i + 2], inputs)).weights for i in (0, 2, 4)]
-    assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.whole_batch)
+    assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.traits.whole_batch)
 
 
 @EVERY
 def test_what_it_says_about_its_terms(correction):
-    """What it does not look at changes nothing, and may be missing; late ones keep every token."""
+    """What it does not look at changes nothing, and may be missing; late ones reject no token."""
     inputs = golden_inputs()
     terms = correction.terms(inputs)
-    if correction.uses_present:
-        np.testing.assert_array_equal(terms.keep, inputs.mask)
-        assert terms.high_scale is None and not correction.whole_batch
+    if correction.traits.uses_present:
+        np.testing.assert_array_equal(terms.counted, inputs.mask)
+        assert terms.high_scale is None and not correction.traits.whole_batch
     else:
         jax.tree.map(np.testing.assert_array_equal, correction.terms(inputs.replace(logprobs=None)), terms)
     other = correction.terms(inputs.replace(old_logprobs=inputs.old_logprobs - 2.0 * jnp.arange(1.0, 9.0)[None]))
-    same = bool((other.weights == terms.weights).all() and (other.keep == terms.keep).all())
-    assert same == (not correction.uses_mismatch)
+    same = bool((other.weights == terms.weights).all() and (other.counted == terms.counted).all())
+    assert same == (not correction.traits.uses_mismatch)
 
 
 @EVERY
@@ -409,9 +410,9 @@ def test_one_number_a_response_where_it_says_so(correction):
     inputs = golden_inputs().replace(advantages=-jnp.ones(6))
     leaves = [jnp.where(inputs.mask, x, jnp.nan) for x in jax.tree.leaves(correction.terms(inputs))]
     spread = [np.nanmax(x, axis=1) - np.nanmin(x, axis=1) for x in leaves]
-    if correction.per_response:
+    if correction.traits.per_response:
         np.testing.assert_allclose(spread, 0.0, atol=1e-6)
-    elif correction.uses_mismatch and correction.anchor == "old":
+    elif correction.traits.uses_mismatch and correction.traits.ratio_to == "old":
         assert np.max(spread) > 0
 
 

@@ -5,11 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.base import Correction, CorrectionInputs
-from smd_jax.corrections.chain import Bypass, Chain, Naive, Shadow, SparseRL, SparseRLPaper
-from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
-from smd_jax.corrections.rejection import GeometricRejection, Rejection, Veto
-from smd_jax.corrections.trust_region import DPPOTV, OPSM
+from smd_jax.corrections import (
+    DPPOTV,
+    MIS,
+    OPSM,
+    TIS,
+    Bypass,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    GeometricRejection,
+    IcePop,
+    Naive,
+    QuRL,
+    Rejection,
+    Shadow,
+    SparseRL,
+    SparseRLPaper,
+    Veto,
+)
 from smd_jax.losses.dpo import (
     DPO_METRICS,
     DPOConfig,
@@ -193,10 +207,10 @@ def of_xi(xi, mask=None) -> CorrectionInputs:
     )
 
 
-def check(correction: Correction, chosen, rejected, weights, keep) -> None:
+def check(correction: Correction, chosen, rejected, weights, counted) -> None:
     terms = pair_correction(correction, chosen, rejected)
     np.testing.assert_allclose(terms.weights, weights, rtol=1e-5)
-    np.testing.assert_array_equal(terms.keep, keep)
+    np.testing.assert_array_equal(terms.counted, counted)
 
 
 # Products of xi (padding left out): chosen 1.5, 0.5, 4; rejected 1, 0.8, 0.5; pairs 1.5, 0.4, 2.
@@ -248,8 +262,8 @@ def test_neither_weight_nor_rejection(correction):
 @pytest.mark.parametrize("correction", [Shadow(), TIS("sequence"), Veto()])
 def test_a_response_without_tokens_makes_no_pair(correction):
     empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
-    assert pair_correction(correction, empty, REJECTED).keep.tolist() == [True, False, True]
-    assert pair_correction(correction, REJECTED, empty).keep.tolist() == [True, False, True]
+    assert pair_correction(correction, empty, REJECTED).counted.tolist() == [True, False, True]
+    assert pair_correction(correction, REJECTED, empty).counted.tolist() == [True, False, True]
 
 
 def test_a_pair_with_an_empty_response_counts_in_no_mean():

@@ -10,9 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections.chain import Bypass, Chain, Naive, Shadow
-from smd_jax.corrections.importance import TIS
-from smd_jax.corrections.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.corrections import TIS, Bypass, Chain, GeometricRejection, Naive, Rejection, Shadow, Veto
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
 from smd_jax.learner.update import init_state

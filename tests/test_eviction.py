@@ -15,23 +15,9 @@ from hypothesis import strategies as st
 
 from smd_jax.cache.slots import select
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    CacheView,
-    Dense,
-    EvictionPolicy,
-    KeyDiff,
-    Knorm,
-    Protect,
-    Pyramid,
-    Random,
-    Recent,
-    SnapKV,
-    StreamingLLM,
-    check_budget,
-)
+from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget
+from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
@@ -302,6 +288,29 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
     message = rf"at least {needed} keys \(sinks \+ window that .*\); got {budget} in layer 0 \(budget {budget}\)"
     with pytest.raises(ValueError, match=message):
         check_budget(policy, budget, num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StreamingLLM(sinks=-3), r"StreamingLLM\.sinks >= 0; got -3"),
+        (lambda: H2O(recent=-1), r"H2O\.recent from 0 to 1, because it is a share; got -1"),
+        (lambda: H2O(recent=1.5), r"H2O\.recent from 0 to 1.*; got 1\.5"),
+        (lambda: H2O(recent=float("nan")), r"H2O\.recent from 0 to 1.*; got nan"),
+        (lambda: SnapKV(window=-1), r"SnapKV\.window >= 1; got -1"),
+        (lambda: SnapKV(kernel=0), r"SnapKV\.kernel >= 1; got 0"),
+        (lambda: RKV(window=0), r"RKV\.window >= 1; got 0"),
+        (lambda: RKV(kernel=0), r"RKV\.kernel >= 1; got 0"),
+        (lambda: RKV(weight=1.01), r"RKV\.weight from 0 to 1.*; got 1\.01"),
+        (lambda: Protect(Knorm(), recent=-4), r"Protect\.recent >= 0; got -4"),
+        (lambda: Protect(Knorm(), sinks=-1), r"Protect\.sinks >= 0; got -1"),
+        (lambda: Pyramid(Knorm(), beta=0), r"Pyramid\.beta >= 1; got 0"),
+        (lambda: Pyramid(Knorm(), beta=float("nan")), r"Pyramid\.beta >= 1; got nan"),
+    ],
+)
+def test_numbers_that_make_no_sense(make: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_protected_keys_add_up():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.chain import TIS, Naive, Shadow, SparseRL
+from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.policies import EvictionPolicy, Pyramid
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder, Params

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.chain import Shadow
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections import TIS, Shadow
 from smd_jax.eviction.policies import H2O
 from smd_jax.kept_tokens import OUTSIDE, KeptTokens
 from smd_jax.learner.distill import distill_term

@@ -17,7 +17,8 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from smd_jax.eviction.policies import H2O, RKV, Dense, EvictionPolicy, StreamingLLM
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments, ShadowMask

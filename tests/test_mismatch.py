@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.chain import TIS, CorrectionInputs
+from smd_jax.corrections import TIS, CorrectionInputs
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS, chi2_metrics, correction_metrics
 from smd_jax.ratios import effective_sample_size, lower_percentile, overlap
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
@@ -21,7 +21,7 @@ def test_chi2_against_verl():
     for name in ("chi2_token", "chi2_seq"):
         np.testing.assert_allclose(metrics[f"rollout_corr/{name}"], GOLDEN["metrics"][name], rtol=1e-5)
     terms = TIS().terms(inputs)
-    metrics = correction_metrics(terms.weights, terms.keep, inputs.mask)
+    metrics = correction_metrics(terms.weights, terms.counted, inputs.mask)
     for name in ("mean", "min", "max", "eff_sample_size"):
         value = metrics[f"rollout_corr/rollout_is_{name}"]
         np.testing.assert_allclose(value, GOLDEN["metrics"][f"rollout_is_{name}"], rtol=1e-5)
@@ -62,7 +62,7 @@ def test_every_statistic_has_a_description():
     inputs = golden_inputs()
     terms = TIS().terms(inputs)
     assert statistics(inputs).keys() == MISMATCH_METRICS.keys()
-    assert correction_metrics(terms.weights, terms.keep, inputs.mask).keys() == CORRECTION_METRICS.keys()
+    assert correction_metrics(terms.weights, terms.counted, inputs.mask).keys() == CORRECTION_METRICS.keys()
 
 
 def test_statistics_without_tokens_and_without_mismatch():

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.chain import Naive
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections import TIS, Naive
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainState, init_state

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections.chain import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
+from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.update import TrainState, UpdateConfig, Visibility, init_state, make_update
 from smd_jax.losses.policy import LossConfig

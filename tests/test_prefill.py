@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.eviction.policies import H2O, Dense, EvictionPolicy, KeyDiff, Knorm, SnapKV
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm, SnapKV
 from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.cache.quantized import no_slots
-from smd_jax.cache.slots import EMPTY, LayerCache, gather, quantize, read, select, write
+from smd_jax.cache.slots import EMPTY, LayerCache, full_precision, gather, quantize, select, write
 from smd_jax.masks import NEVER, KeyInterval, Segments
 from smd_jax.model.attention import attend
 from smd_jax.quantization import (
@@ -251,7 +252,7 @@ def compress(cache: LayerCache, start: int, rng: Any) -> LayerCache:
 def check_reads(
     cache: LayerCache, keys: np.ndarray, values: np.ndarray, live: np.ndarray, quantised: int, config: QuantConfig
 ) -> None:
-    got_keys, got_values = (np.asarray(x) for x in jax.jit(read)(cache))
+    got_keys, got_values = (np.asarray(x) for x in jax.jit(full_precision)(cache))
     for b, h in np.ndindex(2, 2):
         # A group holds the columns that were live when its segment ended.
         of_keys = keys_reference(keys[b, h].astype(np.float64), live[b], PROMPT, config).numbers
@@ -346,8 +347,7 @@ def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):
     expected = attending(q, k, v, mask)
     with jax.set_mesh(make_mesh(*mesh)):
         got = attending(q, k, v, mask)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+    chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=1e-5)
 
 
 def test_attention_with_parities_of_another():

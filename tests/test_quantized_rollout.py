@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from smd_jax.config import ModelConfig
-from smd_jax.corrections.chain import Naive
+from smd_jax.corrections import Naive
 from smd_jax.eviction.policies import H2O, Dense
 from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections.chain import Naive
+from smd_jax.corrections import Naive
 from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_replay, make_update
 from smd_jax.losses.distillation import DistillConfig

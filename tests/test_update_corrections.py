@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections.chain import (
+from smd_jax.corrections import (
     DPPOTV,
     OPSM,
     TIS,
@@ -19,6 +19,7 @@ from smd_jax.corrections.chain import (
     Correction,
     CorrectionInputs,
     CorrectionTerms,
+    CorrectionTraits,
     IcePop,
     Naive,
     QuRL,
@@ -67,12 +68,12 @@ def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
     old, (logprobs, pull) = data.old_logprobs, dense_logprobs()
     mask = trajectory().response_mask
     terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
-    anchor = trajectory().logprobs if correction.anchor == "sampler" else old
+    ratio_to = trajectory().logprobs if correction.traits.ratio_to == "sampler" else old
 
     def of(logprobs):
-        weights = token_weights(terms.keep, loss.loss_type)
-        inputs = LossInputs(logprobs, anchor, None, data.advantages, weights, terms.weights)
-        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.clips)[0]
+        weights = token_weights(terms.counted, loss.loss_type)
+        inputs = LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights)
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.traits.clips)[0]
 
     value, cotangent = jax.value_and_grad(of)(logprobs)
     return value, pull(cotangent)[0], terms
@@ -95,7 +96,7 @@ def test_every_correction_in_any_split_and_order(correction):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
     assert_near(found, gradients)
     mask = np.asarray(trajectory().response_mask)
-    lost = mask & (~np.asarray(terms.keep) | (np.asarray(terms.weights) == 0))
+    lost = mask & (~np.asarray(terms.counted) | (np.asarray(terms.weights) == 0))
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost.sum() / mask.sum(), atol=1e-6)
     order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
     metrics, found = metrics_and_gradients(config, jax.tree.map(lambda x: x[order], stale()))
@@ -221,8 +222,8 @@ class KeepLikely(Correction):
     """Looks at the learner now, and keeps only what it finds likely."""
 
     @property
-    def uses_present(self) -> bool:
-        return True
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         assert inputs.logprobs is not None

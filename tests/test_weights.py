@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -45,15 +45,6 @@ def random_leaves(config: ModelConfig) -> dict[str, Any]:
     leaves, tree = jax.tree.flatten(random_params(config))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in leaves])
-
-
-def assert_trees_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    ours: dict[str, Any] = dict(flatten_dict(actual, sep="/"))
-    theirs: dict[str, Any] = dict(flatten_dict(expected, sep="/"))
-    assert ours.keys() == theirs.keys()
-    for path, leaf in ours.items():
-        assert leaf.dtype == theirs[path].dtype, path
-        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
 
 
 def golden(name: str) -> dict[str, np.ndarray]:
@@ -127,7 +118,7 @@ def test_every_stored_dtype_loads_as_every_dtype(tmp_path: Path, stored: FloatNa
     save_checkpoint(tmp_path, params, config, dtype=stored)
     loaded_config, loaded = load_checkpoint(tmp_path, dtype=jnp.dtype(dtype))
     assert loaded_config == config
-    assert_trees_equal(loaded, jax.tree.map(lambda x: x.astype(stored).astype(dtype), params))
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype(stored).astype(dtype), params), strict=True)
 
 
 @every_config
@@ -136,7 +127,7 @@ def test_float32_round_trip_is_exact(tmp_path: Path, config: ModelConfig):
     save_checkpoint(tmp_path / "one", params, config, dtype="float32")
     loaded_config, loaded = load_checkpoint(tmp_path / "one")
     assert loaded_config == config
-    assert_trees_equal(loaded, params)
+    chex.assert_trees_all_equal(loaded, params, strict=True)
 
 
 def test_sharded_round_trip_is_exact(tmp_path: Path):
@@ -149,7 +140,7 @@ def test_sharded_round_trip_is_exact(tmp_path: Path):
     assert shards == sorted(set(index["weight_map"].values())) and len(shards) > 3
     assert all(size <= 20_000 or len(load_file(tmp_path / shard)) == 1 for shard, size in sizes.items())
     assert index["metadata"]["total_size"] == sum(sizes.values())
-    assert_trees_equal(load_checkpoint(tmp_path)[1], params)
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path)[1], params, strict=True)
 
 
 def test_parameters_sharded_over_devices_are_saved_whole(tmp_path: Path):
@@ -158,7 +149,7 @@ def test_parameters_sharded_over_devices_are_saved_whole(tmp_path: Path):
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     save_checkpoint(tmp_path, jax.device_put(params, spread), config, dtype="float32")
-    assert_trees_equal(load_checkpoint(tmp_path)[1], params)
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path)[1], params, strict=True)
 
 
 def test_files_say_what_transformers_wants_to_know(tmp_path: Path):
@@ -194,7 +185,7 @@ def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkey
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
-    assert_trees_equal(load_checkpoint(tmp_path / "model")[1], params)
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
 
 
 def test_tokenizer_files_and_special_ids_are_taken_over(tmp_path: Path):
@@ -272,7 +263,7 @@ def test_redundant_tensors_are_tolerated(checkpoint: Path):
     expected = load_checkpoint(checkpoint)[1]
     rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     rewrite(checkpoint, rotary | {"lm_head.weight": np.zeros((96, 32), np.float32)})
-    assert_trees_equal(load_checkpoint(checkpoint)[1], expected)
+    chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
 
 
 def test_output_projection_is_no_extra_unless_tied(checkpoint: Path):

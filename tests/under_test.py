@@ -14,21 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    Dense,
-    EvictionPolicy,
-    KeyDiff,
-    Knorm,
-    Protect,
-    Pyramid,
-    Random,
-    Recent,
-    SnapKV,
-    StreamingLLM,
-)
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import ShadowMask
 from smd_jax.model.decoder import Decoder, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program

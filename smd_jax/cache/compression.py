@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
-from smd_jax.eviction.policies import CacheView, EvictionPolicy
+from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 
@@ -112,7 +112,7 @@ class Compression:
         window = self.policy.query_window
         age = number - kv_cache.newest_columns(number, max(window, 1))[:window]
         rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), self.layer))
-        keys, values = kv_cache.read(cache)
+        keys, values = kv_cache.full_precision(cache)
         return CacheView(
             keys=keys,
             values=values,

@@ -112,7 +112,7 @@ def append(
     return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
 
 
-def read(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> tuple[Array, Array]:
+def dequantized(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> tuple[Array, Array]:
     """Keys and values `[batch, kv_heads, slots, head_dim]` of slots that hold these columns; -1: anything."""
     config = slots.config
     group = (columns - slots.prompt) // config.group + group_count(slots.prompt, config)

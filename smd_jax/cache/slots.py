@@ -14,6 +14,7 @@ In a quantised cache the kept keys are codes of a few bits, and the buffer alone
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from smd_jax.cache import quantized as quantized_cache
 from smd_jax.cache.quantized import QuantizedSlots
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
+from smd_jax.sharding import over_heads
 
 EMPTY = -1  # column of a slot that holds no key
 
@@ -83,16 +85,16 @@ def write(
     )
 
 
-def read(
+def full_precision(
     cache: LayerCache,
 ) -> tuple[Float[Array, "batch kv_heads slots head_dim"], Float[Array, "batch kv_heads slots head_dim"]]:
-    """Keys and values of all slots, in full precision."""
+    """Keys and values of all slots, with those of few bits dequantised."""
     if cache.quantized is None:
         return cache.keys, cache.values
     # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
     # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
     slots, own = jax.lax.optimization_barrier((cache.quantized, (cache.keys, cache.values)))
-    left = quantized_cache.read(slots, cache.columns[:, :, : slots.keys.shape[2]])
+    left = quantized_cache.dequantized(slots, cache.columns[:, :, : slots.keys.shape[2]])
     keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, own, strict=True))
     return keys, values
 
@@ -146,19 +148,34 @@ def select(
 ) -> tuple[Int[Array, "batch kv_heads budget"], Int[Array, "batch kv_heads rest"]]:
     """The `budget` best slots and all others, both in ascending order. Ties keep the older key.
 
-    Only those that go are searched for and sorted: they are few. What stays then follows without a sort of its own,
+    Only those that go are searched for, because they are few. Where each slot moves to then follows from how many of
+    them lie at its left, in memory and time of the order of the slots:
 
-        slots   0 1 2 3 4 5      go 1 4      the p-th that stays = p + how many went from its left
-        stay    0 2 3 5                                          = p + #{j : go[j] - j <= p}
+        slots   0 1 2 3 4 5      go 1 4      stay: slot - how many go up to it           go: budget + how many before it
+        moved   0 4 1 2 5 3                  so 0 2 3 5 come to 0 1 2 3                  so 1 4 come to 4 5
+
+    On a mesh every device selects for its own rows and heads.
     """
+    return over_heads(partial(_select, budget), scores, valid)
+
+
+def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
+    slots = valid.shape[-1]
     # Only empty slots score -inf, so that the least wanted key still goes before them.
     ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
-    last = valid.shape[-1] - 1
-    _, from_right = jax.lax.top_k(-ranked[..., ::-1], last + 1 - budget)  # from the right: among equals the newest go
-    others = jnp.sort(last - from_right, axis=-1)
-    place = jnp.arange(budget, dtype=jnp.int32)[None, None, :, None]
-    left = (others - jnp.arange(others.shape[-1], dtype=jnp.int32)[None, None])[:, :, None] <= place
-    return place[..., 0] + left.sum(-1, dtype=jnp.int32), others
+    # Of equals, top_k takes the first. Searched from the right, these are the newest.
+    _, from_right = jax.lax.top_k(-ranked[..., ::-1], slots - budget)
+    goes = _scatter(jnp.zeros(valid.shape, jnp.int32), slots - 1 - from_right, jnp.ones_like(from_right))
+    gone_so_far = jnp.cumsum(goes, axis=-1)
+    slot = jax.lax.broadcasted_iota(jnp.int32, valid.shape, valid.ndim - 1)
+    moved = jnp.where(goes == 1, budget + gone_so_far - 1, slot - gone_so_far)
+    order = _scatter(jnp.zeros(valid.shape, jnp.int32), moved, slot)
+    return order[..., :budget], order[..., budget:]
+
+
+def _scatter(into: Array, index: Array, values: Array) -> Array:
+    """`into` with `values` at distinct places of its last axis."""
+    return jnp.put_along_axis(into, index, values, axis=-1, inplace=False)
 
 
 def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer: int) -> LayerCache:
@@ -193,16 +210,3 @@ def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, ri
 
 def _pad_slots(x: Array, left: int, right: int, fill: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, 0), (left, right), *[(0, 0)] * (x.ndim - 3)], constant_values=fill)
-
-
-def record(
-    evicted_at: Int[Array, "batch kv_heads columns"],
-    dropped: Int[Array, "batch kv_heads slots"],
-    now: Int[Array, "#batch #kv_heads #slots"],
-) -> Int[Array, "batch kv_heads columns"]:
-    """Notes in a layer's shadow mask that the keys of the columns `dropped` (-1: none) are invisible from `now` on."""
-    outside = evicted_at.shape[-1]
-    target = jnp.where(dropped == EMPTY, outside, dropped)
-    batch, kv_heads, _ = target.shape
-    rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
-    return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")

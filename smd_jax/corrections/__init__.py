@@ -1,19 +1,20 @@
 """What each method of the field does about the mismatch of sampler and learner: weights and rejections of tokens.
 
-A correction is a frozen dataclass from log-probabilities to weights and kept tokens. Shadow masks are the row of the
+A correction is a frozen dataclass from log-probabilities to weights and counted tokens. Shadow masks are the row of the
 table that needs neither.
 """
 
 from smd_jax.corrections.base import Correction as Correction
 from smd_jax.corrections.base import CorrectionInputs as CorrectionInputs
 from smd_jax.corrections.base import CorrectionTerms as CorrectionTerms
+from smd_jax.corrections.base import CorrectionTraits as CorrectionTraits
 from smd_jax.corrections.base import combine_terms as combine_terms
-from smd_jax.corrections.chain import Naive as Naive
-from smd_jax.corrections.chain import Shadow as Shadow
-from smd_jax.corrections.chain import Bypass as Bypass
+from smd_jax.corrections.uncorrected import Naive as Naive
+from smd_jax.corrections.uncorrected import Shadow as Shadow
+from smd_jax.corrections.uncorrected import Bypass as Bypass
 from smd_jax.corrections.chain import Chain as Chain
-from smd_jax.corrections.chain import SparseRL as SparseRL
-from smd_jax.corrections.chain import SparseRLPaper as SparseRLPaper
+from smd_jax.corrections.sparse_rl import SparseRL as SparseRL
+from smd_jax.corrections.sparse_rl import SparseRLPaper as SparseRLPaper
 from smd_jax.corrections.importance import TIS as TIS
 from smd_jax.corrections.importance import MIS as MIS
 from smd_jax.corrections.importance import IcePop as IcePop

@@ -1,13 +1,13 @@
-"""The seam of corrections: log-probabilities in, weights and kept tokens out. The rows of the table are elsewhere.
+"""The seam of corrections: log-probabilities in, weights and counted tokens out.
 
 Three policies are in play (verl calls this decoupled): pi_sampler drew the tokens, pi_old is the learner at the
 rollout's parameters, pi is the learner now. The mismatch ratio is xi = pi_old / pi_sampler, the staleness ratio
-r = pi / pi_old. A correction says by how much each token counts, and which tokens leave the loss:
+r = pi / pi_old. A correction says how much each token weighs, and which tokens leave the loss:
 
-    loss = mean over kept tokens of  weights * surrogate(pi / pi_anchor, advantage)  +  what needs no correction (KL)
+    loss = mean over counted tokens of  weights * surrogate(pi / pi_ratio_to, advantage)  +  KL, which stays as it is
 
-The rows, by what they do about xi: `corrections` nothing, and several at once; `importance` weighs by it; `rejection`
-drops tokens and responses; `trust_region` looks at the learner now.
+The corrections, by what they do about xi: those of `uncorrected` nothing; `importance` weighs by it; `rejection` drops
+tokens and responses; `trust_region` looks at the learner now; a `chain` is several at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.pytrees import any_leaves
-from smd_jax.ratios import bounded_exp, log_ratio_inside, response_mean
+from smd_jax.ratios import Level, at_level, bounded_exp, log_ratio_inside
 
-Anchor = Literal["old", "sampler"]
+RatioTo = Literal["old", "sampler"]
 
 
 @any_leaves
@@ -53,76 +53,79 @@ class CorrectionTerms(struct.PyTreeNode):
     Attributes:
       weights: multiply a token's surrogate (not its KL); without gradient; 0 outside the response. A token of weight 0
         still counts in the denominators of the loss.
-      keep: tokens that stay in the loss. One that is rejected leaves the denominators too; false outside the response.
+      counted: tokens that the loss averages over. One that is rejected leaves the denominators too; false outside the
+        response.
       high_scale: factor of the upper bound at which the loss clips a token's ratio, 1 outside; None: all 1.
     """
 
     weights: Float[Array, "batch R"]
-    keep: Bool[Array, "batch R"]
+    counted: Bool[Array, "batch R"]
     high_scale: Float[Array, "batch R"] | None = None
 
 
 @dataclass(frozen=True)
-class Correction:
-    """Base of all corrections: hashable, so that one can be a static argument."""
+class CorrectionTraits:
+    """What loss and learner must know of a correction before they ask for its terms. The defaults suit most.
 
-    @property
-    def anchor(self) -> Anchor:
-        """Whose log-probabilities the loss takes its ratio to: "old", pi / pi_old, or "sampler", pi / pi_sampler."""
-        return "old"
+    Attributes:
+      ratio_to: whose log-probabilities the loss takes its ratio to: "old", pi / pi_old, or "sampler", pi / pi_sampler.
+      weighs: xi is a factor of the weights. Then the loss must not contain xi a second time.
+      clips: the loss clips the ratio; false where the correction brings a trust region of its own.
+      scales_bounds: the terms have a `high_scale`, for a loss that clips the ratio of single tokens.
+      whole_batch: rows depend on each other: `terms` must see the whole minibatch, before it is split.
+      uses_mismatch: the terms depend on xi, the rollout's learner against the sampler. If not, xi need not be known,
+        and `old_logprobs` may be the sampler's own.
+      uses_present: the terms depend on `logprobs`, the learner now, so that they wait for its forward pass. A token
+        that such a correction rejects weighs 0, because the denominators are made before. It has no `high_scale`, and
+        no row depends on another (`split_by_time`).
+      per_response: all tokens of a response have one weight and stay or go together, whatever its advantage is.
+      judges_responses: the terms need one advantage per response, so that advantages of tokens (PPO) will not do.
+    """
 
-    @property
-    def weighs(self) -> bool:
-        """Whether xi is a factor of the weights. Then the loss must not contain xi a second time."""
-        return False
-
-    @property
-    def clips(self) -> bool:
-        """Whether the loss clips the ratio; false where the correction brings a trust region of its own."""
-        return True
-
-    @property
-    def scales_bounds(self) -> bool:
-        """Whether the terms have a `high_scale`, for a loss that clips the ratio of single tokens."""
-        return False
-
-    @property
-    def whole_batch(self) -> bool:
-        """Whether rows depend on each other: then `terms` must see the whole batch, before it is split."""
-        return False
-
-    @property
-    def uses_mismatch(self) -> bool:
-        """Whether the terms depend on xi, the rollout's learner against the sampler. If not, xi need not be known, and
-        `old_logprobs` may be the sampler's own."""
-        return True
+    ratio_to: RatioTo = "old"
+    weighs: bool = False
+    clips: bool = True
+    scales_bounds: bool = False
+    whole_batch: bool = False
+    uses_mismatch: bool = True
+    uses_present: bool = False
+    per_response: bool = False
+    judges_responses: bool = False
 
     @property
     def needs_old(self) -> bool:
-        """Whether pi_old matters at all, in the terms or as the loss's anchor."""
-        return self.uses_mismatch or self.anchor == "old"
+        """Whether pi_old matters at all, in the terms or as the policy that the ratio is taken to."""
+        return self.uses_mismatch or self.ratio_to == "old"
+
+    def __or__(self, other: CorrectionTraits) -> CorrectionTraits:
+        """The traits of both corrections at once: what one of them asks for, and what neither forbids."""
+        return CorrectionTraits(
+            ratio_to="sampler" if "sampler" in (self.ratio_to, other.ratio_to) else "old",
+            weighs=self.weighs or other.weighs,
+            clips=self.clips and other.clips,
+            scales_bounds=self.scales_bounds or other.scales_bounds,
+            whole_batch=self.whole_batch or other.whole_batch,
+            uses_mismatch=self.uses_mismatch or other.uses_mismatch,
+            uses_present=self.uses_present or other.uses_present,
+            per_response=self.per_response and other.per_response,
+            judges_responses=self.judges_responses or other.judges_responses,
+        )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Base of all corrections: a frozen dataclass, hashable, so that one can be a static argument.
+
+    A subclass defines `terms`, and `traits` where the defaults do not describe it.
+    """
 
     @property
-    def uses_present(self) -> bool:
-        """Whether the terms depend on `logprobs`, the learner now, so that they wait for its forward pass.
-
-        A token that such a correction does not keep weighs 0: the denominators are made before. It has no `high_scale`,
-        and no row depends on another (`split_by_time`).
-        """
-        return False
-
-    @property
-    def per_response(self) -> bool:
-        """Whether all tokens of a response have one weight and stay or go together, whatever its advantage is."""
-        return False
-
-    @property
-    def judges_responses(self) -> bool:
-        """Whether the terms need one advantage per response, so that advantages of tokens (PPO) will not do."""
-        return False
+    def traits(self) -> CorrectionTraits:
+        """What loss and learner must know before they ask for the terms."""
+        return CorrectionTraits()
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        """Weights and kept tokens.
+        """What happens to each token.
 
         Raises:
           ValueError: if the correction needs log-probabilities that are None.
@@ -131,11 +134,11 @@ class Correction:
 
 
 def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
-    """Both at once: weights and bounds multiply, and a token stays if both keep it."""
+    """Both at once: weights and bounds multiply, and a token counts if it counts for both."""
     high_scale = first.high_scale if second.high_scale is None else second.high_scale
     if first.high_scale is not None and second.high_scale is not None:
         high_scale = first.high_scale * second.high_scale
-    return CorrectionTerms(first.weights * second.weights, first.keep & second.keep, high_scale)
+    return CorrectionTerms(first.weights * second.weights, first.counted & second.counted, high_scale)
 
 
 # --- configurations
@@ -163,13 +166,13 @@ def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
 
 
 def weighing(inputs: CorrectionInputs, weights: Float[Array, "batch R"]) -> CorrectionTerms:
-    """Weights, and every token of the response kept."""
+    """These weights inside the response, of which every token counts."""
     return CorrectionTerms(jnp.where(inputs.mask, weights, 0.0), inputs.mask)
 
 
-def rejecting(inputs: CorrectionInputs, keep: Bool[Array, "batch _"]) -> CorrectionTerms:
-    """Weights of 1, and the tokens `[batch, R]` or responses `[batch, 1]` that are kept."""
-    return CorrectionTerms(inputs.mask.astype(inputs.old_logprobs.dtype), inputs.mask & keep)
+def rejecting(inputs: CorrectionInputs, acceptable: Bool[Array, "batch _"]) -> CorrectionTerms:
+    """Weights of 1; tokens `[batch, R]` or whole responses `[batch, 1]` that are not acceptable leave the loss."""
+    return CorrectionTerms(inputs.mask.astype(inputs.old_logprobs.dtype), inputs.mask & acceptable)
 
 
 def sampler_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
@@ -189,13 +192,6 @@ def log_mismatch(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
     return log_ratio_inside(jax.lax.stop_gradient(inputs.old_logprobs), sampler_logprobs_of(inputs), inputs.mask)
 
 
-def mismatch_ratio(
-    inputs: CorrectionInputs, level: Literal["token", "sequence", "geometric"]
-) -> Float[Array, "batch R"]:
-    """xi of every token, or the product or geometric mean over its response."""
-    log_ratio = log_mismatch(inputs)
-    if level == "sequence":
-        log_ratio = jnp.broadcast_to(log_ratio.sum(axis=1, keepdims=True), log_ratio.shape)
-    elif level == "geometric":
-        log_ratio = jnp.broadcast_to(response_mean(log_ratio, inputs.mask), log_ratio.shape)
-    return bounded_exp(log_ratio)
+def mismatch_ratio(inputs: CorrectionInputs, level: Level) -> Float[Array, "batch R"]:
+    """xi of every token, at the given level."""
+    return bounded_exp(at_level(log_mismatch(inputs), inputs.mask, level))

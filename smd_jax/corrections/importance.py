@@ -6,8 +6,8 @@ verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -17,14 +17,16 @@ from smd_jax.corrections.base import (
     Correction,
     CorrectionInputs,
     CorrectionTerms,
+    CorrectionTraits,
     bounds_of,
     check_bounds,
     check_positive,
     mismatch_ratio,
     weighing,
 )
+from smd_jax.ratios import Level
 
-Level = Literal["token", "sequence"]
+LEVELS: tuple[Level, ...] = ("token", "sequence")
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,12 @@ class _ByRatio(Correction):
     clip_max: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("level", self.level, get_args(Level))
+        check_choice("level", self.level, LEVELS)
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
     @property
-    def weighs(self) -> bool:
-        return True
-
-    @property
-    def per_response(self) -> bool:
-        return self.level == "sequence"
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(weighs=True, per_response=self.level == "sequence")
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,9 @@ class TIS(_ByRatio):
     Attributes:
       level: "token": xi of each token; "sequence": their product, one weight for all tokens of a response.
       clip_min, clip_max: bounds of the weight; None: no bound (without any: plain importance sampling).
-      batch_normalize: afterwards divide by the mean weight of the batch, over tokens ("token") or over responses that
-        have tokens ("sequence").
+      batch_normalize: afterwards divide by the mean weight of the minibatch, which is what one optimizer step sees,
+        over tokens ("token") or over responses that have tokens ("sequence"). verl has the mean of the whole rollout,
+        Sparse-RL's release that of a microbatch.
     """
 
     level: Level = "token"
@@ -68,8 +67,8 @@ class TIS(_ByRatio):
     batch_normalize: bool = False
 
     @property
-    def whole_batch(self) -> bool:
-        return self.batch_normalize
+    def traits(self) -> CorrectionTraits:
+        return dataclasses.replace(super().traits, whole_batch=self.batch_normalize)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)
@@ -130,12 +129,8 @@ class QuRL(Correction):
         check_positive("clip_max", self.clip_max)
 
     @property
-    def weighs(self) -> bool:
-        return True
-
-    @property
-    def scales_bounds(self) -> bool:
-        return True
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(weighs=True, scales_bounds=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, "token")

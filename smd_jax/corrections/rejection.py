@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 
@@ -17,14 +17,14 @@ from smd_jax.corrections.base import (
     Correction,
     CorrectionInputs,
     CorrectionTerms,
+    CorrectionTraits,
     check_bounds,
     check_positive,
     log_mismatch,
     mismatch_ratio,
     rejecting,
 )
-
-Level = Literal["token", "sequence", "geometric"]
+from smd_jax.ratios import Level
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Rejection(Correction):
         check_bounds("low", self.low, "high", self.high)
 
     @property
-    def per_response(self) -> bool:
-        return self.level != "token"
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(per_response=self.level != "token")
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, self.level)
@@ -71,8 +71,8 @@ class Veto(Correction):
         check_positive("threshold", self.threshold)
 
     @property
-    def per_response(self) -> bool:
-        return True
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         catastrophic = inputs.mask & (log_mismatch(inputs) < math.log(self.threshold))

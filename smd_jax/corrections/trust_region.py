@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from smd_jax.corrections.base import (
-    Anchor,
     Correction,
     CorrectionInputs,
     CorrectionTerms,
+    CorrectionTraits,
     check_positive,
     present_logprobs_of,
     sampler_logprobs_of,
@@ -37,16 +37,8 @@ class OPSM(Correction):
         check_positive("threshold", self.threshold)
 
     @property
-    def uses_mismatch(self) -> bool:
-        return False
-
-    @property
-    def uses_present(self) -> bool:
-        return True
-
-    @property
-    def judges_responses(self) -> bool:
-        return True
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         if inputs.advantages.ndim != 1:
@@ -63,7 +55,7 @@ class DPPOTV(Correction):
 
     Weight 0 where an update would lead further away from the sampler: pi - pi_sampler > high with a positive advantage,
     pi_sampler - pi > low with another. Elsewhere min(1, clip_max / ratio), which makes ratio * advantage the truncated
-    surrogate. The loss takes its ratio to the sampler (`anchor`) and must not clip it (`clips`).
+    surrogate. The loss takes its ratio to the sampler and must not clip it.
 
     verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
     examples/dppo_trainer), clip_ratio_c 20. prime-rl: dppo_mask_low and _high 0.2.
@@ -79,25 +71,12 @@ class DPPOTV(Correction):
         check_positive("clip_max", self.clip_max)
 
     @property
-    def anchor(self) -> Anchor:
-        return "sampler"
-
-    @property
-    def clips(self) -> bool:
-        return False
-
-    @property
-    def uses_mismatch(self) -> bool:
-        return False
-
-    @property
-    def uses_present(self) -> bool:
-        return True
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        now, before = (
-            jnp.where(inputs.mask, x, 0.0) for x in (present_logprobs_of(inputs), sampler_logprobs_of(inputs))
-        )
+        now = jnp.where(inputs.mask, present_logprobs_of(inputs), 0.0)
+        before = jnp.where(inputs.mask, sampler_logprobs_of(inputs), 0.0)
         further = jnp.exp(now) - jnp.exp(before)
         advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
         inside = jnp.where(advantages > 0, further <= self.high, further >= -self.low)

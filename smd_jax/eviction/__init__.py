@@ -4,8 +4,8 @@ A policy is a frozen dataclass that scores keys, higher = keep. It sees a `Cache
 so that one written outside of the library is as good as these.
 """
 
-from smd_jax.eviction.policies import CacheView as CacheView
-from smd_jax.eviction.policies import EvictionPolicy as EvictionPolicy
+from smd_jax.eviction.base import CacheView as CacheView
+from smd_jax.eviction.base import EvictionPolicy as EvictionPolicy
 from smd_jax.eviction.policies import Dense as Dense
 from smd_jax.eviction.policies import Recent as Recent
 from smd_jax.eviction.policies import StreamingLLM as StreamingLLM
@@ -16,5 +16,5 @@ from smd_jax.eviction.policies import RKV as RKV
 from smd_jax.eviction.policies import KeyDiff as KeyDiff
 from smd_jax.eviction.policies import Knorm as Knorm
 from smd_jax.eviction.policies import Random as Random
-from smd_jax.eviction.policies import Protect as Protect
-from smd_jax.eviction.policies import Pyramid as Pyramid
+from smd_jax.eviction.wrappers import Protect as Protect
+from smd_jax.eviction.wrappers import Pyramid as Pyramid

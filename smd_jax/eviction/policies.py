@@ -1,10 +1,4 @@
-"""Eviction policies: which keys stay in the cache. A policy scores keys, higher = keep; the rollout does the rest.
-
-To add one: a frozen dataclass with `score`, its name in `smd_jax/__init__.py`, a row in `tests/under_test.py`.
-
-All see a `CacheView`: the keys in column order, empty slots first, so the newest key is the last slot. Formulas and
-constants come from the papers and codes named at each class; `score` is computed in float32 or wider.
-"""
+"""Eviction policies that the library brings. Formulas and constants are those of the papers and codes named at each."""
 
 from __future__ import annotations
 
@@ -13,102 +7,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.pytrees import any_leaves
+from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, check_share, newest, protect, wide
 from smd_kernels.reference import masked_softmax
-
-
-@any_leaves
-class CacheView(struct.PyTreeNode):
-    """What a policy may look at when a layer is compressed, after the attention of the newest query.
-
-    Attributes:
-      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE; those of a quantised cache as it is read.
-      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
-        also at the right, where its scores no longer matter).
-      positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
-      received: `[batch, kv_heads, slots]` attention received so far, for policies with `observes_attention`.
-      queries: `[batch, heads, query_window, head_dim]` the newest queries, in no particular order.
-      query_positions: `[batch, query_window]` their positions; negative: the sequence is shorter than the window.
-      keys_rng: `[batch]` one PRNG key per row, new at every compression; the key is consumed.
-      budget: keys that will be kept. Static.
-    """
-
-    keys: Float[Array, "batch kv_heads slots head_dim"]
-    values: Float[Array, "batch kv_heads slots head_dim"]
-    valid: Bool[Array, "batch kv_heads slots"]
-    positions: Int[Array, "batch kv_heads slots"]
-    received: Float[Array, "batch kv_heads slots"] | None
-    queries: Float[Array, "batch heads query_window head_dim"] | None
-    query_positions: Int[Array, "batch query_window"]
-    keys_rng: Key[Array, " batch"]
-    budget: int = struct.field(pytree_node=False)
-
-
-Scores = Float[Array, "batch kv_heads slots"]
-
-
-@dataclass(frozen=True)
-class EvictionPolicy:
-    """Base of all policies.
-
-    Attributes:
-      evicts: False only for `Dense`.
-      observes_attention: the rollout sums up the attention that each key receives (`CacheView.received`).
-      query_window: how many of the newest queries the rollout keeps (`CacheView.queries`).
-    """
-
-    evicts: ClassVar[bool] = True
-
-    @property
-    def observes_attention(self) -> bool:
-        return False
-
-    @property
-    def query_window(self) -> int:
-        return 0
-
-    def protected(self, budget: int) -> int:
-        """Keys that are kept whatever their score; the budget must hold them."""
-        del budget
-        return 0
-
-    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
-        """Keys kept in each layer."""
-        return (budget,) * num_layers
-
-    def score(self, view: CacheView) -> Scores:
-        """`[batch, kv_heads, slots]`, higher = keep. Values at empty slots are ignored."""
-        raise TypeError(f"{type(self).__name__} has no score: it never evicts, or its class must define one")
-
-
-def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects."""
-    for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
-        needed = max(policy.protected(size), 1)
-        if size < needed:
-            raise ValueError(
-                f"expected a budget of at least {needed} keys (sinks + window that {policy} protects); "
-                f"got {size} in layer {layer} (budget {budget})"
-            )
-
-
-def newest(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
-    """The `count` newest slots."""
-    slots = view.keys.shape[2]
-    return (jnp.arange(slots) >= slots - count)[None, None]
-
-
-def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
-    """Puts the protected slots above all others."""
-    return jnp.where(protected, jnp.inf, scores)
-
-
-def wide(x: Float[Array, ...]) -> Float[Array, ...]:
-    """In float32 or wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def grouped_queries(view: CacheView) -> Float[Array, "batch kv_heads group query_window head_dim"]:
@@ -165,6 +67,9 @@ class StreamingLLM(EvictionPolicy):
 
     sinks: int = 4
 
+    def __post_init__(self) -> None:
+        check_at_least(self, "sinks", self.sinks, 0)
+
     def protected(self, budget: int) -> int:
         return self.sinks + 1
 
@@ -183,6 +88,9 @@ class H2O(EvictionPolicy):
 
     recent: float = 0.5
 
+    def __post_init__(self) -> None:
+        check_share(self, "recent", self.recent)
+
     @property
     def observes_attention(self) -> bool:
         return True
@@ -198,7 +106,11 @@ class H2O(EvictionPolicy):
 
 @dataclass(frozen=True)
 class TOVA(EvictionPolicy):
-    """Token omission via attention (arXiv:2401.06104): s_j = mean over heads of A_last,j, one choice for all heads."""
+    """Token omission via attention (arXiv:2401.06104): s_j = mean over heads of A_last,j, one choice for all heads.
+
+    As in the paper, the newest key is scored like any other and may be the one to go; kvpress always keeps it, which
+    here is `Protect(TOVA(), recent=1)`.
+    """
 
     @property
     def query_window(self) -> int:
@@ -221,6 +133,10 @@ class SnapKV(EvictionPolicy):
     window: int = 32
     kernel: int = 5
 
+    def __post_init__(self) -> None:
+        check_at_least(self, "window", self.window, 1)
+        check_at_least(self, "kernel", self.kernel, 1)
+
     @property
     def query_window(self) -> int:
         return self.window
@@ -242,13 +158,19 @@ class RKV(EvictionPolicy):
     Z = weight * I - (1 - weight) * R over the keys outside the window.
     I: max-pooled (kernel 7) mean over the window's queries of a softmax over those keys, scores reduced by their
     maximum over the group. R: softmax of each key's mean cosine similarity to all keys, where every key first forgets
-    the newest key that is more similar to it than `threshold`.
+    the newest key that is more similar to it than `threshold`. A key without any such forgets none; the authors' code
+    then forgets the similarity to the very first key of the cache (the index of the maximum over no entries is 0).
     """
 
     window: int = 8
     kernel: int = 7
     weight: float = 0.1
     threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "window", self.window, 1)
+        check_at_least(self, "kernel", self.kernel, 1)
+        check_share(self, "weight", self.weight)
 
     @property
     def query_window(self) -> int:
@@ -319,61 +241,3 @@ class Random(EvictionPolicy):
         of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
         heads = jnp.arange(view.positions.shape[1])
         return jax.vmap(of_row, in_axes=(0, None, 0))(view.keys_rng, heads, view.positions)
-
-
-@dataclass(frozen=True)
-class _Wrapper(EvictionPolicy):
-    """A policy around another one."""
-
-    inner: EvictionPolicy
-
-    @property
-    def observes_attention(self) -> bool:
-        return self.inner.observes_attention
-
-    @property
-    def query_window(self) -> int:
-        return self.inner.query_window
-
-    def protected(self, budget: int) -> int:
-        return self.inner.protected(budget)
-
-    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
-        return self.inner.layer_budgets(budget, num_layers)
-
-    def score(self, view: CacheView) -> Scores:
-        return self.inner.score(view)
-
-
-@dataclass(frozen=True)
-class Protect(_Wrapper):
-    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them."""
-
-    sinks: int = 0
-    recent: int = 0
-
-    def protected(self, budget: int) -> int:
-        return self.inner.protected(budget) + self.sinks + self.recent
-
-    def score(self, view: CacheView) -> Scores:
-        return protect(self.inner.score(view), (view.positions < self.sinks) | newest(view, self.recent))
-
-
-@dataclass(frozen=True)
-class Pyramid(_Wrapper):
-    """PyramidKV's budgets (arXiv:2406.02069) around any score: they fall linearly from the first layer to the last.
-
-    With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
-    w + most - l (most - least) / (L - 1). The mean over layers is `budget`, but for rounding.
-    """
-
-    beta: float = 20.0
-
-    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
-        if num_layers == 1:
-            return (budget,)
-        window = self.inner.protected(budget)
-        least = (budget - window) / self.beta
-        most = 2 * (budget - window) - least
-        step = (most - least) / (num_layers - 1)
-        return tuple(window + round(most - layer * step) for layer in range(num_layers))

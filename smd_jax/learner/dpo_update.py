@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import Correction, CorrectionInputs
-from smd_jax.corrections.chain import Shadow
+from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
 from smd_jax.learner.forward import check_replayable, replay, replay_logits, response_hidden, response_logits
 from smd_jax.learner.update import Metrics, TrainState, Visibility, check_correction, check_visibilities, learner_mask
@@ -175,13 +175,13 @@ def _paired(x: Array) -> Array:
 
 def _prepare(model: Decoder, config: DPOUpdateConfig, params: Params, batch: PairBatch) -> _Prepared:
     """Corrects and weighs the pairs of the whole batch; an extra forward pass where the correction needs one."""
-    if config.correction.uses_mismatch and batch.old_chosen_logprobs is None:
+    if config.correction.traits.uses_mismatch and batch.old_chosen_logprobs is None:
         old = _learner_logprobs(model, config, params, batch)
         batch = batch.replace(old_chosen_logprobs=old[:, 0], old_rejected_logprobs=old[:, 1])
     chosen = _correction_inputs(batch.chosen, batch.old_chosen_logprobs, batch.signal)
     rejected = _correction_inputs(batch.rejected, batch.old_rejected_logprobs, batch.signal)
     terms = pair_correction(config.correction, chosen, rejected)
-    return _Prepared(batch, terms, pair_weights(batch.signal & terms.keep))
+    return _Prepared(batch, terms, pair_weights(batch.signal & terms.counted))
 
 
 def _learner_logprobs(
@@ -253,9 +253,9 @@ def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
     """
     rows = _rows(prepared.batch)
     mask, logprobs = rows.response_mask, _merged(terms.logprobs)
-    signal, weights, keep = (
+    signal, weights, counted = (
         jnp.broadcast_to(jnp.repeat(x, 2)[:, None], mask.shape)
-        for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.keep)
+        for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.counted)
     )
     return {
         **dpo_metrics(terms.loss, prepared.weights),
@@ -263,5 +263,5 @@ def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
         "entropy": token_mean(_merged(terms.entropy), mask),
         **mismatch_metrics(rows.logprobs, logprobs, mask),
         **chi2_metrics(rows.logprobs, logprobs, mask),
-        **correction_metrics(weights, keep, mask & signal),
+        **correction_metrics(weights, counted, mask & signal),
     }

@@ -18,7 +18,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.config import check_choice
-from smd_jax.corrections.chain import Correction, CorrectionInputs, CorrectionTerms, Shadow, flat_parts, split_by_time
+from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms
+from smd_jax.corrections.chain import flat_parts, split_by_time
+from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
 from smd_jax.learner.distill import Agreement, distill_term
 from smd_jax.learner.forward import check_replayable, replay, replay_logits, response_hidden, response_logits
@@ -89,12 +91,12 @@ class UpdateConfig:
         if self.loss.beta == 0 and self.reference_visibility is not None:
             raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         check_correction(self.correction, self.visibility)
-        if not self.correction.clips and not self.loss.clips_plainly:
+        if not self.correction.traits.clips and not self.loss.clips_plainly:
             raise ValueError(
                 f"expected the plain token ratio (not cispo, not sequence level, no delta) with "
                 f"{type(self.correction).__name__}, which replaces its clipping; got {self.loss}"
             )
-        if self.correction.scales_bounds and not self.loss.clips_tokens:
+        if self.correction.traits.scales_bounds and not self.loss.clips_tokens:
             raise ValueError(
                 f"expected a loss that clips the ratio of single tokens (not cispo, not sequence level) with "
                 f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
@@ -170,7 +172,7 @@ class Prepared(struct.PyTreeNode):
       batch: as it came, with the old log-probabilities that the correction asked for.
       mask: tokens that count: responses without rows left out and without truncated completions.
       correction: of every token, as far as it does not depend on the present policy.
-      weights: of the tokens that the correction keeps, in the policy loss.
+      weights: of the tokens that the correction does not reject, in the policy loss.
       value_weights: of the mean over all tokens that count. distill_weights: over all tokens of the responses, for
         distillation needs no reward.
     """
@@ -228,7 +230,7 @@ def make_update(model: Decoder, optimizer: optax.GradientTransformation, config:
         params = constrain_tree(optax.apply_updates(state.params, updates))
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(prepared, terms)}
         if config.loss.beta:
-            metrics["kl"] = token_mean(terms.loss.kl, prepared.correction.keep)
+            metrics["kl"] = token_mean(terms.loss.kl, prepared.correction.counted)
         if config.distill is not None:
             metrics["distill_coef"] = config.distill.coef_at(state.step)
         if terms.agreement is not None:
@@ -281,7 +283,7 @@ def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBa
     trajectory = batch.trajectory
     mask = counted_tokens(config, trajectory, batch.counted_rows)
     early = split_by_time(config.correction)[0]
-    if early.uses_mismatch and batch.old_logprobs is None:
+    if early.traits.uses_mismatch and batch.old_logprobs is None:
         present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
         batch = batch.replace(old_logprobs=jax.lax.stop_gradient(present))
     correction = early.terms(correction_inputs(batch, mask))
@@ -289,7 +291,7 @@ def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBa
         batch,
         mask,
         correction,
-        weights=token_weights(correction.keep, config.loss.loss_type, counts=batch.counted_rows),
+        weights=token_weights(correction.counted, config.loss.loss_type, counts=batch.counted_rows),
         value_weights=token_weights(mask, "bnpo"),
         distill_weights=token_weights(trajectory.response_mask, "bnpo"),
     )
@@ -309,7 +311,7 @@ def takes_sampler_for_old(config: UpdateConfig) -> bool:
 
     With shadow masks the two are the same, unless a correction is to measure that they are.
     """
-    return config.visibility == "shadow" and not config.correction.uses_mismatch
+    return config.visibility == "shadow" and not config.correction.traits.uses_mismatch
 
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
@@ -346,14 +348,14 @@ def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objec
             weights = weights * _late_weights(late, correction_inputs(part.batch, part.mask, present))
         inputs = LossInputs(
             logprobs=scores.logprobs,
-            old_logprobs=_anchor_logprobs(config.correction, part.batch, scores.logprobs),
+            old_logprobs=_ratio_to_logprobs(config.correction, part.batch, scores.logprobs),
             reference_logprobs=_reference_logprobs(model, config, state, trajectory),
             advantages=part.batch.advantages,
             weights=part.weights,
             correction_weights=weights,
             high_scale=part.correction.high_scale,
         )
-        loss, terms = policy_loss(inputs, config.loss, clip=config.correction.clips)
+        loss, terms = policy_loss(inputs, config.loss, clip=config.correction.traits.clips)
         loss, sums, values_clipped, agreement = config.policy_coef * loss, {}, None, None
         if config.distill is not None:
             second = (model, config.distill, params, state.reference, state.step)
@@ -383,14 +385,14 @@ def _late_weights(late: Correction, inputs: CorrectionInputs) -> Float[Array, "b
     terms = late.terms(inputs)
     if terms.high_scale is not None:
         raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
-    return jnp.where(terms.keep, terms.weights, 0.0)
+    return jnp.where(terms.counted, terms.weights, 0.0)
 
 
-def _anchor_logprobs(
+def _ratio_to_logprobs(
     correction: Correction, batch: TrainBatch, logprobs: Float[Array, "batch R"]
 ) -> Float[Array, "batch R"]:
     """Of the policy that the ratio is taken to."""
-    if correction.anchor == "sampler":
+    if correction.traits.ratio_to == "sampler":
         return batch.trajectory.logprobs
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
@@ -406,8 +408,11 @@ def _reference_logprobs(
 
 def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
-    mask, kept, sampler = prepared.mask, prepared.correction.keep, prepared.batch.trajectory.logprobs
-    low, high = token_mean(terms.loss.clipped_low, kept), token_mean(terms.loss.clipped_high, kept)
+    mask = prepared.mask
+    counted = prepared.correction.counted
+    sampler = prepared.batch.trajectory.logprobs
+    low = token_mean(terms.loss.clipped_low, counted)
+    high = token_mean(terms.loss.clipped_high, counted)
     return {
         "entropy": token_mean(terms.entropy, mask),
         "clip_ratio/low_mean": low,
@@ -415,5 +420,5 @@ def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
         "clip_ratio/region_mean": low + high,
         **mismatch_metrics(sampler, terms.logprobs, mask),
         **chi2_metrics(sampler, terms.logprobs, mask),
-        **correction_metrics(terms.correction_weights, kept, mask),
+        **correction_metrics(terms.correction_weights, counted, mask),
     }

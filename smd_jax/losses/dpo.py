@@ -96,11 +96,11 @@ class PairTerms(struct.PyTreeNode):
 
     Attributes:
       weights: of the pair, its two responses taken for one; without gradient.
-      keep: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
+      counted: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
     """
 
     weights: Float[Array, " pairs"]
-    keep: Bool[Array, " pairs"]
+    counted: Bool[Array, " pairs"]
 
 
 def sequence_logprobs(
@@ -113,7 +113,7 @@ def sequence_logprobs(
 def pair_weights(counts: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does.
 
-    A pair counts if it has signal and the correction keeps it.
+    A pair counts if it has signal and the correction does not reject it.
     """
     return counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1)
 
@@ -153,11 +153,11 @@ def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, F
 def check_pair_correction(correction: Correction) -> None:
     """Raises ValueError for a correction without one number per response, or with a ratio that DPO does not take."""
     name = type(correction).__name__
-    if correction.anchor == "sampler":
+    if correction.traits.ratio_to == "sampler":
         raise ValueError(
             f"expected a correction beside the loss, because online DPO takes no ratio to the sampler; got {name}"
         )
-    if not correction.per_response or correction.uses_present:
+    if not correction.traits.per_response or correction.traits.uses_present:
         raise ValueError(
             "expected a correction with one number per response made from xi alone, because a pair counts as a whole "
             f"(level 'sequence' or 'geometric', Veto, Naive or Shadow); got {name}"
@@ -176,12 +176,12 @@ def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: 
     exact for groups of two. In larger groups which two make the pair depends on the others, and their ratios are left
     out: weights of many more responses would mostly add variance.
 
-    Pairs of which either response has an empty mask are not kept, weigh 0 and count in no mean.
+    Pairs of which either response has an empty mask weigh 0 and count in no mean.
     """
     check_pair_correction(correction)
     terms = correction.terms(_as_one_response(chosen, rejected))
     # One number a response, 0 and false outside.
-    return PairTerms(terms.weights.max(axis=1), terms.keep.any(axis=1))
+    return PairTerms(terms.weights.max(axis=1), terms.counted.any(axis=1))
 
 
 def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> CorrectionInputs:

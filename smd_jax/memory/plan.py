@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from smd_jax.cache.compression import PARTS
 from smd_jax.config import ModelConfig, check_choice
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments
 from smd_jax.memory.learner import LearnerPass

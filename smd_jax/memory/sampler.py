@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from smd_jax.cache.compression import PARTS
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.policies import CacheView, EvictionPolicy
+from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.model.decoder import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.quantization import packed_size

@@ -305,7 +305,7 @@ class Decoder(nn.Module):
 
         def attend_fn(q: Heads, k: KVHeads, v: KVHeads, layer_cache: LayerCache, slot: Int[Array, ""]):
             layer_cache = kv_cache.write(layer_cache, slot, k, v, columns)
-            keys, values = kv_cache.read(layer_cache)
+            keys, values = kv_cache.full_precision(layer_cache)
             if tokens.shape[1] == 1:
                 out, received = decode_attention(q, keys, values, layer_cache.valid, self.decode_impl)
             else:

@@ -27,7 +27,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.config import check_whole
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.decoder import Decoder, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.keys import row_keys
@@ -40,7 +41,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.sharding import batch_sharding, check_rows, constrain_rows
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
-from smd_jax.trajectory import Trajectory
+from smd_jax.trajectory import Trajectory, check_finite
 
 NARROWEST = 16  # columns of the smallest bucket
 PACE = 8  # segments from which the time left is estimated
@@ -142,7 +143,8 @@ class Engine:
           ValueError: for prompts that are empty or not left-padded, limits outside 1 … max_new_tokens, and what
             `rollout` raises.
         """
-        check_prompts(prompts)
+        check_whole("group_size", group_size, 1)
+        check_prompts(prompts, self.model.config.vocab_size)
         if stop is not None:
             check_stop_table(stop, self.model.config.vocab_size)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
@@ -290,6 +292,7 @@ class _Run:
     def keep_record(self, record: SegmentRecord, slots: np.ndarray, rows: np.ndarray) -> None:
         """What a segment said of the rows that sat in these slots."""
         new = jax.device_get(record)
+        check_finite(new.logprobs[slots])
         self.records = self.records or _host_records(self.sampler, new, self.rows)
         segment = new.first[slots] // self.engine.config.buffer
         for kept, leaf in zip(jax.tree.leaves(self.records), jax.tree.leaves(new), strict=True):

@@ -15,7 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.config import check_whole
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.decoder import Decoder, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
@@ -25,7 +26,7 @@ from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.records import no_records, segment_count, to_trajectory
-from smd_jax.sampler.seats import SamplerState, Seats, begin
+from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
@@ -59,11 +60,13 @@ def rollout(
 
     Raises:
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
-        for prompts that are empty or not left-padded, and limits outside 1 … max_new_tokens (neither is checked inside
-        a jitted function); for stop strings of another vocabulary, and keys that are not threefry's.
+        for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
+        1 … max_new_tokens (neither is checked inside a jitted function); for a group_size below 1, stop strings of
+        another vocabulary, and keys that are not threefry's.
     """
+    check_whole("group_size", group_size, 1)
     if not isinstance(prompts.valid, Tracer):
-        check_prompts(prompts)
+        check_prompts(prompts, model.config.vocab_size)
     if limits is not None and not isinstance(limits, Tracer):
         limits = check_limits(limits, prompts.tokens.shape[0] * group_size, config)
     if stop is not None:
@@ -94,7 +97,7 @@ def rollout_program(
     prefilled = prefill(sampler, params, prompts, keys[::group_size])
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
-    state = begin(prefilled, Seats(jnp.arange(rows) // group_size, keys, limit))
+    state = begin(prefilled, keys, limit)
 
     def unfinished(carry: tuple[SamplerState, SegmentRecord, Array]) -> Array:
         return ~jnp.all(carry[0].done) & (carry[2] < segment_count(sampler))

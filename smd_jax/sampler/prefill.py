@@ -18,7 +18,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import Moment
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
-from smd_jax.masks import NEVER, dense_mask, positions
+from smd_jax.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.model.decoder import Decoder, Params, PrefillLayer, apply_model, rope_tables
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
@@ -111,7 +111,7 @@ def _prefill_chunks(
         parts = zip(compressions, cache, strict=True)
         cache, gone = zip(*(f.in_place(layer, moment, now - 1) for f, layer in parts), strict=True)
         noted = [
-            kv_cache.record(before, new.dropped, now[None, None, None])
+            record_evictions(before, new.dropped, now[None, None, None])
             for before, new in zip(evicted_at, gone, strict=True)
         ]
         return cache, tuple(noted), hidden[:, -1]
@@ -165,7 +165,7 @@ def _compress_prompt(
     compression = sampler.compressions(sampler.row_buffer)[layer]
     cache, gone = compression(cache, moment, jnp.int32(sampler.prompt_width - 1))
     if gone.dropped is not None:
-        evicted_at = kv_cache.record(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
+        evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
     return cache, PromptRecord(evicted_at, gone.parity)
 
 

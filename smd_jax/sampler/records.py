@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY
 from smd_jax.kept_tokens import KeptTokens
-from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.masks import NEVER, Segments, ShadowMask, record_evictions
 from smd_jax.quantization import Parity, QuantizedReplay
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.prefill import PromptRecord
@@ -98,7 +97,7 @@ def _evicted_at(
         boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
         dropped = jnp.where((boundary < sampler.columns)[None, None, :, None], dropped, EMPTY)
         now = jnp.repeat(boundary, rest)[None, None]
-        return kv_cache.record(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
+        return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
     evicted_at = jnp.stack([one(*layer) for layer in zip(read, gone, strict=True)], axis=1)
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig, plan
 

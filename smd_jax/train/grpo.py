@@ -117,7 +117,7 @@ class GRPOLoop(PolicyLoop):
         """Of the learner before the update. With shadow masks that is the sampler, whose log-probabilities are at hand,
         unless a correction is to measure that. Others need a pass of their own, if more than one step is taken."""
         update = self.config.update
-        if not update.correction.needs_old:
+        if not update.correction.traits.needs_old:
             return None
         if takes_sampler_for_old(update):
             return trajectory.logprobs

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from smd_jax.eviction.policies import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.update import Metrics, TrainState
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.decoder import Decoder, Params
@@ -41,7 +41,7 @@ from smd_jax.text.prompts import (
     wants_special_tokens,
 )
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
-from smd_jax.trajectory import Trajectory
+from smd_jax.trajectory import Trajectory, check_finite
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,7 @@ class Loop:
                 group_size=group_size // copies,
                 stop=self.stop_table,
             )
+        check_finite(trajectory.logprobs)
         return trajectory, {}
 
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, slots: int) -> Engine:

@@ -122,7 +122,7 @@ class OnlineDPOLoop(Loop):
             jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
         )
         batch = PairBatch(chosen, rejected, pairs.signal)
-        if self.config.steps_per_rollout == 1 or not self.config.update.correction.uses_mismatch:
+        if self.config.steps_per_rollout == 1 or not self.config.update.correction.traits.uses_mismatch:
             return batch
         chosen, rejected = shard_batch((chosen, rejected), self.mesh)
         return batch.replace(

@@ -69,7 +69,7 @@ class PPOConfig(PolicyConfig):
                 "expected a critic, UpdateConfig(value=ValueConfig(...)), because PPO's advantages come from its "
                 "values; got None. Without one there is GRPOConfig"
             )
-        if self.update.correction.judges_responses:
+        if self.update.correction.traits.judges_responses:
             raise ValueError(
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
@@ -115,7 +115,7 @@ def _judge(
     """
     hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
     judged = values(params, hidden)
-    if not config.correction.needs_old:
+    if not config.correction.traits.needs_old:
         return judged, None
     if takes_sampler_for_old(config):
         return judged, trajectory.logprobs

@@ -1,0 +1,381 @@
+"""What does attention under a shadow mask cost, forward and backward, beside a T × T mask?
+
+Question   The learner replays what a budgeted sampler saw. How much faster, and in how much less memory, is that when
+           only the kept keys are gathered (`segments`, the Pallas kernels) than with a boolean mask (`mask`)? And where
+           is the break-even?
+Command    python experiments/bench/attention.py                       on CPU: a table
+           python experiments/bench/attention.py --json                one object a line
+           python experiments/bench/attention.py --device gpu --check --out runs/attention_gpu.json
+           python experiments/bench/attention.py --device gpu --tune    block sizes, instead of lengths
+Cost       five minutes on two CPU cores; ten on a GPU
+Result     see experiments/results/attention_cpu.json; on GPU and TPU: not measured.
+
+Every round times every implementation once, so that a ratio compares neighbours; the medians are reported. The baseline
+is the faster of two T × T masks: ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). On a GPU, where no
+T × T mask fits, it is cuDNN's dense causal attention, which computes another and easier thing (`cudnn causal`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Array
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from provenance import provenance
+from smd_jax.masks import KeyInterval, Segments
+from smd_jax.model.attention import attend, why_not
+from smd_jax.testing import random_evictions
+from smd_jax.train.progress import summary_table
+from smd_kernels import reference
+from smd_kernels.blocks import BlockSizes
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES
+from smd_kernels.segments import EMPTY, segment_attention, slot_table
+from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
+
+Attention = Callable[[Array, Array, Array, KeyInterval], Array]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Times attention under the mask of a sampler that keeps `budget` random keys after every `buffer` queries."""
+
+    device: Literal["cpu", "gpu", "tpu"] = "cpu"  # must be what JAX runs on
+    lengths: tuple[int, ...] = ()  # T; default 2048 4096 8192 16384 (gpu, tpu: 8192 16384 32768)
+    budgets: tuple[int, ...] = ()  # keys kept; default 256 (gpu, tpu: 256 512 1024 2048 4096)
+    buffer: int = 128  # queries of a segment
+    heads: int | None = None  # of queries; default 2 (gpu, tpu: 64)
+    kv_heads: int | None = None  # default 2 (gpu, tpu: 8)
+    head_dim: int | None = None  # default 64 (gpu, tpu: 128)
+    dtype: Literal["float32", "bfloat16"] | None = None  # default float32 (gpu, tpu: bfloat16)
+    impls: tuple[str, ...] = ()  # names from the table; all that can run by default
+    longest_mask: int = 8192  # T × T masks are not timed above this length
+    rounds: int = 5  # timed calls of each implementation
+    check: bool = False  # first compare outputs and gradients with the float32 reference, at 1,024 tokens
+    tune: bool = False  # time block sizes at the first length and budget
+    json: bool = False  # print one JSON object a line in place of a table
+    out: Path | None = None  # write the rows, with date, versions and command, to this file
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation at one size; times in milliseconds, memory in bytes, None where not measured."""
+
+    device: str
+    impl: str
+    T: int
+    budget: int
+    buffer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    fwd_ms: float
+    fwd_bwd_ms: float
+    bwd_ms: float
+    temp_bytes: int
+    speedup_vs_mask: float | None = None
+    temp_vs_mask: float | None = None
+    fwd_speedup_vs_causal: float | None = None
+    bwd_speedup_vs_causal: float | None = None
+
+
+def with_defaults(args: Args) -> Args:
+    if jax.default_backend() != args.device:
+        raise SystemExit(f"expected JAX to run on {args.device!r} (JAX_PLATFORMS); got {jax.default_backend()!r}")
+    small = args.device == "cpu"
+    return replace(
+        args,
+        lengths=args.lengths or ((2048, 4096, 8192, 16384) if small else (8192, 16384, 32768)),
+        budgets=args.budgets or ((256,) if small else (256, 512, 1024, 2048, 4096)),
+        heads=args.heads or (2 if small else 64),
+        kv_heads=args.kv_heads or (2 if small else 8),
+        head_dim=args.head_dim or (64 if small else 128),
+        dtype=args.dtype or ("float32" if small else "bfloat16"),
+    )
+
+
+def stock_mask(q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
+    """`jax.nn.dot_product_attention` with a T × T mask per KV head, repeated for the heads of its group."""
+    visible = jnp.repeat(mask.to_boolean(), q.shape[1] // k.shape[1], axis=1)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, mask=visible, implementation="xla").swapaxes(1, 2)
+
+
+def cudnn_causal(q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
+    """Dense causal attention: every key is seen. Not the same function, but what a dense learner pays."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").swapaxes(1, 2)
+
+
+def stock_segments(q: Array, k: Array, v: Array, mask: KeyInterval, implementation: Literal["xla", "cudnn"]) -> Array:
+    """Gathered segments with a stock kernel inside: keys in the order [own, kept, empty], one small triangle as mask,
+    and the number of keys of each segment. Right for masks that evict at boundaries only, and without a prompt."""
+    segments, (batch, heads, tokens, head_dim), kv_heads = mask.segments, q.shape, k.shape[1]
+    assert segments is not None and not segments.first and not tokens % segments.length
+    kept = slot_table(mask.evicted_at.reshape(-1, tokens), segments).kept
+    kept = jnp.sort(jnp.where(kept == EMPTY, tokens, kept), axis=-1)
+    count, length = kept.shape[1], segments.length
+
+    def by_segment(x: Array) -> Array:
+        own = x.reshape(-1, count, length, head_dim)
+        flat = x.reshape(-1, tokens, head_dim)
+        index = jnp.minimum(kept, tokens - 1).reshape(kept.shape[0], -1, 1)
+        found = jnp.take_along_axis(flat, index, axis=1).reshape(*kept.shape, head_dim)
+        return jnp.concatenate([own, found], axis=2).reshape(-1, length + segments.budget, 1, head_dim)
+
+    rows = q.reshape(batch * kv_heads, heads // kv_heads, count, length, head_dim)
+    rows = rows.transpose(0, 2, 3, 1, 4).reshape(-1, length, heads // kv_heads, head_dim)
+    own = jnp.tril(jnp.ones((length, length), bool))
+    triangle = jnp.concatenate([own, jnp.ones((length, segments.budget), bool)], axis=1)[None, None]
+    keys = (kept < tokens).sum(-1, dtype=jnp.int32).reshape(-1) + length
+    out = jax.nn.dot_product_attention(
+        rows,
+        by_segment(k),
+        by_segment(v),
+        mask=triangle,
+        query_seq_lengths=jnp.full(keys.shape, length, jnp.int32),
+        key_value_seq_lengths=keys,
+        implementation=implementation,
+    )
+    out = out.reshape(batch * kv_heads, count, length, heads // kv_heads, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def xla_segments(together: int | None, q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
+    """`segments` with another number of them gathered at once; None: all, which is the vectorised form."""
+    assert mask.segments is not None
+    sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
+    blocks = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
+    kernel = XlaKernel(sizes)
+    return segment_attention(q, k, v, mask.evicted_at, mask.segments, kernel, blocks_at_once=blocks)
+
+
+def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
+    return lambda q, k, v, mask: attend(q, k, v, mask, impl, sizes)
+
+
+IMPLEMENTATIONS: dict[str, Attention] = {
+    "mask": lambda q, k, v, mask: attend(q, k, v, mask.to_boolean(), "xla"),
+    "stock mask": stock_mask,
+    "interval": named("interval"),
+    "segments": named("segments"),
+    "segments, one at a time": partial(xla_segments, 1),
+    "segments, all at once": partial(xla_segments, None),
+    "segments, stock inside": partial(stock_segments, implementation="xla"),
+    "segments, cudnn inside": partial(stock_segments, implementation="cudnn"),
+    "mosaic_gpu": named("mosaic_gpu"),
+    "mosaic_tpu": named("mosaic_tpu"),
+    "cudnn causal": cudnn_causal,
+}
+MASKS = ("mask", "stock mask")  # the baseline is the faster of them
+CAUSAL = "cudnn causal"
+
+
+def can_run(name: str, args: Args, tokens: int, q: Array, k: Array, mask: KeyInterval) -> bool:
+    if name in MASKS:
+        return tokens <= args.longest_mask
+    if "cudnn" in name:
+        return args.device == "gpu"
+    impl = name if name.startswith("mosaic") or name == "interval" else "segments"
+    return why_not(impl, q, k, mask) is None
+
+
+# What a compiler or a device says of a program that it cannot take; the others are measured all the same.
+FAILURES = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+def inputs(args: Args, tokens: int, budget: int) -> tuple[Array, Array, Array, Array, KeyInterval]:
+    """q, k, v, the gradient of the output, and the mask."""
+    assert args.heads and args.kv_heads and args.head_dim and args.dtype
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    arrays = (
+        jax.random.normal(key, (1, n, tokens, args.head_dim), args.dtype) for key, n in zip(keys, heads, strict=True)
+    )
+    q, k, v, weights = arrays
+    mask = random_evictions(tokens, Segments(0, args.buffer, budget), kv_heads=args.kv_heads).layer(0)
+    return q, k, v, weights, mask
+
+
+def forward_and_backward(f: Attention) -> Callable[..., Any]:
+    def run(q: Array, k: Array, v: Array, mask: KeyInterval, weights: Array) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: f(q, k, v, mask), q, k, v)
+        return out, pull(weights)
+
+    return run
+
+
+def milliseconds(f: Callable[..., Any], *args: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(f(*args))
+    return (time.perf_counter() - start) * 1e3
+
+
+def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention]) -> list[Row]:
+    """Every implementation that can run, compiled first and then timed in rounds."""
+    q, k, v, weights, mask = inputs(args, tokens, budget)
+    given = (q, k, v, mask)
+    names = [n for n in table if (not args.impls or n in args.impls) and can_run(n, args, tokens, q, k, mask)]
+    forward, both = {}, {}
+    for n in list(names):
+        try:
+            forward[n] = jax.jit(table[n]).lower(*given).compile()
+            both[n] = jax.jit(forward_and_backward(table[n])).lower(*given, weights).compile()
+            jax.block_until_ready(both[n](*given, weights))
+        except FAILURES as error:
+            names.remove(n)
+            print(json.dumps({"failed": n, "T": tokens, "budget": budget, "reason": first_line(error)}), flush=True)
+    times: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in names}
+    for turn in range(args.rounds + 1):
+        for n in names:
+            pair = milliseconds(forward[n], *given), milliseconds(both[n], *given, weights)
+            if turn:  # the first is to warm up
+                times[n][0].append(pair[0])
+                times[n][1].append(pair[1])
+    rows = [row(args, tokens, budget, n, both[n], *map(statistics.median, times[n])) for n in names]
+    return compared(rows)
+
+
+def row(args: Args, tokens: int, budget: int, name: str, compiled: Any, fwd: float, both: float) -> Row:
+    assert args.heads and args.kv_heads and args.head_dim and args.dtype
+    sizes = (tokens, budget, args.buffer, args.heads, args.kv_heads, args.head_dim, args.dtype)
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return Row(args.device, name, *sizes, round(fwd, 3), round(both, 3), round(both - fwd, 3), memory)
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """With the ratios to the baselines that were measured in the same rounds."""
+    masks = sorted((r for r in rows if r.impl in MASKS), key=lambda r: r.fwd_bwd_ms)
+    causal = [r for r in rows if r.impl == CAUSAL]
+    if masks:
+        base = masks[0]
+        rows = [
+            replace(
+                r,
+                speedup_vs_mask=round(base.fwd_bwd_ms / r.fwd_bwd_ms, 2),
+                temp_vs_mask=round(r.temp_bytes / base.temp_bytes, 4),
+            )
+            for r in rows
+        ]
+    if causal:
+        fwd, bwd = causal[0].fwd_ms, causal[0].bwd_ms
+        rows = [
+            replace(
+                r,
+                fwd_speedup_vs_causal=round(fwd / r.fwd_ms, 2),
+                bwd_speedup_vs_causal=round(bwd / r.bwd_ms, 2),
+            )
+            for r in rows
+        ]
+    return rows
+
+
+def check(args: Args) -> None:
+    """Outputs and gradients against the float32 reference, or SystemExit; says how far each implementation is."""
+    q, k, v, weights, mask = inputs(args, 1024, min(256, args.budgets[0]))
+    visible = mask.to_boolean()
+    precise = forward_and_backward(lambda q, k, v, mask: reference.attention(q, k, v, visible))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(precise)(*(x.astype(jnp.float32) for x in (q, k, v)), mask, weights.astype(jnp.float32))
+    tolerance = 2e-5 if args.dtype == "float32" else 2e-2
+    for name, f in IMPLEMENTATIONS.items():
+        if name == CAUSAL or not can_run(name, args, 1024, q, k, mask):
+            continue
+        run = jax.jit(forward_and_backward(f))
+        try:
+            got, again = run(q, k, v, mask, weights), run(q, k, v, mask, weights)
+        except FAILURES as error:
+            print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
+            continue
+        bitwise = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), got, again)))
+        # numpy's maximum, unlike XLA's on CPU, does not pass over NaN.
+        off = jax.tree.map(lambda x, y: float(np.abs(np.asarray(x - y)).max() / np.abs(y).max()), got, expected)
+        print(json.dumps({"check": name, "out": off[0], "dq, dk, dv": off[1], "bitwise_again": bitwise}), flush=True)
+        if not all(x <= tolerance for x in jax.tree.leaves(off)):
+            raise SystemExit(f"expected {name} within {tolerance} of the float32 reference; got {off}")
+
+
+def tuning_table(args: Args) -> dict[str, Attention]:
+    """The platform's kernel with other block sizes."""
+    if args.device == "cpu":
+        tiles = [replace(CPU_SIZES, rows=r, keys=k) for r in (192, 384, 768) for k in (64, 96, 192)]
+        groups = [replace(CPU_SIZES, scores=s, blocks=b) for s in (2**17, 2**19, 2**21) for b in (4, 16, 64)]
+        tables = {f"interval {s}": named("interval", s) for s in tiles}
+        return tables | {f"segments {s}": named("segments", s) for s in groups}
+    default, lengths = (GPU_SIZES, (64, 128)) if args.device == "gpu" else (TPU_SIZES, (256, 512, 1024))
+    impl = "mosaic_gpu" if args.device == "gpu" else "mosaic_tpu"
+    tiles = [replace(default, rows=r, keys=k, rows_dq=r, keys_dq=k, keys_dkv=k) for r in lengths for k in lengths]
+    groups = [replace(default, stages=s, blocks=b) for s in (1, 2, 3) for b in (64, 256, 1024)]
+    return {str(s): named(impl, s) for s in (default, *tiles, *groups) if impl == "mosaic_gpu" or s.stages < 3}
+
+
+def rows(args: Args) -> Iterator[Row]:
+    if args.tune:
+        tuned = time_size(args, args.lengths[0], args.budgets[0], tuning_table(args))
+        yield from sorted(tuned, key=lambda r: r.fwd_bwd_ms)
+        return
+    for tokens in args.lengths:
+        for budget in args.budgets:
+            yield from time_size(args, tokens, budget, IMPLEMENTATIONS)
+
+
+def growth(found: list[Row], impl: str) -> float | None:
+    """Exponent of the time in T between the shortest and the longest."""
+    mine = sorted((r for r in found if r.impl == impl), key=lambda r: r.T)
+    if len(mine) < 2 or mine[0].T == mine[-1].T:
+        return None
+    return math.log(mine[-1].fwd_bwd_ms / mine[0].fwd_bwd_ms) / math.log(mine[-1].T / mine[0].T)
+
+
+def main(args: Args) -> None:
+    args = with_defaults(args)
+    if args.check:
+        check(args)
+    found = []
+    for r in rows(args):
+        found.append(r)
+        if args.json:
+            print(json.dumps(asdict(r)), flush=True)
+        if args.out is not None:
+            write(args.out, found)
+    if not args.json:
+        columns = ["T", "budget", "implementation", "fwd ms", "fwd + bwd ms", "temp MB"]
+        ratios = ["speedup_vs_mask", "temp_vs_mask"]
+        if args.device != "cpu":  # the break-even with a dense learner: where these fall below 1
+            ratios = ["fwd_speedup_vs_causal", "bwd_speedup_vs_causal"]
+        cells = [
+            (r.T, r.budget, r.impl, r.fwd_ms, r.fwd_bwd_ms, r.temp_bytes / 1e6, *(vars(r)[name] for name in ratios))
+            for r in found
+        ]
+        columns += [name.replace("_", " ") for name in ratios]
+        summary_table(f"Attention on {args.device}, {args.dtype}, buffer {args.buffer}", columns, cells)
+
+
+def write(path: Path, found: list[Row]) -> None:
+    exponents = {impl: e for impl in dict.fromkeys(r.impl for r in found) if (e := growth(found, impl)) is not None}
+    device = {"device": jax.devices()[0].device_kind}
+    result = provenance() | device | {"exponent_in_T": exponents, "rows": [asdict(r) for r in found]}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

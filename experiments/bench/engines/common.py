@@ -1,0 +1,112 @@
+"""What all engines of `bench/update.py` share: the model, the command line, the clock, the line of JSON.
+
+`generation.py` beside it adds what those of `bench/rollout.py` need.
+
+Standard library only: it runs in four environments. Linux only: it pins its process to a core and reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+# Qwen2 with biases on q, k and v; no dropout, no KL, no gradient checkpointing, float32.
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY = 256, 4, 8, 2, 32, 768, 1024
+ROPE_THETA, NORM_EPS, INIT_STD = 10_000.0, 1e-6, 0.02
+# AdamW, the same in all.
+LEARNING_RATE, BETAS, ADAM_EPS, WEIGHT_DECAY = 1e-6, (0.9, 0.999), 1e-8, 0.01
+GROUP = 8  # completions of a prompt: the advantages of a group have mean 0 and deviation 1
+WARMUP = 2  # updates before the clock runs: the first compiles
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line of an engine, with the sizes of one update; `sequences` is a multiple of `microbatch`."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--sequences", type=int, default=32)
+    made.add_argument("--tokens", type=int, default=576, help="prompt and response of one sequence")
+    made.add_argument("--prompt", type=int, default=64)
+    made.add_argument("--microbatch", type=int, default=8)
+    made.add_argument("--untied", action="store_true", help="an output projection of its own")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--driven", action="store_true", help="every measured update waits for a line on standard input")
+    return made
+
+
+def advantages(sequences: int) -> list[float]:
+    """Those of rewards 0 and 1 in turn: half the rows of any group are good."""
+    return [1.0 if row % 2 else -1.0 for row in range(sequences)]
+
+
+def one_thread() -> None:
+    """Pins this process to one core, before any library looks at how many there are."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+
+class Clock:
+    """Times updates (or generations: turns) and reports them; the first `warmup` are not measured.
+
+    Everything but the report goes to standard error, whatever a library prints: standard output carries JSON lines.
+    """
+
+    def __init__(self, args: argparse.Namespace, warmup: int = WARMUP) -> None:
+        self.args, self.warmup, self.begun, self.seconds, self.cpu_seconds = args, warmup, 0, [], []
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    @property
+    def updates(self) -> int:
+        """How many updates to make, warm-up included."""
+        return self.warmup + self.args.repeats
+
+    def begin(self) -> None:
+        """Before an update; waits for its turn."""
+        if self.begun == self.warmup:
+            self.say({"ready": True})
+        if self.begun >= self.warmup and self.args.driven:
+            sys.stdin.readline()
+        self.begun += 1
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        """After an update whose results are there."""
+        took, cpu_took = time.perf_counter() - self.start, time.process_time() - self.cpu_start
+        if self.begun > self.warmup:
+            self.seconds.append(took)
+            self.cpu_seconds.append(cpu_took)
+            self.say({"update": took})
+
+    def report(self, engine: str, parameters: int, packages: list[str], more: dict | None = None) -> None:
+        """The result as one JSON object."""
+        args = self.args
+        row = {"engine": engine, "device": "cpu", "dtype": "float32", "sequences": args.sequences}
+        row |= {"tokens": args.tokens, "prompt": args.prompt, "microbatch": args.microbatch}
+        row |= {"budget": None, "buffer": None, "threads": len(os.sched_getaffinity(0)), **(more or {})}
+        self.say(row | self.measured(parameters, packages))
+
+    def measured(self, parameters: int, packages: list[str]) -> dict:
+        """What every row says at its end: times, memory, versions."""
+        row = {"seconds": statistics.median(self.seconds), "seconds_min": min(self.seconds)}
+        row["cpu_seconds_min"] = min(self.cpu_seconds)  # what other programs on the machine take is not in it
+        row |= {"repeats": len(self.seconds), "peak_bytes": peak_bytes(), "parameters": parameters}
+        return row | {"versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}}}
+
+    def say(self, row: dict) -> None:
+        """A line of JSON; without a driver the result alone."""
+        if self.args.driven or "engine" in row:
+            print(json.dumps(row), file=self.out, flush=True)
+
+
+def peak_bytes() -> int:
+    """Most memory that the process ever held, compilation included (getrusage would count its parent's, too)."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0

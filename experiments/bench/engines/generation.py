@@ -1,0 +1,86 @@
+"""What all engines of `bench/rollout.py` share beside `common.py`: sizes, prompts, times of single steps, the row.
+
+Standard library only: it runs in four environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+EARLY, LATE, WINDOW = 400, 4000, 160  # in new tokens: where steps are looked at, and how many of them
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line of an engine."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--batch", type=int, default=32)
+    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt; none of them padding")
+    made.add_argument("--new-tokens", type=int, default=512)
+    made.add_argument("--budget", type=int, default=128, help="keys kept, by engines that drop any")
+    made.add_argument("--buffer", type=int, default=32, help="steps between two compressions")
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--driven", action="store_true", help="every measured turn waits for a line on standard input")
+    return made
+
+
+def prompts(batch: int, prompt: int, vocabulary: int) -> list[list[int]]:
+    """Random token ids, the same in all engines."""
+    numbers = random.Random(0)
+    return [[numbers.randrange(1, vocabulary) for _ in range(prompt)] for _ in range(batch)]
+
+
+class Marks:
+    """When so many tokens of a response were decided: by the clock, and in CPU time of this process."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[tuple[int, float, float]]] = []
+
+    def begin(self) -> None:
+        """Before a turn."""
+        self.turns.append([])
+
+    def forget(self) -> None:
+        """What came so far was to warm up."""
+        self.turns = []
+
+    def mark(self, tokens: int) -> None:
+        """`tokens` of every response are decided now."""
+        self.turns[-1].append((tokens, time.perf_counter(), time.process_time()))
+
+    def milliseconds(self, around: int, cpu: bool) -> float | None:
+        """Median time of a step over `WINDOW` tokens around a place, all turns together; None without marks there."""
+        which = 2 if cpu else 1
+        first, last = around - WINDOW // 2, around + WINDOW // 2
+        steps = []
+        for turn in self.turns:
+            for before, after in zip(turn, turn[1:], strict=False):
+                if first <= before[0] and after[0] <= last:
+                    steps.append((after[which] - before[which]) / (after[0] - before[0]) * 1e3)
+        return statistics.median(steps) if steps else None
+
+
+def early_and_late(marks: Marks, new_tokens: int, cpu: bool = False) -> tuple[float | None, float | None]:
+    """Milliseconds of a step around token 400 and around token 4,000, or at the end of a shorter response."""
+    late = min(LATE, new_tokens - WINDOW // 2)
+    return marks.milliseconds(min(EARLY, late), cpu), marks.milliseconds(late, cpu)
+
+
+def row(
+    engine: str, args: argparse.Namespace, seconds: list[float], marks: Marks | None = None, tokens: int | None = None
+) -> dict:
+    """The fields that every engine's row begins with. Those that an engine does not know stay null.
+
+    Args:
+      seconds: of each measured turn. tokens: decided in one, if it is not the same number for all rows.
+    """
+    marks = marks or Marks()
+    (early, late), cpu = (early_and_late(marks, args.new_tokens, cpu) for cpu in (False, True))
+    tokens_per_s = (tokens or args.batch * args.new_tokens) / statistics.median(seconds)
+    found = {"engine": engine, "device": "cpu", "batch": args.batch, "prompt": args.prompt}
+    found |= {"new_tokens": args.new_tokens, "budget": None, "buffer": None, "tokens_per_s": tokens_per_s}
+    found |= {"ms_per_step_early": early, "ms_per_step_late": late}
+    found |= {"cpu_ms_per_step_early": cpu[0], "cpu_ms_per_step_late": cpu[1]}  # on a shared machine, the better ones
+    return found | {"cache_bytes": None, "expected_cache_bytes": None, "max_abs_dlogp": None}

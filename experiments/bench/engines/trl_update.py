@@ -1,0 +1,109 @@
+"""A GRPO update of TRL: GRPOTrainer.train() with everything but its generation, as its defaults have it.
+
+The trainer's own loop runs: gradient accumulation, its loss ("dapo"), clipping of the gradient's norm, fused AdamW,
+metrics. Only `_generate_and_score_completions` is replaced, by one that hands over random completions.
+No KL (the default).
+Settings other than the defaults: no gradient checkpointing, float32, a constant learning rate, nothing logged or saved.
+"""
+
+import tempfile
+
+import common
+
+common.one_thread()  # before torch is imported
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from torch_update import qwen2_config  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A vocabulary of numbers; the trainer asks for a tokenizer, and nothing here is text."""
+    words = {str(number): number for number in range(common.VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0", eos_token="0")
+
+
+class Trainer(GRPOTrainer):
+    """GRPOTrainer whose completions are there already."""
+
+    def _generate_and_score_completions(self, inputs: list) -> dict:
+        return dict(self.completions)
+
+
+class Timer(TrainerCallback):
+    """The clock runs from the first microbatch of an optimizer step to its end."""
+
+    def __init__(self, clock: common.Clock) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.clock.begin()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.clock.end()
+
+
+def random_completions(sequences: int, prompt: int, response: int) -> dict:
+    """What the trainer's own generation would return."""
+    tokens = torch.randint(1, common.VOCABULARY, (sequences, prompt + response))
+    mask = torch.ones_like(tokens)
+    return {
+        "prompt_ids": tokens[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": tokens[:, prompt:],
+        "completion_mask": mask[:, prompt:],
+        "advantages": torch.tensor(common.advantages(sequences)),
+        "num_items_in_batch": mask[:, prompt:].sum(),
+    }
+
+
+def grpo_config(args, clock: common.Clock, folder: str) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=args.microbatch,
+        gradient_accumulation_steps=args.sequences // args.microbatch,
+        num_generations=min(common.GROUP, args.sequences),
+        max_completion_length=args.tokens - args.prompt,
+        max_steps=clock.updates,
+        learning_rate=common.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=common.BETAS[0],
+        adam_beta2=common.BETAS[1],
+        adam_epsilon=common.ADAM_EPS,
+        weight_decay=common.WEIGHT_DECAY,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    args = common.parser(__doc__).parse_args()
+    clock = common.Clock(args)
+    torch.set_num_threads(1)
+    model = Qwen2ForCausalLM(qwen2_config(not args.untied, args.tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+            args=grpo_config(args, clock, folder),
+            train_dataset=Dataset.from_dict({"prompt": ["1"] * args.sequences}),
+            processing_class=tokenizer(),
+            callbacks=[Timer(clock)],
+        )
+        trainer.completions = random_completions(args.sequences, args.prompt, args.tokens - args.prompt)
+        trainer.train()
+    clock.report("trl", sum(p.numel() for p in model.parameters()), ["trl", "torch", "transformers"])
+
+
+if __name__ == "__main__":
+    main()

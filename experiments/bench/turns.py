@@ -1,0 +1,86 @@
+"""Engines of a benchmark as processes of their own, which take turns; and the file that their rows end in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from provenance import provenance
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Worker:
+    """A running engine. It says on its standard output when it is ready, after every turn, and its result."""
+
+    command: list[str]
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __enter__(self) -> Worker:
+        pipe, peer = subprocess.PIPE, self.command[0] != sys.executable
+        own = environment() if peer else None
+        self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, text=True, env=own)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def turn(self) -> None:
+        """Lets it make one turn (an update, a generation), and waits for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.read()
+
+    def read(self) -> Row:
+        """The next line that it says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"expected a line of JSON; got the end of the output of {' '.join(self.command)}")
+        return json.loads(line)
+
+
+def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
+    """One row an engine, of its command line; what disturbs one disturbs the others too."""
+    with ExitStack() as stack:
+        workers = []
+        for command in engines:
+            workers.append(stack.enter_context(Worker(command)))
+            workers[-1].read()  # ready: compiled and warm, before the next one starts
+        for _ in range(repeats):
+            for worker in workers:
+                worker.turn()
+        rows = [worker.read() for worker in workers]
+    if len(models := {row["parameters"] for row in rows}) > 1:
+        raise SystemExit(f"expected one model in all engines; got models of {sorted(models)} parameters")
+    return rows
+
+
+def environment() -> dict[str, str]:
+    """Ours, without what would lead a peer's interpreter to our packages."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def lines(command: list[str]) -> Iterator[Row]:
+    """What a process of ours says, line by line, as it comes."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from map(json.loads, process.stdout)
+    if process.returncode:
+        raise SystemExit(f"expected {' '.join(command)} to end well; got exit status {process.returncode}")
+
+
+def write(path: Path, rows: list[Row], device: Row | None = None) -> None:
+    """The rows, and where they come from; engines say their own versions."""
+    result = provenance(packages=()) | (device or {}) | {"rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,153 @@
+"""Is a GRPO update of smd_jax faster than one of the libraries that users have?
+
+Question   Seconds and peak memory of a whole update (forward, loss, backward, AdamW; no reference model, no generation)
+           of the same model in smd_jax, Tunix, TRL and plain torch, on one CPU core in float32; and where ours goes.
+Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
+           python experiments/bench/update.py --parts --json          (our update in pieces)
+Cost       about six minutes on a quiet machine; 8 GB of memory, because all engines are alive at once
+Result     see experiments/results/
+
+Model      Qwen2: hidden 256, 4 layers, 8 query and 2 KV heads of 32, FFN 768, vocabulary 1,024, tied embeddings.
+Sizes      576 tokens (64 of prompt), 32 sequences in microbatches of 8: all engines; ours with the dense mask, and with
+           the shadow mask of a cache of 128 + 32 keys.
+           4,096 tokens (64 of prompt), 4 sequences in microbatches of 1: torch, and ours with the dense mask, with
+           that of a cache of 256 + 128 keys, and with the latter as T × T booleans, which is what the mask would cost
+           without our attention. Masks are those of a random policy; no rollout runs.
+Fairness   Every engine is a process of its own, pinned to one core; all are compiled first and then take turns, update
+           by update. No padding, so that torch may use its causal kernel without a mask. No gradient checkpointing in
+           the peers, no remat of layers in ours (which does recompute the logits, and measures entropy and mismatch, as
+           it always does). What each peer runs is said at the top of its file in experiments/bench/engines/.
+           `seconds` is the median, `cpu_seconds_min` the least CPU time: only it means anything on a shared machine.
+           `peak_bytes` is the peak of the whole process, libraries and compilation included.
+
+Environments of the peers, none of which may be smd_jax's own:
+
+    python3.11 -m venv torch && torch/bin/pip install torch==2.13.0 numpy && torch/bin/pip install transformers==5.23.0
+    python3.11 -m venv trl   && trl/bin/pip install torch==2.13.0 numpy \\
+                             && trl/bin/pip install transformers==5.23.0 trl==1.16.0 accelerate==1.15.0 datasets==5.2.0
+    python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7 jax==0.12.0.1 flax==0.12.12
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from bench.turns import Row, environment, take_turns, write
+from smd_jax.train.progress import summary_table
+
+HERE = Path(__file__).parent
+Engine = Literal["ours", "torch", "trl", "tunix"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One update: ours with the dense mask and with `budget` + `buffer` keys, and the `peers` measured beside it."""
+
+    sequences: int
+    prompt: int
+    microbatch: int
+    budget: int
+    buffer: int
+    peers: tuple[Engine, ...]
+    boolean: bool = False  # also ours with the same mask as T × T booleans
+
+
+SIZES = {
+    576: Size(32, 64, 8, 128, 32, ("torch", "trl", "tunix")),
+    4096: Size(4, 64, 1, 256, 128, ("torch",), boolean=True),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Times GRPO updates of several libraries, in turns."""
+
+    engine: tuple[Engine, ...] = ("ours", "torch", "trl", "tunix")  # a peer without interpreter is left out
+    torch_python: str | None = None  # interpreter with torch and transformers
+    trl_python: str | None = None  # interpreter with TRL
+    tunix_python: str | None = None  # interpreter with Tunix
+    lengths: tuple[int, ...] = tuple(SIZES)  # tokens of a sequence
+    repeats: int = 5  # measured updates of each
+    untied: bool = False  # an output projection of its own
+    parts: bool = False  # our update in pieces, in place of a comparison
+    json: bool = False  # print one JSON object a line in place of a table
+    out: Path | None = None  # write the rows, with date and command, to this file
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.lengths) - set(SIZES)):
+            raise SystemExit(f"expected lengths from {sorted(SIZES)}; got {unknown}")
+
+    def python(self, engine: Engine) -> str | None:
+        """The interpreter of an engine, None without one."""
+        found = {"torch": self.torch_python, "trl": self.trl_python, "tunix": self.tunix_python}
+        return sys.executable if engine == "ours" else found[engine]
+
+
+def commands(args: Args, tokens: int) -> Iterator[list[str]]:
+    """The command line of every engine that is asked for and can be measured at this length."""
+    size = SIZES[tokens]
+    same = ["--tokens", tokens, "--sequences", size.sequences, "--prompt", size.prompt]
+    same += ["--microbatch", size.microbatch, "--repeats", args.repeats, *(["--untied"] if args.untied else [])]
+    shadow = ["--visibility", "shadow", "--budget", size.budget, "--buffer", size.buffer]
+    for engine in args.engine:
+        python = args.python(engine)
+        if engine == "ours":
+            ours = [sys.executable, HERE / "engines" / "smd_update.py", *same]
+            forms = ([], shadow, [*shadow, "--boolean"]) if size.boolean and not args.parts else ([], shadow)
+            yield from ([str(word) for word in (*ours, *more)] for more in forms)
+        elif engine in size.peers and python is not None:
+            yield [str(word) for word in (python, HERE / "engines" / f"{engine}_update.py", *same)]
+
+
+def compare(args: Args, tokens: int) -> list[Row]:
+    """One row an engine; all take turns, so that what disturbs one disturbs the others too."""
+    return take_turns(args.repeats, ([*command, "--driven"] for command in commands(args, tokens)))
+
+
+def pieces(args: Args, tokens: int) -> list[Row]:
+    """Our update, dense and shadow, in pieces."""
+    found = []
+    for command in commands(replace(args, engine=("ours",)), tokens):
+        done = subprocess.run([*command, "--parts"], stdout=subprocess.PIPE, text=True, check=True, env=environment())
+        found += [json.loads(line) for line in done.stdout.splitlines()]
+    return found
+
+
+def table(tokens: int, rows: list[Row]) -> None:
+    names = [", ".join(row[key] for key in ("engine", "visibility", "mask") if key in row) for row in rows]
+    if "part" in rows[0]:
+        columns = ("engine", "part", "CPU seconds", "Gflop/s")
+        picked = [(row["part"], row["cpu_seconds"], row["gflops_per_second"]) for row in rows]
+    else:
+        columns = ("engine", "seconds", "least", "CPU, least", "peak GB")
+        keys = ("seconds", "seconds_min", "cpu_seconds_min")
+        picked = [(*(row[key] for key in keys), row["peak_bytes"] / 1e9) for row in rows]
+    cells = [(name, *values) for name, values in zip(names, picked, strict=True)]
+    summary_table(f"One update of {SIZES[tokens].sequences} sequences of {tokens} tokens", columns, cells)
+
+
+def main(args: Args) -> None:
+    found = []
+    for tokens in args.lengths:
+        rows = (pieces if args.parts else compare)(args, tokens)
+        found += rows
+        if args.json:
+            print("\n".join(json.dumps(row) for row in rows), flush=True)
+        else:
+            table(tokens, rows)
+    if args.out is not None:
+        write(args.out, found)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,121 @@
+"""What an eviction policy is: a score for every key of a layer's cache, higher = keep; the sampler does the rest.
+
+To add one: a frozen dataclass with `score`, a row in `tests/under_test.py`. Nothing in the library needs to know it.
+
+All see a `CacheView`: the keys in column order, empty slots first, so the newest key is the last slot. Scores are
+computed in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.pytrees import any_leaves
+
+
+@any_leaves
+class CacheView(struct.PyTreeNode):
+    """What a policy may look at when a layer is compressed, after the attention of the newest query.
+
+    Attributes:
+      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE; those of a quantised cache as it is read.
+      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
+        also at the right, where its scores no longer matter).
+      positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
+      received: `[batch, kv_heads, slots]` attention received so far, for policies with `observes_attention`.
+      queries: `[batch, heads, query_window, head_dim]` the newest queries, in no particular order.
+      query_positions: `[batch, query_window]` their positions; negative: the sequence is shorter than the window.
+      keys_rng: `[batch]` one PRNG key per row, new at every compression; the key is consumed.
+      budget: keys that will be kept. Static.
+    """
+
+    keys: Float[Array, "batch kv_heads slots head_dim"]
+    values: Float[Array, "batch kv_heads slots head_dim"]
+    valid: Bool[Array, "batch kv_heads slots"]
+    positions: Int[Array, "batch kv_heads slots"]
+    received: Float[Array, "batch kv_heads slots"] | None
+    queries: Float[Array, "batch heads query_window head_dim"] | None
+    query_positions: Int[Array, "batch query_window"]
+    keys_rng: Key[Array, " batch"]
+    budget: int = struct.field(pytree_node=False)
+
+
+Scores = Float[Array, "batch kv_heads slots"]
+
+
+@dataclass(frozen=True)
+class EvictionPolicy:
+    """Base of all policies.
+
+    Attributes:
+      evicts: False only for `Dense`.
+      observes_attention: the rollout sums up the attention that each key receives (`CacheView.received`).
+      query_window: how many of the newest queries the rollout keeps (`CacheView.queries`).
+    """
+
+    evicts: ClassVar[bool] = True
+
+    @property
+    def observes_attention(self) -> bool:
+        return False
+
+    @property
+    def query_window(self) -> int:
+        return 0
+
+    def protected(self, budget: int) -> int:
+        """Keys that are kept whatever their score; the budget must hold them."""
+        del budget
+        return 0
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        """Keys kept in each layer."""
+        return (budget,) * num_layers
+
+    def score(self, view: CacheView) -> Scores:
+        """`[batch, kv_heads, slots]`, higher = keep. Values at empty slots are ignored."""
+        raise TypeError(f"{type(self).__name__} has no score: it never evicts, or its class must define one")
+
+
+def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
+    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects."""
+    for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
+        needed = max(policy.protected(size), 1)
+        if size < needed:
+            raise ValueError(
+                f"expected a budget of at least {needed} keys (sinks + window that {policy} protects); "
+                f"got {size} in layer {layer} (budget {budget})"
+            )
+
+
+def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
+    """Raises ValueError unless a number of a policy, of sinks or queries for example, is `least` or more."""
+    if not value >= least:
+        raise ValueError(f"expected {type(policy).__name__}.{field} >= {least}; got {value}")
+
+
+def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
+    """Raises ValueError unless a number of a policy is a share."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"expected {type(policy).__name__}.{field} from 0 to 1, because it is a share; got {value}")
+
+
+def newest(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
+    """The `count` newest slots."""
+    slots = view.keys.shape[2]
+    return (jnp.arange(slots) >= slots - count)[None, None]
+
+
+def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
+    """Puts the protected slots above all others."""
+    return jnp.where(protected, jnp.inf, scores)
+
+
+def wide(x: Float[Array, ...]) -> Float[Array, ...]:
+    """In float32 or wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

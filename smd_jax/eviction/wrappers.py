@@ -1,0 +1,76 @@
+"""Policies around another one: what it must keep, and how many keys each layer gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest, protect
+
+
+@dataclass(frozen=True)
+class _Wrapper(EvictionPolicy):
+    """A policy around another one."""
+
+    inner: EvictionPolicy
+
+    @property
+    def observes_attention(self) -> bool:
+        return self.inner.observes_attention
+
+    @property
+    def query_window(self) -> int:
+        return self.inner.query_window
+
+    def protected(self, budget: int) -> int:
+        return self.inner.protected(budget)
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        return self.inner.layer_budgets(budget, num_layers)
+
+    def score(self, view: CacheView) -> Scores:
+        return self.inner.score(view)
+
+
+@dataclass(frozen=True)
+class Protect(_Wrapper):
+    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them."""
+
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, "sinks", self.sinks, 0)
+        check_at_least(self, "recent", self.recent, 0)
+
+    def protected(self, budget: int) -> int:
+        return self.inner.protected(budget) + self.sinks + self.recent
+
+    def score(self, view: CacheView) -> Scores:
+        return protect(self.inner.score(view), (view.positions < self.sinks) | newest(view, self.recent))
+
+
+@dataclass(frozen=True)
+class Pyramid(_Wrapper):
+    """PyramidKV's budgets (arXiv:2406.02069) around any score: they fall linearly from the first layer to the last.
+
+    With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
+    w + most - l (most - least) / (L - 1). The mean over layers is `budget`, but for rounding.
+
+    The first layer gets nearly twice the budget, however short the prompt. kvpress compresses prompts alone: it clamps
+    the largest budget to the prompt's length and raises the smallest by as much, so that its budgets differ there.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        # Below 1 the last layer would get more than the first.
+        check_at_least(self, "beta", self.beta, 1)
+
+    def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
+        if num_layers == 1:
+            return (budget,)
+        window = self.inner.protected(budget)
+        least = (budget - window) / self.beta
+        most = 2 * (budget - window) - least
+        step = (most - least) / (num_layers - 1)
+        return tuple(window + round(most - layer * step) for layer in range(num_layers))
