@@ -21,7 +21,7 @@ from smd_jax.learner.update import (
     takes_sampler_for_old,
 )
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 from smd_jax.sharding import shard_batch
 from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop

@@ -22,7 +22,7 @@ from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, ch
 from smd_jax.learner.update import Metrics, ReplayFunction, TrainState, make_replay
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop, LoopConfig, Samples, over_steps
 from smd_jax.trajectory import Trajectory

@@ -25,7 +25,7 @@ from smd_jax.learner.update import (
     takes_sampler_for_old,
 )
 from smd_jax.metrics import sampler_learner_metrics
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows
 from smd_jax.train.loop import Loop, LoopConfig, over_steps
 

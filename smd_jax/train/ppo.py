@@ -32,8 +32,8 @@ from smd_jax.learner.update import (
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.losses.value import ValueConfig
 from smd_jax.metrics import token_mean
-from smd_jax.model.decoder import Decoder, Params
-from smd_jax.model.value_head import check_value_head, values
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.trajectory import Trajectory
@@ -81,7 +81,7 @@ class PPOConfig(PolicyConfig):
             )
 
 
-def make_train_batch(model: Decoder, config: PPOConfig) -> MakeTrainBatch:
+def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
     """The jitted `(params, trajectory, rewards, counted_rows) -> (batch, metrics)`: what a whole rollout has to teach.
 
     The returned function raises ValueError for parameters without a value head, a trajectory whose probabilities no
@@ -106,7 +106,7 @@ def make_train_batch(model: Decoder, config: PPOConfig) -> MakeTrainBatch:
 
 
 def _judge(
-    model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
+    model: LanguageModel, config: UpdateConfig, params: Params, trajectory: Trajectory
 ) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
     """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
 
@@ -146,6 +146,10 @@ class PPOLoop(PolicyLoop):
     def check(self, state: TrainState) -> None:
         check_value_head(state.params)
         super().check(state)
+
+    def policy_params(self, params: Params) -> Params:
+        """Without the critic's head."""
+        return drop_value_head(params)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
