@@ -66,6 +66,7 @@ class Compression:
     Attributes:
       policy: scores the keys. budget: how many stay. buffer: empty slots to put at their right.
       layer: index of the layer. record_parity: of a quantised cache.
+      window: newest columns that a query of this layer sees; None: all.
     """
 
     policy: EvictionPolicy
@@ -73,6 +74,7 @@ class Compression:
     buffer: int
     layer: int
     record_parity: bool = False
+    window: int | None = None
 
     def __call__(self, cache: LayerCache, moment: Moment, number: Int[Array, ""]) -> tuple[LayerCache, Gone]:
         """The cache with `budget + buffer` slots. `number`: of the newest query, see `LayerCache.queries`."""
@@ -81,8 +83,9 @@ class Compression:
             cache, parity = self._quantize(cache, moment)
             return kv_cache.pad(cache, -rest, self.buffer), Gone(None, parity)
         if self.policy.evicts:
-            kept, gone = kv_cache.select(self.policy.score(self._view(cache, moment, number)), cache.valid, self.budget)
-            dropped = jnp.take_along_axis(cache.columns, gone, axis=2)
+            seen = self._within_window(cache, moment)
+            kept, gone = kv_cache.select(self.policy.score(self._view(seen, moment, number)), seen.valid, self.budget)
+            dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
         else:  # the oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
@@ -100,6 +103,14 @@ class Compression:
         # Queries are read alone: among what is written they would be copied for every part.
         new, gone = by_row_parts(compress, cache.replace(queries=None), (cache.queries, moment))
         return new.replace(queries=cache.queries), gone
+
+    def _within_window(self, cache: LayerCache, moment: Moment) -> LayerCache:
+        """Slots whose keys no query to come will see count as empty, so that they go first. When their keys became
+        invisible is known without a record: `smd_jax.masks.windowed`."""
+        if self.window is None:
+            return cache
+        next_query = (moment.newest + 1)[:, None, None]
+        return cache.replace(columns=jnp.where(next_query < cache.columns + self.window, cache.columns, EMPTY))
 
     def _quantize(self, cache: LayerCache, moment: Moment) -> tuple[LayerCache, Parity | None]:
         """Quantises what a layer holds in full precision, if it is to be."""
