@@ -203,7 +203,7 @@ def precisions(jaxpr: Any) -> list[Any]:
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval"])
 def test_float32_is_multiplied_as_float32(impl: Any):
-    """Accelerators would do it in fewer bits, in another order here than there; a CPU cannot show it but in the program.
+    """Accelerators would do it in fewer bits, in another order here than there; a CPU shows it in the program alone.
     Whatever `jax.default_matmul_precision` says, forward and backward ask for the highest."""
     config = replace(CONFIGS["GQA"], tie_embeddings=False)
     mask = ShadowMask(jnp.array(evicted_at(config)))
