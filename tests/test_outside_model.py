@@ -55,6 +55,11 @@ def rolled(name: str, config: RolloutConfig = SIZES) -> Trajectory:
     return quick_rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=config)
 
 
+def recorded(trajectory: Trajectory) -> ShadowMask:
+    assert isinstance(trajectory.mask, ShadowMask)
+    return trajectory.mask
+
+
 def gap(trajectory: Trajectory, mask: Any = None, model: OutsideModel = MODEL) -> float:
     """Largest |log p_sampler - log p_learner| of the response tokens."""
     scores = replay_jitted(model, params(), trajectory, trajectory.mask if mask is None else mask)
@@ -66,7 +71,7 @@ def gap(trajectory: Trajectory, mask: Any = None, model: OutsideModel = MODEL) -
 
 def test_forward_against_numpy():
     trajectory = rolled("H2O")
-    visible = np.asarray(ShadowMask(trajectory.mask.evicted_at).to_boolean())
+    visible = np.asarray(ShadowMask(recorded(trajectory).evicted_at).to_boolean())
     logits = np.asarray(apply_model(MODEL, params(), trajectory.tokens, trajectory.positions, trajectory.mask))
     wide = jax.tree.map(np.float64, params())
     for row in (0, 3):
@@ -147,7 +152,7 @@ def test_every_implementation_gives_the_same(impl: Any):
     trajectory = rolled("H2O")
     model = replace(MODEL, attention=AttentionConfig(impl))
     assert gap(trajectory, model=model) <= 2e-5
-    plain = trajectory.mask.replace(segments=())  # says nothing of the segments, nor of windows
+    plain = recorded(trajectory).replace(segments=())  # says nothing of the segments, nor of windows
     if impl != "segments":
         assert gap(trajectory, plain, model) <= 2e-5
 
@@ -178,7 +183,7 @@ def loss_and_gradients(trajectory: Trajectory) -> tuple[Any, Any]:
 def test_the_update_is_the_same_under_intervals_and_booleans():
     trajectory = rolled("H2O")
     one, gradient = loss_and_gradients(trajectory)
-    other, expected = loss_and_gradients(trajectory.replace(mask=trajectory.mask.to_boolean()))
+    other, expected = loss_and_gradients(trajectory.replace(mask=recorded(trajectory).to_boolean()))
     assert one["sampling/sampling_logp_difference/max"] <= 2e-5
     np.testing.assert_allclose(one["loss"], other["loss"], atol=1e-6)
     assert optax.tree.norm(expected) > 1e-2 and distance(gradient, expected) < 1e-5
@@ -202,9 +207,8 @@ def test_its_parameters_are_sharded_by_a_rule_for_names_that_nobody_knows():
     assert param_spec(("value_head", "kernel"), (32, 1), mesh) == P()
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}])
-def test_sharded_over_eight_devices(axes: dict[str, int]):
-    mesh = make_mesh(**axes)
+def test_sharded_over_eight_devices():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
     whole = rolled("H2O")
     with jax.set_mesh(mesh):
         placed = shard_tree(params(), mesh)
