@@ -18,15 +18,19 @@ transformers and vLLM keep more than k in the first case, and tear them apart in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from smd_jax.config import check_whole
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import pack, packed_size
+from smd_jax.sharding import over_rows
 
 BLOCK = 128
 ID_BYTES = 4
@@ -49,10 +53,9 @@ class SamplingConfig:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"expected a temperature >= 0; got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"expected top_k >= 0 (0: no filter); got {self.top_k}")
+        if not 0 <= self.temperature < math.inf:  # NaN is neither
+            raise ValueError(f"expected a finite temperature >= 0; got {self.temperature}")
+        check_whole("top_k", self.top_k, 0, "0: no filter")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"expected 0 < top_p <= 1 (1: no filter); got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -104,7 +107,9 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
     logits = logits / config.temperature
     vocab, ids = logits.shape[-1], None
     if config.keeps(vocab):
-        logits, ids = jax.lax.top_k(logits, config.keeps(vocab))
+        # By each device for its own rows: left alone, the compiler gathers all rows on every device to sort them
+        # (openxla/xla#49006).
+        logits, ids = over_rows(partial(jax.lax.top_k, k=config.keeps(vocab)), logits)
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
     places = inverse_cdf(weights, uniforms)
@@ -154,7 +159,8 @@ def _pick(x: Array, places: Int[Array, " batch"]) -> Array:
 def inverse_cdf(weights: Float[Array, "batch count"], uniforms: Float[Array, " batch"]) -> Int[Array, " batch"]:
     """int32: the first index at which the running sum of a row exceeds `uniform * total`.
 
-    Rounding never leads to an index of weight zero, as long as a row has one that is positive.
+    Rounding never leads to an index of weight zero, as long as a row has one that is positive. A row without any (its
+    logits hold NaN) gets some index, which means nothing, but is one: its log-probability is NaN and tells.
     """
     batch, count = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -count % BLOCK))).reshape(batch, -1, BLOCK)
@@ -162,7 +168,8 @@ def inverse_cdf(weights: Float[Array, "batch count"], uniforms: Float[Array, " b
     target = uniforms * jnp.sum(sums, axis=-1)
     block, before = _first_beyond(sums, target)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _first_beyond(inside, target - before)[0]
+    index = block * BLOCK + _first_beyond(inside, target - before)[0]
+    return jnp.minimum(index, count - 1)  # the last block is padded beyond the vocabulary
 
 
 def _first_beyond(

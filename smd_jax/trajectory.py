@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -62,3 +63,18 @@ class Trajectory(struct.PyTreeNode):
     def lengths(self) -> Int[Array, " batch"]:
         """Response tokens of each row."""
         return jnp.sum(self.response_mask, axis=1)
+
+
+def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "rows columns"]) -> None:
+    """Raises FloatingPointError if a token was drawn from logits that are no numbers: there was no distribution, and
+    the token means nothing. Reads the values, so it cannot run under jit.
+
+    Args:
+      logprobs: of the drawn tokens, 0 for columns behind the end of a row.
+    """
+    bad = int(jnp.sum(~jnp.all(jnp.isfinite(jnp.asarray(logprobs)), axis=1)))
+    if bad:
+        raise FloatingPointError(
+            f"expected finite logits in the sampler; got NaN or infinity in {bad} of {len(logprobs)} rows. The "
+            "parameters hold such numbers (a diverged update, a broken checkpoint), or the compute dtype overflows"
+        )

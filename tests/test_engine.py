@@ -285,6 +285,24 @@ def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
 # Errors.
 
 
+def test_another_default_generator():
+    """JAX may be told to make other keys by default; ours are threefry's all the same."""
+    key = jax.random.key(1, impl="threefry2x32")
+    engine = Engine(MODEL, Knorm(), replace(SIZES, max_new_tokens=5), slots=3, prefill_rows=2)
+    expected = engine.run(make_params(SHAPE), prompts(), key).trajectory
+    with jax.default_prng_impl("rbg"):
+        got = engine.run(make_params(SHAPE), prompts(), key).trajectory
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+
+
+def test_a_broken_model_is_refused():
+    """NaN in a matrix: the run ends with the reason, instead of a trajectory of tokens that mean nothing."""
+    params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(SHAPE))
+    engine = Engine(MODEL, Knorm(), replace(SIZES, sampling=SamplingConfig(top_k=5)), slots=3, prefill_rows=2)
+    with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 3 of 3 rows"):
+        engine.run(params, prompts(), jax.random.key(0))
+
+
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [([5, 0, 3], "at least one token in every prompt; prompt 1 is all padding"), ([], "at least one prompt")],

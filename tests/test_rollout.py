@@ -17,8 +17,14 @@ from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Ran
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import check_limits
+from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_program
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.seats import begin
+from smd_jax.sampler.static import Sampler
 from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
@@ -282,16 +288,78 @@ def test_budget_too_small_for_the_policy():
         roll(SnapKV())
 
 
-@pytest.mark.parametrize("minimum", [-1, 25])
-def test_bad_minimum_length(minimum: int):
-    with pytest.raises(ValueError, match=f"0 <= min_new_tokens <= max_new_tokens = 24; got {minimum}"):
+@pytest.mark.parametrize(
+    ("minimum", "message"),
+    [(-1, "min_new_tokens >= 0.* got -1"), (25, "min_new_tokens <= max_new_tokens = 24; got 25")],
+)
+def test_bad_minimum_length(minimum: int, message: str):
+    with pytest.raises(ValueError, match=message):
         replace(SIZES, min_new_tokens=minimum)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "budget", "buffer"])
 def test_bad_sizes(name: str):
-    with pytest.raises(ValueError, match=f"{name} >= 1; got 0"):
+    with pytest.raises(ValueError, match=f"{name} >= 1, a whole number; got 0"):
         replace(SIZES, **{name: 0})
+
+
+def test_caches_of_a_batch_are_not_gathered():
+    """Row i goes on from prompt i // group, which lies on its own device: nothing of a cache is sent to another."""
+    mesh, group = make_mesh(data=4), 2
+    sampler = Sampler(MODEL, H2O(), SIZES, WIDTH)
+    given = left_padded([3] * 8, WIDTH, SHAPE.vocab_size)
+    prefilled = jax.eval_shape(
+        partial(prefill, sampler), make_params(SHAPE), given, jax.random.split(jax.random.key(0), 8)
+    )
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), prefilled
+        )
+        rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8 * group))
+        limit = jax.ShapeDtypeStruct((8 * group,), jnp.int32, sharding=batch_sharding(mesh))
+        begun = jax.jit(lambda *given: constrain_rows(begin(*given))).lower(placed, rng, limit)
+        hlo = str(begun.compile().as_text())
+    assert "all-gather" not in hlo and "all-to-all" not in hlo
+
+
+@pytest.mark.parametrize(("token", "what"), [(-1, "token -1"), (SHAPE.vocab_size, f"token {SHAPE.vocab_size}")])
+def test_ids_outside_of_the_vocabulary(token: int, what: str):
+    given = left_padded([2, 3], WIDTH, SHAPE.vocab_size)
+    given = given.replace(tokens=given.tokens.at[1, -2].set(token))
+    for sample in (rollout, sample_by_engine):
+        with pytest.raises(ValueError, match=f"vocabulary; got {what} in prompt 1, column {WIDTH - 2}"):
+            sample(MODEL, make_params(SHAPE), given, jax.random.key(0), policy=Knorm(), config=SIZES)
+    padding = given.replace(tokens=left_padded([2, 3], WIDTH, SHAPE.vocab_size).tokens.at[0, 0].set(-100))
+    with pytest.raises(ValueError, match="got padding -100 in prompt 0, column 0"):
+        rollout(MODEL, make_params(SHAPE), padding, jax.random.key(0), policy=Knorm(), config=SIZES)
+
+
+@pytest.mark.parametrize("group_size", [0, -1])
+def test_bad_group_sizes(group_size: int):
+    given = left_padded([2, 3], WIDTH, SHAPE.vocab_size)
+    for sample in (rollout, sample_by_engine):
+        with pytest.raises(ValueError, match=f"group_size >= 1, a whole number; got {group_size}"):
+            sample(
+                MODEL,
+                make_params(SHAPE),
+                given,
+                jax.random.key(0),
+                policy=Knorm(),
+                config=SIZES,
+                group_size=group_size,
+            )
+
+
+def sample_by_engine(
+    model: Decoder, params: Any, given: Any, key: Any, *, policy: Any, config: Any, **other: Any
+) -> Any:
+    return Engine(model, policy, config, 2).run(params, given, key, **other)
+
+
+def test_limits_are_whole():
+    """A limit of 2.5 tokens was cut to 2."""
+    with pytest.raises(ValueError, match="limits in whole tokens; got numbers of float64"):
+        inspect.unwrap(check_limits)(np.array([2.5, 3.0]), 2, SIZES)  # behind the types that tests check
 
 
 # Compilations.

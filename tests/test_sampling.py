@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -24,9 +25,12 @@ from smd_jax.sampling import (
     sample,
     token_logprobs,
 )
+from smd_jax.sharding import make_mesh, shard_batch
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
 LOGITS = np.log(PROBABILITIES).astype(np.float32) + np.float32(3.0)  # logits are free up to a constant
+
+GATHERED = re.compile(r"= \(?\w+\[([\d,]*)\]\S* all-gather")  # sizes of what an all-gather makes
 
 jitted = partial(jax.jit, static_argnums=2)(sample)
 
@@ -412,8 +416,11 @@ def test_what_a_learner_can_replay():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature >= 0; got -0.1"),
-        ({"top_k": -1}, r"top_k >= 0 \(0: no filter\); got -1"),
+        ({"temperature": -0.1}, "a finite temperature >= 0; got -0.1"),
+        ({"temperature": float("nan")}, "a finite temperature >= 0; got nan"),
+        ({"temperature": float("inf")}, "a finite temperature >= 0; got inf"),
+        ({"top_k": -1}, r"top_k >= 0, a whole number \(0: no filter\); got -1"),
+        ({"top_p": float("nan")}, r"0 < top_p <= 1 \(1: no filter\); got nan"),
         ({"top_p": 0.0}, r"0 < top_p <= 1 \(1: no filter\); got 0.0"),
         ({"top_p": 1.1}, r"0 < top_p <= 1 \(1: no filter\); got 1.1"),
         ({"min_p": -0.1}, r"0 <= min_p <= 1 \(0: no filter\); got -0.1"),
@@ -423,3 +430,47 @@ def test_what_a_learner_can_replay():
 def test_bad_settings(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**options)
+
+
+# --- broken logits, meshes
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(),
+        SamplingConfig(top_k=3),
+        SamplingConfig(top_p=0.5),
+        SamplingConfig(top_k=3, top_p=0.5, min_p=0.1),
+        SamplingConfig(temperature=0.0),
+    ],
+    ids=str,
+)
+def test_broken_logits_never_leave_the_vocabulary(config: SamplingConfig, bad: float):
+    """A diverged model says NaN. The token is of no use, but it must be one: ids outside of the vocabulary would break
+    whatever reads them before anybody sees the NaN in the log-probabilities, which says that they were broken."""
+    vocab = 100  # less than a block, so that a block's last place is outside
+    drawn = draw(np.full((2, vocab), bad), [0.0, 0.9], config)
+    tokens = np.asarray(drawn.tokens)
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    assert np.isnan(drawn.logprobs).all()
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(top_k=5), SamplingConfig(top_p=0.7, min_p=0.02)], ids=str)
+def test_on_a_mesh_rows_stay_where_they_are(config: SamplingConfig):
+    """The compiler would gather the logits of all rows on every device to sort them (openxla/xla#49006)."""
+    vocab, mesh = 1000, make_mesh(data=2, fsdp=4)
+    rng = np.random.default_rng(0)
+    logits, uniforms = rng.normal(size=(16, vocab)).astype(np.float32), rng.random(16, np.float32)
+    alone = draw(logits, uniforms, config)
+    with jax.set_mesh(mesh):
+        program = jax.jit(partial(sample, config=config))
+        there = shard_batch((jnp.asarray(logits), jnp.asarray(uniforms)), mesh)
+        hlo = str(program.lower(*there).compile().as_text())
+        together = program(*there)
+    gathered = [int(np.prod([int(n) for n in size.split(",") if n])) for size in GATHERED.findall(hlo)]
+    assert max(gathered, default=0) < vocab, f"arrays of these sizes are gathered: {gathered}"
+    np.testing.assert_array_equal(together.tokens, alone.tokens)
+    np.testing.assert_array_equal(together.kept, alone.kept)
+    np.testing.assert_allclose(together.logprobs, alone.logprobs, rtol=1e-6)

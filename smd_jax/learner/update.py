@@ -36,7 +36,7 @@ from smd_jax.losses.policy import (
 from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.masks import Mask
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import lower_percentile
@@ -150,7 +150,8 @@ class TrainBatch(struct.PyTreeNode):
       trajectory: `[batch, ...]`.
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
       old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
-      counts: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows count.
+      counted_rows: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows
+        count.
       old_values, returns: `[batch, R]` the critic's values at the rollout's parameters, and what it should have said;
         None without a critic.
     """
@@ -158,7 +159,7 @@ class TrainBatch(struct.PyTreeNode):
     trajectory: Trajectory
     advantages: Float[Array, " batch"] | Float[Array, "batch R"]
     old_logprobs: Float[Array, "batch R"] | None
-    counts: Bool[Array, " batch"] | None = None
+    counted_rows: Bool[Array, " batch"] | None = None
     old_values: Float[Array, "batch R"] | None = None
     returns: Float[Array, "batch R"] | None = None
 
@@ -196,6 +197,10 @@ class TokenTerms(struct.PyTreeNode):
     agreement: Agreement | None
 
 
+Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
+
+
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
@@ -204,9 +209,7 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
 
 
-def make_update(
-    model: Decoder, optimizer: optax.GradientTransformation, config: UpdateConfig
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
+def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
@@ -239,9 +242,7 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def make_replay(
-    model: Decoder, visibility: Visibility, microbatch_size: int | None = None
-) -> Callable[[Params, Trajectory], Array]:
+def make_replay(model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None) -> ReplayFunction:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
     sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
 
@@ -252,7 +253,7 @@ def make_replay(
 
 
 def learner_logprobs(
-    model: Decoder, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
+    model: LanguageModel, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
 ) -> Float[Array, "batch R"]:
     """Of the response tokens, in as many passes as there are microbatches."""
 
@@ -268,19 +269,19 @@ def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
 
 
 def counted_tokens(
-    config: UpdateConfig, trajectory: Trajectory, counts: Bool[Array, " batch"] | None
+    config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
 ) -> Bool[Array, "batch R"]:
-    """The response tokens that a step learns from; `counts` as in TrainBatch."""
+    """The response tokens that a step learns from; `counted_rows` as in TrainBatch."""
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
         mask = mask_truncated_completions(mask, trajectory.terminated)
-    return mask if counts is None else mask & counts[:, None]
+    return mask if counted_rows is None else mask & counted_rows[:, None]
 
 
-def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
     """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
     trajectory = batch.trajectory
-    mask = counted_tokens(config, trajectory, batch.counts)
+    mask = counted_tokens(config, trajectory, batch.counted_rows)
     early = split_by_time(config.correction)[0]
     if early.traits.uses_mismatch and batch.old_logprobs is None:
         present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
@@ -290,7 +291,7 @@ def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBa
         batch,
         mask,
         correction,
-        weights=token_weights(correction.counted, config.loss.loss_type, counts=batch.counts),
+        weights=token_weights(correction.counted, config.loss.loss_type, counts=batch.counted_rows),
         value_weights=token_weights(mask, "bnpo"),
         distill_weights=token_weights(trajectory.response_mask, "bnpo"),
     )
@@ -303,6 +304,14 @@ def correction_inputs(
     sampler = batch.trajectory.logprobs
     old = sampler if batch.old_logprobs is None else batch.old_logprobs
     return CorrectionInputs(sampler, old, logprobs, batch.advantages, mask)
+
+
+def takes_sampler_for_old(config: UpdateConfig) -> bool:
+    """Whether the log-probabilities that the sampler recorded stand for the learner's at the rollout's parameters.
+
+    With shadow masks the two are the same, unless a correction is to measure that they are.
+    """
+    return config.visibility == "shadow" and not config.correction.traits.uses_mismatch
 
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
@@ -319,7 +328,7 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
         raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")
 
 
-def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objective:
+def _objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
     """The loss of one microbatch as a function of the parameters."""
     late = split_by_time(config.correction)[1]
 
@@ -389,7 +398,7 @@ def _ratio_to_logprobs(
 
 
 def _reference_logprobs(
-    model: Decoder, config: UpdateConfig, state: TrainState, trajectory: Trajectory
+    model: LanguageModel, config: UpdateConfig, state: TrainState, trajectory: Trajectory
 ) -> Float[Array, "batch R"] | None:
     if config.loss.beta == 0 or state.reference is None:
         return None

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from smd_jax.cache.quantized import slot_bytes, table_bytes
-from smd_jax.config import ModelConfig, check_choice
+from smd_jax.config import ModelConfig, check_choice, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget
+from smd_jax.model.protocol import ModelShape
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampling import SamplingConfig
 
@@ -48,15 +49,16 @@ class RolloutConfig:
     quant: QuantConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "budget", "buffer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("budget", self.budget, 1)
+        check_whole("buffer", self.buffer, 1)
+        check_whole("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"expected 0 <= min_new_tokens <= max_new_tokens = {self.max_new_tokens}; got {self.min_new_tokens}"
+                f"expected min_new_tokens <= max_new_tokens = {self.max_new_tokens}; got {self.min_new_tokens}"
             )
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ValueError(f"expected prefill_chunk >= 1 columns, or None; got {self.prefill_chunk}")
+        if self.prefill_chunk is not None:
+            check_whole("prefill_chunk", self.prefill_chunk, 1, "columns, or None")
         check_choice("mask_storage", self.mask_storage, get_args(MaskStorage))
         if self.quant is not None:
             self._check_quant(self.quant)
@@ -94,8 +96,12 @@ def plan(
 def check_limits(
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"], rows: int, config: RolloutConfig
 ) -> Int[np.ndarray, " rows"]:
-    """The limits on the host, int32; raises ValueError unless there is one from 1 to `max_new_tokens` for every row."""
-    given, most = np.asarray(limits), config.max_new_tokens
+    """The limits on the host, int32; raises ValueError unless there is a whole number from 1 to `max_new_tokens` for
+    every row."""
+    given = np.asarray(limits)
+    most = config.max_new_tokens
+    if not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"expected limits in whole tokens; got numbers of {given.dtype}")
     if given.shape != (rows,) or given.min() < 1 or given.max() > most:
         raise ValueError(
             f"expected limits for {rows} rows, each from 1 to max_new_tokens {most}; got shape {given.shape} with "
@@ -109,7 +115,9 @@ def whole_segments(config: RolloutConfig) -> int:
     return -(-config.max_new_tokens // config.buffer) * config.buffer
 
 
-def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+def cache_bytes(
+    model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
+) -> int:
     """Bytes of keys and values that a rollout of `rows` prompts holds."""
     budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
     itemsize, quant = jnp.dtype(model.dtype).itemsize, config.quant

@@ -15,8 +15,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
+from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits
@@ -25,7 +26,7 @@ from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.records import no_records, segment_count, to_trajectory
-from smd_jax.sampler.seats import SamplerState, Seats, begin
+from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
@@ -34,7 +35,7 @@ from smd_jax.trajectory import Trajectory
 
 
 def rollout(
-    model: Decoder,
+    model: LanguageModel,
     params: Params,
     prompts: PromptBatch,
     key: Key[Array, ""] | Key[Array, " rows"],
@@ -59,15 +60,17 @@ def rollout(
 
     Raises:
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
-        for prompts that are empty or not left-padded, and limits outside 1 … max_new_tokens (neither is checked inside
-        a jitted function); for stop strings of another vocabulary, and keys that are not threefry's.
+        for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
+        1 … max_new_tokens (neither is checked inside a jitted function); for a group_size below 1, stop strings of
+        another vocabulary, and keys that are not threefry's.
     """
+    check_whole("group_size", group_size, 1)
     if not isinstance(prompts.valid, Tracer):
-        check_prompts(prompts)
+        check_prompts(prompts, model.shape.vocab_size)
     if limits is not None and not isinstance(limits, Tracer):
         limits = check_limits(limits, prompts.tokens.shape[0] * group_size, config)
     if stop is not None:
-        check_stop_table(stop, model.config.vocab_size)
+        check_stop_table(stop, model.shape.vocab_size)
     return rollout_program(
         model, params, prompts, key, policy=policy, config=config, group_size=group_size, stop=stop, limits=limits
     )
@@ -75,7 +78,7 @@ def rollout(
 
 @partial(jax.jit, static_argnames=("model", "policy", "config", "group_size"))
 def rollout_program(
-    model: Decoder,
+    model: LanguageModel,
     params: Params,
     prompts: PromptBatch,
     key: Key[Array, ""] | Key[Array, " rows"],
@@ -89,12 +92,12 @@ def rollout_program(
     """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions."""
     count, width = prompts.tokens.shape
     rows, sampler = count * group_size, Sampler(model, policy, config, width)
-    params = sampler_params(params, model.config.dtype)
+    params = sampler_params(model, params)
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, keys[::group_size])
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
-    state = begin(prefilled, Seats(jnp.arange(rows) // group_size, keys, limit))
+    state = begin(prefilled, keys, limit)
 
     def unfinished(carry: tuple[SamplerState, SegmentRecord, Array]) -> Array:
         return ~jnp.all(carry[0].done) & (carry[2] < segment_count(sampler))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import EMPTY, KVCache
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.prefill import Prefilled
 from smd_jax.sampler.static import Sampler
@@ -59,21 +60,24 @@ class SamplerState(struct.PyTreeNode):
 def empty(prefilled: Prefilled, rows: int) -> SamplerState:
     """Rows without a prompt, with caches like those of `prefilled` (arrays or their shapes)."""
 
-    def no(x: Any) -> Array:
+    def zeros_like(x: Any) -> Array:
         return jnp.zeros((rows, *x.shape[1:]), x.dtype)
 
-    zeros, none = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
-    cache = jax.tree.map(no, prefilled.cache)
+    zeros = jnp.zeros((rows,), jnp.int32)
+    cache = jax.tree.map(zeros_like, prefilled.cache)
+    # Nobody draws from these keys. They are threefry's, whatever JAX's default is, because those that take their place
+    # are (see `row_keys`), and a state keeps its types.
+    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
     return SamplerState(
         count=jnp.zeros((), jnp.int32),
         drawn=zeros,
         limit=zeros,
-        done=~none,
-        terminated=none,
+        done=jnp.ones((rows,), bool),
+        terminated=jnp.zeros((rows,), bool),
         stop=zeros,
         start=zeros,
-        rng=jax.random.split(jax.random.key(0), rows),
-        hidden=no(prefilled.hidden),
+        rng=keys,
+        hidden=zeros_like(prefilled.hidden),
         cache=tuple(layer.replace(columns=jnp.full_like(layer.columns, EMPTY)) for layer in cache),
     )
 
@@ -100,34 +104,30 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
     )
 
 
-def begin(prefilled: Prefilled, seats: Seats) -> SamplerState:
-    """A batch in which every row begins."""
+def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " rows"]) -> SamplerState:
+    """A batch in which every row begins, the rows of a prompt side by side: `seat` on empty rows, without what it needs
+    for rows that come later.
 
-    def choose(x: Array) -> Array:
-        return x[seats.source]
+    `seat` gathers, because its sources are known only when it runs, and over a mesh a gather brings all caches to every
+    device. Here row i goes on from prompt `i // group`: a repetition, which each device makes of its own prompts.
+    """
+    rows = rng.shape[0]
+    group = rows // prefilled.start.shape[0]
 
-    state = empty(jax.eval_shape(lambda: prefilled), seats.source.shape[0])
+    def for_each_row(x: Array) -> Array:
+        return jnp.repeat(x, group, axis=0)
+
+    state = empty(jax.eval_shape(lambda: prefilled), rows)
     return state.replace(
-        limit=seats.limit,
+        limit=limit,
         done=jnp.zeros_like(state.done),
-        start=choose(prefilled.start),
-        rng=seats.rng,
-        hidden=choose(prefilled.hidden),
-        cache=jax.tree.map(choose, prefilled.cache),
+        start=for_each_row(prefilled.start),
+        rng=rng,
+        hidden=for_each_row(prefilled.hidden),
+        cache=jax.tree.map(for_each_row, prefilled.cache),
     )
 
 
 def _turn(sampler: Sampler, cache: KVCache, count: Int[Array, ""]) -> KVCache:
-    """Prefilled caches, as if they had been made `count` steps later: queries go by number, and a cache without
-    evictions is a ring, in which the slots before the next to be written have been there for longest."""
-
-    def turn(layer: LayerCache) -> LayerCache:
-        if layer.queries is not None:
-            layer = layer.replace(queries=jnp.roll(layer.queries, count, axis=2))
-        if sampler.compresses:
-            return layer
-        slots = (layer.keys, layer.values, layer.columns)
-        keys, values, columns = (jnp.roll(x, count, axis=2) for x in slots)
-        return layer.replace(keys=keys, values=values, columns=columns)
-
-    return tuple(turn(layer) for layer in cache)
+    """Prefilled caches, as if they had been made `count` steps later. A cache without evictions is a ring."""
+    return tuple(kv_cache.turn(layer, count, ring=not sampler.compresses) for layer in cache)

@@ -101,10 +101,12 @@ def wants_special_tokens(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_template is None
 
 
-def check_prompts(prompts: PromptBatch) -> None:
+def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
     """Raises ValueError for prompts that `encode_prompts` would not make; reads the values.
 
-    A row must end in the last column and have no padding inside: the first response token follows the last column.
+    A row must end in the last column and have no padding inside: the first response token follows the last column. All
+    ids must be the vocabulary's, those of the padding too: a look-up outside of the embedding gives NaN, or for
+    negative ids another token's row, and a NaN spreads even from a key that has no weight.
     """
     valid = np.asarray(prompts.valid)
     if valid.ndim != 2 or valid.shape != prompts.tokens.shape or not valid.size:
@@ -121,6 +123,15 @@ def check_prompts(prompts: PromptBatch) -> None:
         raise ValueError(
             f"expected prompts padded on the left alone, ending in the last column; got prompt {row} valid in columns "
             f"{np.flatnonzero(valid[row]).tolist()} of {valid.shape[1]}"
+        )
+    tokens = np.asarray(prompts.tokens)
+    outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
+    if len(outside):
+        row, column = outside[0]
+        what = "token" if valid[row, column] else "padding"
+        raise ValueError(
+            f"expected prompt ids from 0 to {vocab_size - 1}, the model's vocabulary; got {what} "
+            f"{tokens[row, column]} in prompt {row}, column {column}"
         )
 
 
