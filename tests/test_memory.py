@@ -17,6 +17,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from smd_jax.cache import row_parts
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
@@ -268,6 +269,21 @@ def test_an_engine_needs_what_was_planned():
     assert planned.slots == 32
     step = SamplerPass(shape, work.policy, SIZES, 64, "cpu").decode(32)
     assert 0.9 < step / segment.temporary < 1.25, (step, segment)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 127, 128])
+def test_rows_are_worked_on_in_the_parts_that_are_planned(rows: int):
+    """A prime number of rows needs no more than the next even one."""
+    seen = []
+
+    def work(x: Any) -> Any:
+        seen.append(x.shape[0])
+        return x
+
+    jax.eval_shape(lambda x: row_parts.apart(work, x), array(rows, 3))
+    assert max(seen) == row_parts.rows_at_once(rows, devices=1) == -(-rows // 16)
+    planned = SamplerPass(SHAPE, RKV(window=4), replace(SIZES, budget=512), 64, "cpu")
+    assert planned.decode(127) <= planned.decode(128) < 2 * planned.decode(113)
 
 
 def test_chunks_make_the_memory_independent_of_the_prompt():
