@@ -121,9 +121,11 @@ def prompts(rows: int, width: int, vocabulary: int) -> smd.PromptBatch:
     return smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
 
 
-def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, slots: int, new_tokens: int) -> smd.Engine:
+def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, decode_rows: int, new_tokens: int) -> smd.Engine:
     config = smd.RolloutConfig(new_tokens, sizes.budget, sizes.buffer)
-    return smd.Engine(smd.Decoder(sizes.model), policy, config, slots=slots, prefill_rows=min(slots, PREFILLED))
+    return smd.Engine(
+        smd.Decoder(sizes.model), policy, config, decode_rows=decode_rows, prefill_rows=min(decode_rows, PREFILLED)
+    )
 
 
 def slot_bytes(sizes: Sizes) -> int:

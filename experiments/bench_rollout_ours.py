@@ -62,7 +62,7 @@ class Sampling:
         self.limits = np.full(rows, args.new_tokens, np.int32)
         if args.rows is not None:
             self.limits = response_lengths(rows, args.new_tokens, args.spread)
-        self.engine = smd.Engine(self.model, self.policy, self.config, slots=args.batch)
+        self.engine = smd.Engine(self.model, self.policy, self.config, decode_rows=args.batch)
 
     def turn(self, number: int) -> tuple[smd.Trajectory, float]:
         """All rows, and the share of live rows among those decoded."""

@@ -25,7 +25,7 @@ class SegmentMemory:
     Attributes:
       state: of the rows, donated and updated in place: keys, values, their columns, and what the policy watches.
       temporary: beside arguments and results.
-      total: of all that is alive while it runs, weights included, and of a batch of prompts that waits for slots.
+      total: of all that is alive while it runs, weights included, and of a batch of prompts that waits for decode rows.
     """
 
     state: int
@@ -45,7 +45,7 @@ def segment_memory(engine: smd.Engine, params: Any, width: int) -> SegmentMemory
     params = jax.eval_shape(lambda params: sampler_params(params, engine.model.config.dtype), params)
     rng = jax.eval_shape(lambda: row_keys(jax.random.key(0), 1))
     prefilled = jax.eval_shape(partial(prefill, sampler), params, prompts, rng)
-    state = jax.eval_shape(lambda: empty(prefilled, engine.slots))
+    state = jax.eval_shape(lambda: empty(prefilled, engine.decode_rows))
     compiled = jax.jit(partial(run_segment, sampler), donate_argnums=1).lower(params, state, None).compile()
     found: Any = compiled.memory_analysis()
     arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes

@@ -6,7 +6,7 @@ from smd_jax.memory.plan import check_memory as check_memory
 from smd_jax.memory.plan import device_memory as device_memory
 from smd_jax.memory.plan import fit_evaluation as fit_evaluation
 from smd_jax.memory.plan import fit_loop as fit_loop
-from smd_jax.memory.plan import fit_slots as fit_slots
+from smd_jax.memory.plan import fit_decode_rows as fit_decode_rows
 from smd_jax.memory.plan import largest_batch as largest_batch
 from smd_jax.memory.plan import parse_bytes as parse_bytes
 from smd_jax.memory.plan import plan_memory as plan_memory

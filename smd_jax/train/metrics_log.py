@@ -40,7 +40,7 @@ METRICS: dict[str, str] = {
     "sampling/importance_sampling_ratio/mean": "mean of the same",
     "sampling/importance_sampling_ratio/max": "maximum of the same",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
-    "rollout/utilisation": "rows of the cache that were live / all of them, with `slots`",
+    "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
