@@ -51,9 +51,11 @@ $(BIN)/python:
 run: $(STAMP)
 	$(BIN)/python experiments/quickstart.py $(ARGS)
 
+# NAME=identity is a script, NAME=showdown a folder, NAME=bench/update a script in one.
+STUDY = $(if $(NAME),$(firstword $(wildcard experiments/$(NAME).py experiments/$(NAME)/main.py)))
 study: $(STAMP)
-	@test -n "$(NAME)" || { echo "make study needs NAME, a script in experiments/, for example: make study NAME=identity"; exit 2; }
-	$(BIN)/python experiments/$(NAME).py $(ARGS)
+	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
+	$(BIN)/python $(STUDY) $(ARGS)
 
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "smd_jax"
@@ -30,9 +30,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             # MkDocs looks for the link's target from docs/ on: ../smd_jax/masks.py. In the site it lies inside.
             uri = posixpath.relpath(linked, "docs")
             if uri.startswith("../") and (ROOT / linked).is_file() and files.get_file_from_path(uri) is None:
-                file = File.generated(config, uri, abs_src_path=str(ROOT / linked))
-                file.dest_uri = linked
-                file.url = linked
+                # Told to include it: MkDocs leaves out what begins with a dot.
+                path = str(ROOT / linked)
+                file = File.generated(config, uri, abs_src_path=path, inclusion=InclusionLevel.NOT_IN_NAV)
+                file.dest_uri = file.dest_uri.removeprefix("../")
                 files.append(file)
     return files
 

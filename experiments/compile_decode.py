@@ -50,8 +50,8 @@ from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.text.prompts import PromptBatch
-from smd_kernels import decode_gpu, decode_tpu
 from smd_kernels.decode import Implementation, decode_attention
+from smd_kernels.hardware import why_not_decode
 
 DUMPS = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 
@@ -97,8 +97,8 @@ class Target:
 
 
 TARGETS = (
-    Target("h100", "cuda", "mosaic_gpu", decode_gpu.why_not),
-    Target("tpu_v5e", "tpu", "mosaic_tpu", decode_tpu.why_not),
+    Target("h100", "cuda", "mosaic_gpu", partial(why_not_decode, "mosaic_gpu")),
+    Target("tpu_v5e", "tpu", "mosaic_tpu", partial(why_not_decode, "mosaic_tpu")),
 )
 
 

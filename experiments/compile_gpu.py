@@ -39,8 +39,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from smd_kernels.blocks import Blocks
-from smd_kernels.gpu import GPU_SIZES, MosaicGpuKernel
+from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.hardware import GPU_SIZES
 from smd_kernels.segments import Segments, segment_attention
 
 TARGETS = {"h100": Path(__file__).parent / "targets" / "h100.txtpb"}
@@ -118,7 +119,7 @@ def layer(sharding: NamedSharding) -> Row:
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
         segments, kernel = Segments(0, BUFFER, BUDGET), MosaicGpuKernel()
-        attend = partial(segment_attention, segments=segments, kernel=kernel, most=GPU_SIZES.blocks)
+        attend = partial(segment_attention, segments=segments, kernel=kernel, blocks_at_once=GPU_SIZES.blocks)
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
         return out, pull(q)
 

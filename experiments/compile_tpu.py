@@ -40,7 +40,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from smd_kernels.blocks import Blocks, BlockSizes
-from smd_kernels.tpu import TPU_SIZES, MosaicTpuKernel
+from smd_kernels.hardware import TPU_SIZES
+from smd_kernels.tpu import MosaicTpuKernel
 
 TARGETS = {"v5e": "v5e:2x2x1", "v6e": "v6e:2x2x1"}
 SIZES = {"default": BlockSizes(), "tpu": TPU_SIZES}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "experiments" / "bench_attention.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "experiments" / "bench" / "attention.py"
 FIELDS = {"device", "impl", "T", "budget", "buffer", "heads", "head_dim", "dtype"}
 FIELDS |= {"fwd_ms", "fwd_bwd_ms", "temp_bytes", "speedup_vs_mask", "temp_vs_mask"}
 

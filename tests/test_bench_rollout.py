@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-SCRIPT = EXPERIMENTS / "bench_rollout.py"
+SCRIPT = EXPERIMENTS / "bench" / "rollout.py"
+ENGINES = EXPERIMENTS / "bench" / "engines"
 FIELDS = ["engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer", "tokens_per_s"]
 FIELDS += ["ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp"]
 
@@ -37,7 +38,7 @@ def load(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def generation() -> ModuleType:
-    return load(EXPERIMENTS / "peers" / "generation.py")
+    return load(ENGINES / "generation.py")
 
 
 def test_lines_of_json(tmp_path: Path):
@@ -81,7 +82,7 @@ def test_roofline_and_largest_batch(tmp_path: Path):
 
 
 def test_another_device_is_refused():
-    script = EXPERIMENTS / "bench_rollout_device.py"
+    script = ENGINES / "smd_roofline.py"
     done = subprocess.run([sys.executable, str(script), "--device", "gpu"], capture_output=True, text=True)
     assert done.returncode and "expected JAX to run on 'gpu'" in done.stderr
 

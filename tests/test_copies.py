@@ -72,11 +72,11 @@ def test_interval_attention(drawn: Drawn, kernel: XlaKernel):
 
 @PORTABLE
 @given(cases(), st.sampled_from([SMALL, XlaKernel()]), st.sampled_from([1, 8, 100]))
-def test_segment_attention(drawn: Drawn, kernel: XlaKernel, most: int):
+def test_segment_attention(drawn: Drawn, kernel: XlaKernel, blocks_at_once: int):
     case = drawn.case()
     copies, evicted_at = copies_of(case), jnp.asarray(case.evicted_at)
     got = with_gradients(
-        lambda q, k, v: segment_attention(q, k, v, evicted_at, case.segments, kernel, most, copies), case
+        lambda q, k, v: segment_attention(q, k, v, evicted_at, case.segments, kernel, blocks_at_once, copies), case
     )
     for x, y in zip(got, expected(case, copies), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smd_kernels import decode_gpu, decode_tpu, reference
 from smd_kernels.decode import decode_attention
+from smd_kernels.hardware import DecodeSizes, why_not_decode
 
 
 class Shape(NamedTuple):
@@ -78,7 +79,7 @@ def on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[
 
 def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reading beyond the slots gives zeros, as TMA does; where nobody does, unwritten memory is NaN."""
-    ragged = k.shape[2] % decode_gpu.DecodeSizes().keys
+    ragged = k.shape[2] % DecodeSizes().keys
     params = InterpretGPUParams(
         out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
     )
@@ -145,7 +146,8 @@ def test_against_loops(f: Any, shape: Shape, dtype: Any):
 @pytest.mark.usefixtures("interpreted_gpu")
 @pytest.mark.parametrize("shape", ON_GPU.values(), ids=ON_GPU)
 def test_gpu_against_loops(shape: Shape):
-    assert decode_gpu.why_not(jnp.bfloat16, shape.head_dim, shape.slots, shape.heads // shape.kv_heads) is None
+    sizes = shape.head_dim, shape.slots, shape.heads // shape.kv_heads
+    assert why_not_decode("mosaic_gpu", jnp.bfloat16, *sizes) is None
     check(on_gpu, inputs(shape, jnp.bfloat16))
 
 
@@ -191,21 +193,21 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str, head_dim: 
     assert [x.shape for x in exported.out_avals] == [args[0].shape, args[3].shape]
 
 
-@pytest.mark.parametrize(("kernel", "arguments", "reason"), [
-    (decode_gpu, (jnp.bfloat16, 128, 4224, 8), None),
-    (decode_gpu, (jnp.float32, 128, 1024, 4), "bfloat16; got float32"),
-    (decode_gpu, (jnp.bfloat16, 96, 1024, 4), "(64, 128); got 96"),
-    (decode_gpu, (jnp.bfloat16, 128, 1023, 4), "multiple of 8, the rows of a TMA tile; got 1023"),
-    (decode_gpu, (jnp.bfloat16, 128, 1024, 9), "at most 8 query heads per KV head; got 9"),
-    (decode_gpu, (jnp.bfloat16, 128, 8192, 4), "8192 slots"),
-    (decode_tpu, (jnp.bfloat16, 128, 8192, 4), None),
-    (decode_tpu, (jnp.float16, 128, 1024, 4), "bfloat16 or float32; got float16"),
-    (decode_tpu, (jnp.bfloat16, 72, 1024, 4), "multiple of 16; got 72"),
-    (decode_tpu, (jnp.float32, 128, 16384, 4), "16384 slots"),
+@pytest.mark.parametrize(("hardware", "arguments", "reason"), [
+    ("mosaic_gpu", (jnp.bfloat16, 128, 4224, 8), None),
+    ("mosaic_gpu", (jnp.float32, 128, 1024, 4), "bfloat16; got float32"),
+    ("mosaic_gpu", (jnp.bfloat16, 96, 1024, 4), "(64, 128); got 96"),
+    ("mosaic_gpu", (jnp.bfloat16, 128, 1023, 4), "multiple of 8, the rows of a TMA tile; got 1023"),
+    ("mosaic_gpu", (jnp.bfloat16, 128, 1024, 9), "at most 8 query heads per KV head; got 9"),
+    ("mosaic_gpu", (jnp.bfloat16, 128, 8192, 4), "8192 slots"),
+    ("mosaic_tpu", (jnp.bfloat16, 128, 8192, 4), None),
+    ("mosaic_tpu", (jnp.float16, 128, 1024, 4), "bfloat16 or float32; got float16"),
+    ("mosaic_tpu", (jnp.bfloat16, 72, 1024, 4), "multiple of 16; got 72"),
+    ("mosaic_tpu", (jnp.float32, 128, 16384, 4), "16384 slots"),
 ])  # fmt: skip
-def test_why_not(kernel: Any, arguments: tuple[Any, ...], reason: str | None):
-    answer = kernel.why_not(*arguments)
-    assert answer is None if reason is None else reason in answer
+def test_why_not(hardware: Any, arguments: tuple[Any, ...], reason: str | None):
+    answer = why_not_decode(hardware, *arguments)
+    assert answer is None if reason is None else reason in str(answer)
 
 
 def test_a_named_implementation_that_cannot_run_says_why():
@@ -222,4 +224,4 @@ def test_a_named_implementation_that_cannot_run_says_why():
 ])  # fmt: skip
 def test_sizes_are_checked(sizes: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        decode_gpu.DecodeSizes(**sizes)
+        DecodeSizes(**sizes)

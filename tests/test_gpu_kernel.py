@@ -13,7 +13,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from smd_kernels import gpu_tiles, reference
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks
-from smd_kernels.gpu import MosaicGpuKernel, why_not
+from smd_kernels.gpu import MosaicGpuKernel
+from smd_kernels.hardware import why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import segment_attention
 from tests.attention_cases import Drawn, cases, with_gradients
@@ -152,7 +153,7 @@ def test_lowers_for_cuda(head_dim):
 )
 def test_why_not_says_what_came(dtype, head_dim, reason):
     if reason is None:
-        assert why_not(dtype, head_dim) is None
+        assert why_not_blocks("mosaic_gpu", dtype, head_dim) is None
         return
     blocks = random_blocks(0, 1, 64, 80, head_dim, dtype)
     with pytest.raises(ValueError, match=reason):

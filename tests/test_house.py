@@ -1,10 +1,12 @@
 """The rules of the house, read from the sources without importing them: who imports whom, lengths, habits, pins."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -54,24 +56,27 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache  # hundreds of tests read the same sources
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def imported_names(path: Path) -> frozenset[str]:
     """Absolute dotted names of everything that the file imports, also inside functions.
 
     `from a.b import c` gives both `a.b` and `a.b.c`, because `c` may be a module.
     """
     package = path.relative_to(ROOT).parent.parts
+    names: set[str] = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join((*above, *(node.module.split(".") if node.module else ())))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
+    return frozenset(names)
 
 
 def module_of(path: Path) -> str:
@@ -85,6 +90,7 @@ def package_of(module: str) -> str:
     return parts[1] if (LIBRARY / parts[1]).is_dir() else "message"
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules of smd_jax that it imports. Packages' `__init__` are left out: they only say what is public."""
     modules = {module_of(path) for path in sources(LIBRARY) if path.name != "__init__.py"}
@@ -186,6 +192,18 @@ def test_kernels_depend_on_jax_alone(path: Path):
     assert roots <= KERNELS_MAY_IMPORT, (
         f"{label(path)} imports {sorted(roots - KERNELS_MAY_IMPORT)}; kernels need JAX alone"
     )
+
+
+def test_importing_the_library_stays_light():
+    """What takes long to import is imported where it is used: compilers for accelerators, tokenizers, checkpoints."""
+    heavy = ("jax.experimental.pallas", "jax._src.pallas", "jax.experimental.mosaic")
+    heavy += ("transformers", "orbax", "matplotlib", "reasoning_gym", "math_verify", "tyro", "datasets")
+    program = "import sys, flax; flax_brings = set(sys.modules); import smd_jax; print(*set(sys.modules) - flax_brings)"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{KERNELS.parent}"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    loaded = {name for name in result.stdout.split() if name in heavy or name.startswith(tuple(f"{x}." for x in heavy))}
+    assert not loaded, f"`import smd_jax` imports {sorted(loaded)}: import them in the functions that use them"
 
 
 def test_kernels_folder_is_no_package():

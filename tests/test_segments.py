@@ -44,10 +44,10 @@ def test_interval_attention(drawn: Drawn, kernel: XlaKernel):
 
 @PORTABLE
 @given(cases(), st.sampled_from([SMALL, WHOLE]), st.sampled_from([1, 8, 100]))
-def test_segment_attention(drawn: Drawn, kernel: XlaKernel, most: int):
+def test_segment_attention(drawn: Drawn, kernel: XlaKernel, blocks_at_once: int):
     case = drawn.case()
     evicted_at = jnp.asarray(case.evicted_at)
-    attend = partial(segment_attention, segments=case.segments, kernel=kernel, most=most)
+    attend = partial(segment_attention, segments=case.segments, kernel=kernel, blocks_at_once=blocks_at_once)
     got = with_gradients(lambda q, k, v: attend(q, k, v, evicted_at), case)
     for x, y in zip(got, expected(case), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
@@ -203,12 +203,9 @@ def test_groups_of_segments_are_even(count: int):
             return super().forward(blocks)
 
     q = jnp.ones((1, 1, 2 * count, 8))
-    jax.eval_shape(
-        lambda q: segment_attention(
-            q, q, q, jnp.full((1, 1, 2 * count), NEVER, jnp.int32), segments=Segments(0, 2, 4), kernel=Spy(), most=32
-        ),
-        q,
-    )
+    forever = jnp.full((1, 1, 2 * count), NEVER, jnp.int32)
+    attend = partial(segment_attention, segments=Segments(0, 2, 4), kernel=Spy(), blocks_at_once=32)
+    jax.eval_shape(lambda q: attend(q, q, q, forever), q)
     assert set(seen) == {{32: 32, 33: 17, 64: 32}[count]}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "experiments" / "showdown.py"
+SCRIPT = ROOT / "experiments" / "showdown" / "main.py"
 FIELDS = {"arm", "seed", "command", "sparse", "dense", "sparse_before", "dense_before", "mismatch_kl"}
 FIELDS |= {"learning_rate", "steps", "seconds", "sparse_first", "dense_first", "mismatch_kl/max"}
 FIELDS |= {"rollout_corr/chi2_token", "rollout_corr/eff_sample_size/end", "rollout_corr/rollout_rs_masked_fraction"}
@@ -52,8 +52,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def script() -> Any:
     """The script as a module; what it does to the environment is for its own processes alone."""
-    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):
-        return importlib.import_module("showdown")
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
+        return importlib.import_module("showdown.main")
 
 
 def test_rows(study: Path):
@@ -154,7 +154,7 @@ def test_interval(script: Any):
 
 def history(rewards: list[float], metric: str, values: list[float]) -> list[dict[str, Any]]:
     """One evaluation before, and one after each rollout."""
-    names = [name for name in importlib.import_module("showdown_report").MEASURED]
+    names = [name for name in importlib.import_module("showdown.report").MEASURED]
     rows: list[dict[str, Any]] = [{"step": 0, "eval/sparse": rewards[0], "eval/dense": 0.7}]
     for step, (reward, value) in enumerate(zip(rewards[1:], values, strict=True), start=1):
         rows.append({"step": step, "reward": reward, "eval/sparse": reward, "eval/dense": 0.7})
@@ -253,7 +253,7 @@ def test_task(script: Any):
 
 def test_no_row_is_in_both_splits(script: Any):
     splits = [{script.RunningSums(name)[i]["prompt"] for i in range(512)} for name in ("train", "evaluation")]
-    digits = importlib.import_module("showdown_task").digits
+    digits = importlib.import_module("showdown.task").digits
     both = np.concatenate([digits("train"), digits("evaluation")])
     assert len(np.unique(both, axis=0)) == len(both) and len(digits("evaluation")) == 512
     assert not splits[0] & splits[1]

@@ -15,9 +15,10 @@ from jax import export
 
 from smd_kernels import reference, tpu_walk
 from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes, even
+from smd_kernels.hardware import TPU_SIZES, why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import segment_attention
-from smd_kernels.tpu import TPU_SIZES, MosaicTpuKernel, why_not
+from smd_kernels.tpu import MosaicTpuKernel
 from tests.attention_cases import Drawn, cases, expected, with_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -195,9 +196,10 @@ def test_export_for_tpu(dtype: Any, sizes: BlockSizes):
 
 
 def test_refusals():
-    assert why_not(jnp.bfloat16, 128) is None and why_not(jnp.float32, 64) is None
-    assert "bfloat16 or float32; got float16" in str(why_not(jnp.float16, 128))
-    assert "expected head_dim in (64, 128); got 96" in str(why_not(jnp.float32, 96))
+    assert why_not_blocks("mosaic_tpu", jnp.bfloat16, 128) is None
+    assert why_not_blocks("mosaic_tpu", jnp.float32, 64) is None
+    assert "bfloat16 or float32; got float16" in str(why_not_blocks("mosaic_tpu", jnp.float16, 128))
+    assert "expected head_dim in (64, 128); got 96" in str(why_not_blocks("mosaic_tpu", jnp.float32, 96))
     with pytest.raises(ValueError, match="stages 1 or 2 on TPU, got 3"):
         MosaicTpuKernel(BlockSizes(stages=3))
     shapes = jax.eval_shape(lambda: random_blocks((1, 1024, 1152, 128)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_kernels.blocks import Blocks
+from smd_kernels.pytrees import any_leaves
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 @partial(jax.tree_util.register_dataclass, data_fields=("k", "v"), meta_fields=("first", "length"))
 @dataclass(frozen=True)
 class Copies:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels import decode_gpu, decode_tpu
+from smd_kernels.hardware import why_not_decode
 from smd_kernels.observed import attend_and_observe
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
@@ -44,8 +44,12 @@ def decode_attention(
         return attend_and_observe(q, k, v, valid[:, :, None])
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
-    kernel = decode_gpu if impl == "mosaic_gpu" else decode_tpu
-    reason = kernel.why_not(q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
+    reason = why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")
-    return kernel.decode_attention(q, k, v, valid)
+    # Here, because Pallas' compilers take long to import and most programs never decode on an accelerator.
+    if impl == "mosaic_gpu":
+        from smd_kernels.decode_gpu import decode_attention as kernel
+    else:
+        from smd_kernels.decode_tpu import decode_attention as kernel
+    return kernel(q, k, v, valid)

@@ -24,55 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-HEAD_DIMS = (64, 128)
-SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is barriers, scratch of reductions and alignment
-WIDTH = 8  # columns of scores^T, the narrowest tile of wgmma: the largest group
+from smd_kernels.hardware import GPU_DECODE_SIZES, GPU_GROUP, DecodeSizes
+
+WIDTH = GPU_GROUP  # columns of scores^T: queries of the group, padded
 MASKED = float(jnp.finfo(jnp.float32).min)
-
-
-@dataclass(frozen=True)
-class DecodeSizes:
-    """Tiles of K and V.
-
-    Attributes:
-      keys: slots per tile, a multiple of 64.
-      stages: tiles in flight.
-    """
-
-    keys: int = 64
-    stages: int = 4
-
-    def __post_init__(self) -> None:
-        if self.keys % 64 or not 64 <= self.keys <= 256:
-            raise ValueError(f"expected keys to be 64, 128, 192 or 256; got {self.keys}")
-        if self.stages < 2:
-            raise ValueError(f"expected at least 2 stages; got {self.stages}")
-
-    def tiles(self, slots: int) -> int:
-        return -(-slots // self.keys)
-
-    def smem_bytes(self, head_dim: int, slots: int) -> int:
-        """Ring, queries, two tiles of weights in bfloat16; scores and validity of every slot in float32."""
-        halves = self.stages * self.keys * head_dim + WIDTH * head_dim + 2 * WIDTH * self.keys
-        return 2 * halves + 4 * self.tiles(slots) * self.keys * (WIDTH + 1)
-
-
-def why_not(
-    dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int, sizes: DecodeSizes = DecodeSizes()
-) -> str | None:
-    """Why the kernel cannot run; None if it can. `group` is the number of query heads per KV head."""
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"expected bfloat16; got {jnp.dtype(dtype)}"
-    if head_dim not in HEAD_DIMS:
-        return f"expected head_dim to be one of {HEAD_DIMS}; got {head_dim}"
-    if slots % 8:
-        return f"expected slots to be a multiple of 8, the rows of a TMA tile; got {slots}"
-    if group > WIDTH:
-        return f"expected at most {WIDTH} query heads per KV head; got {group}"
-    needed = sizes.smem_bytes(head_dim, slots)
-    if needed > SMEM_BYTES:
-        return f"expected at most {SMEM_BYTES} bytes of shared memory; {slots} slots of {head_dim} need {needed}"
-    return None
 
 
 def decode_attention(
@@ -80,10 +35,14 @@ def decode_attention(
     k: Float[Array, "batch kv_heads slots head_dim"],
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
-    sizes: DecodeSizes = DecodeSizes(),
+    sizes: DecodeSizes = GPU_DECODE_SIZES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode.decode_attention`; `why_not` must be None. `interpret` is what `plgpu.kernel` takes."""
+    """As `smd_kernels.decode.decode_attention`, for inputs that `hardware.why_not_decode` has nothing against.
+
+    Args:
+      interpret: what `plgpu.kernel` takes.
+    """
     batch, kv_heads, slots, head_dim = k.shape
     group, tiles = q.shape[1] // kv_heads, sizes.tiles(slots)
     # Only what is small is padded: queries to a tile's width, validity to whole tiles. TMA fills K and V with zeros.

@@ -18,27 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a program gets by default; the rest is for what the compiler spills
-LANES = 128
-
-
-def why_not(dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int) -> str | None:
-    """Why the kernel cannot run; None if it can. `group` is the number of query heads per KV head."""
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"expected bfloat16 or float32; got {dtype}"
-    if head_dim % 16:
-        return f"expected head_dim to be a multiple of 16; got {head_dim}"
-    needed = _vmem_bytes(dtype.itemsize, head_dim, slots, group)
-    if needed > VMEM_BYTES:
-        return f"expected at most {VMEM_BYTES} bytes of VMEM; {slots} slots of {head_dim} {dtype} need {needed}"
-    return None
-
-
-def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
-    """K and V of this program and the next, and four copies of the scores: scores, exponentials, weights, mask."""
-    padded = -(-slots // LANES) * LANES
-    return 4 * padded * head_dim * itemsize + 4 * padded * max(group, 8) * 4
+from smd_kernels.hardware import TPU_LANES
 
 
 def decode_attention(
@@ -48,10 +28,14 @@ def decode_attention(
     valid: Bool[Array, "batch kv_heads slots"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode.decode_attention`; `why_not` must be None. `interpret` runs it on any machine."""
+    """As `smd_kernels.decode.decode_attention`, for inputs that `hardware.why_not_decode` has nothing against.
+
+    Args:
+      interpret: True runs it on any machine.
+    """
     batch, kv_heads, slots, head_dim = k.shape
     group = q.shape[1] // kv_heads
-    slots_last = head_dim % LANES != 0
+    slots_last = head_dim % TPU_LANES != 0
     if slots_last:
         k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
     spec = partial(pl.BlockSpec, index_map=lambda row, head: (row, head, 0, 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,8 @@ from smd_kernels import gpu_tiles as tiles
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks, pad_rows
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
 from smd_kernels.gpu_tiles import LANES, LOWEST, Product, Ring, across, down
-
-HEAD_DIMS = (64, 128)  # more would not leave enough registers for the sums of the backward pass
-
-
-def why_not(q_dtype: Any, head_dim: int) -> str | None:
-    """Why the kernel cannot run on such queries; None if it can. It needs a GPU of compute capability 9.0 besides."""
-    if jnp.dtype(q_dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"expected bfloat16 or float16, which Hopper's wgmma multiplies; got {jnp.dtype(q_dtype).name}"
-    if head_dim not in HEAD_DIMS:
-        return f"expected head_dim in {HEAD_DIMS}; got {head_dim}"
-    return None
-
-
-# The pass for dk and dv holds two sums and two tiles of scores at once: longer row tiles would spill.
-# 256 blocks of 1,024 rows and 1,152 keys cost 2.2 GB, forward and backward.
-GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
+from smd_kernels.hardware import GPU_SIZES, why_not_blocks
+from smd_kernels.pytrees import any_leaves
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class MosaicGpuKernel:
 
 
 def _check(blocks: Blocks) -> None:
-    if reason := why_not(blocks.q.dtype, blocks.q.shape[-1]):
+    if reason := why_not_blocks("mosaic_gpu", blocks.q.dtype, blocks.q.shape[-1]):
         raise ValueError(reason)
 
 
@@ -118,7 +104,7 @@ def _given(blocks: Blocks, out: Array, lse: Array, d_out: Array, sizes: BlockSiz
     )
 
 
-@no_type_check  # holds scratch types outside a kernel and references inside
+@any_leaves
 class Scratch(NamedTuple):
     """Shared memory of the forward pass; `q` holds the output at the end. `loaded`: a barrier per warpgroup."""
 

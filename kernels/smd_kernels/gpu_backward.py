@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ from jaxtyping import Array, Float
 from smd_kernels import gpu_tiles as tiles
 from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.gpu_tiles import LANES, Product, Ring, across, down
+from smd_kernels.pytrees import any_leaves
 
 
-@no_type_check  # holds arrays outside a kernel and references inside
+@any_leaves
 class Given(NamedTuple):
     """What both kernels read.
 
@@ -43,7 +44,7 @@ class Given(NamedTuple):
     d_out: Any
 
 
-@no_type_check  # holds scratch types outside a kernel and references inside
+@any_leaves
 class QueryScratch(NamedTuple):
     """Shared memory of the dq pass; `q` holds dq at the end. `loaded`: a barrier per warpgroup."""
 
@@ -57,7 +58,7 @@ class QueryScratch(NamedTuple):
     values: Ring  # v
 
 
-@no_type_check
+@any_leaves
 class KeyScratch(NamedTuple):
     """Shared memory of the pass for dk and dv. `loaded`: a barrier per warpgroup."""
 

@@ -11,7 +11,7 @@ the same text runs in interpret mode, with `products` as the one place that know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
 from smd_kernels.blocks import Blocks, live_tiles
+from smd_kernels.pytrees import any_leaves
 
 LANES = 64  # rows of a tile that one warpgroup computes: the height of a wgmma instruction
 FETCHING_REGISTERS = 40  # a thread of the fetching warpgroup needs few; the others share the rest
@@ -84,7 +85,7 @@ def first_run(
     return start.astype(jnp.int32), jnp.where(full.any(-1), end, default).astype(jnp.int32)
 
 
-@no_type_check  # holds scratch types outside a kernel and references inside
+@any_leaves
 class Ring(NamedTuple):
     """Buffers `[stages, length, ...]` that are filled together, and a barrier per stage for filled and for emptied."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
 from smd_kernels.copies import Copies
 from smd_kernels.intervals import fold, no_gradient, unfold, whole_sequences
+from smd_kernels.pytrees import any_leaves
 
 EMPTY = -1  # column of a slot that holds no key
 
@@ -55,7 +56,7 @@ class Segments:
         return -(-max(tokens - self.first, 0) // self.length)
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class SlotTable(NamedTuple):
     """Where every key is kept.
 
@@ -97,7 +98,7 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     return SlotTable(slot, jnp.where(boundary < last, kept, EMPTY))
 
 
-@partial(jax.jit, static_argnames=("segments", "kernel", "most"))
+@partial(jax.jit, static_argnames=("segments", "kernel", "blocks_at_once"))
 def segment_attention(
     q: Float[Array, "batch heads tokens head_dim"],
     k: Float[Array, "batch kv_heads tokens head_dim"],
@@ -105,15 +106,16 @@ def segment_attention(
     evicted_at: Int[Array, "batch kv_heads tokens"],
     segments: Segments,
     kernel: BlockKernel,
-    most: int = 256,
+    blocks_at_once: int = 256,
     copies: Copies | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, for a mask that keeps to its segments.
 
     Args:
       evicted_at: int32; 0 for padding. More than `segments.budget` keys visible at a boundary give wrong results.
-      kernel: does the arithmetic. most: blocks gathered at once, one for each segment, KV head and row of the batch;
-        bounds the memory. All three static.
+      segments, kernel: where the boundaries are, and what does the arithmetic. Static.
+      blocks_at_once: gathered and attended to together, one for each segment, KV head and row of the batch; bounds the
+        memory. Static.
       copies: what later segments see of the keys, see `smd_kernels.copies`; None: the keys themselves. Their segments
         are these.
 
@@ -123,7 +125,7 @@ def segment_attention(
     kv_heads, tokens = k.shape[1], q.shape[2]
     segments = replace(segments, first=min(segments.first, tokens))
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
-    together = max(most // (k.shape[0] * kv_heads), 1)
+    together = max(blocks_at_once // (k.shape[0] * kv_heads), 1)
     plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))
     return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
 
@@ -137,7 +139,7 @@ class _Plan:
     together: int
 
 
-@no_type_check  # JAX rebuilds pytrees with leaves that are not arrays
+@any_leaves
 class _Tokens(NamedTuple):
     """Every row and KV head of a batch is one block.
 

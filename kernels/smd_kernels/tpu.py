@@ -25,27 +25,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, pad_blocks, pad_rows
+from smd_kernels.hardware import TPU_SIZES, why_not_blocks
 from smd_kernels.tpu_walk import LANES, SCALAR_MEMORY, Operand, Spans, Walk, is_live, run, table_bytes
 
 LOWEST = -1e30  # a row's highest score before its first visible key: finite, so that exp(-inf - LOWEST) is 0, not NaN
-HEAD_DIMS = (64, 128)
-
-# A grid step has a fixed cost, so tiles of 128 leave the matrix units idle: 7.6 of 197 TFLOP/s on v5e, with another
-# flash kernel (github.com/jax-ml/jax/issues/24633). Tiles of 1,024 are too much for v5e's vector memory in float32.
-TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=512, keys_dkv=512)
-
-
-def why_not(q_dtype: Any, head_dim: int) -> str | None:
-    """Why the kernel cannot run on queries of this dtype and head dim, or None if it can."""
-    if jnp.dtype(q_dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"expected bfloat16 or float32; got {jnp.dtype(q_dtype).name}"
-    if head_dim not in HEAD_DIMS:
-        return f"expected head_dim in {HEAD_DIMS}; got {head_dim}"
-    return None
 
 
 def _check(blocks: Blocks) -> None:
-    if reason := why_not(blocks.q.dtype, blocks.q.shape[2]):
+    if reason := why_not_blocks("mosaic_tpu", blocks.q.dtype, blocks.q.shape[2]):
         raise ValueError(reason)
 
 

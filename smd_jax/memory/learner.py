@@ -18,7 +18,7 @@ from smd_jax.masks import Segments
 from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
 from smd_jax.model.attention import pays
 from smd_jax.model.decoder import Decoder
-from smd_kernels import gpu, tpu
+from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
 LOGIT_COPIES = 4  # of a microbatch alive together: logits, softmax forward and recomputed, cotangent
@@ -97,8 +97,10 @@ class LearnerPass:
 
     def tiles(self) -> int:
         """Scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
-        s, kernel = self.shape, {"gpu": gpu, "tpu": tpu}.get(self.platform)
-        in_kernel = kernel is not None and kernel.why_not(jnp.dtype(s.dtype), s.head_dim) is None
+        s = self.shape
+        kernels: dict[str, Hardware] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+        kernel = kernels.get(self.platform)
+        in_kernel = kernel is not None and why_not_blocks(kernel, jnp.dtype(s.dtype), s.head_dim) is None
         if self.squares or (in_kernel and self.model.impl in (None, "mosaic_gpu", "mosaic_tpu")):
             return 0
         sizes = self.model.sizes or (CPU_SIZES if self.platform == "cpu" else ACCELERATOR_SIZES)

@@ -10,12 +10,16 @@
     mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments where gathering pays
 
 Shapes and the convention for queries that see nothing are those of `smd_kernels.reference`.
+
+On a Hopper GPU or a TPU, `impl=None` takes the Mosaic kernels wherever they say that they can run. They were compiled
+for these machines ahead of time and checked in JAX's interpreters; they have never run on the hardware itself. Name
+another implementation ("portable", "xla") to stay with what XLA compiles.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +27,13 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.masks import KeyInterval, LayerMask, to_visible
 from smd_jax.sharding import over_heads, split_heads
-from smd_kernels import decode_gpu, decode_tpu, gpu, reference, tpu
+from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.copies import Copies, beside
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_blocks
+from smd_kernels.hardware import why_not_decode as kernel_why_not_decode
 from smd_kernels.intervals import interval_attention
 from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
@@ -52,7 +58,8 @@ def attend(
 
     Args:
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
-      impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget. Static.
+      impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget; on GPU and TPU
+        these are kernels that never ran on hardware. Static.
       sizes: of the tiles; None takes the defaults of the implementation. "reference" and "xla" have none. Static.
 
     All but "reference" and "xla" bring their own backward pass: for forward-mode or second derivatives take "xla".
@@ -75,11 +82,11 @@ def attend(
         return reference.attention(q, k, v, visible) if impl == "reference" else attend_and_observe(q, k, v, visible)[0]
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
-    kernel, most = _kernel(impl, sizes)
+    kernel, blocks_at_once = _kernel(impl, sizes)
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
         return over_heads(partial(_intervals, kernel), q, *arrays)
-    return over_heads(partial(_segments, segments, kernel, most), q, *arrays)
+    return over_heads(partial(_segments, segments, kernel, blocks_at_once), q, *arrays)
 
 
 def _intervals(kernel: BlockKernel, q: Array, k: Array, v: Array, evicted_at: Array, copies: Copies | None) -> Array:
@@ -87,13 +94,20 @@ def _intervals(kernel: BlockKernel, q: Array, k: Array, v: Array, evicted_at: Ar
 
 
 def _segments(
-    segments: Segments, kernel: BlockKernel, most: int, q: Array, k: Array, v: Array, evicted_at: Array, copies: Any
+    segments: Segments,
+    kernel: BlockKernel,
+    blocks_at_once: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    evicted_at: Array,
+    copies: Copies | None,
 ) -> Array:
-    return segment_attention(q, k, v, evicted_at, segments, kernel, most, copies)
+    return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies)
 
 
 def best(q: Array, k: Array, mask: LayerMask) -> Implementation:
-    """The implementation that `impl=None` takes."""
+    """The implementation that `impl=None` takes, also where it is a kernel that never ran on hardware."""
     if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):
@@ -115,10 +129,8 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
         return f"expected as many queries as keys and intervals; got {got}"
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
-    if impl == "mosaic_gpu":
-        return wrong_device(impl) or gpu.why_not(q.dtype, q.shape[3])
-    if impl == "mosaic_tpu":
-        return wrong_device(impl) or tpu.why_not(q.dtype, q.shape[3])
+    if impl == "mosaic_gpu" or impl == "mosaic_tpu":
+        return wrong_device(impl) or why_not_blocks(impl, q.dtype, q.shape[3])
     return None
 
 
@@ -152,12 +164,17 @@ def _platform() -> str:
 
 def _kernel(impl: Implementation, sizes: BlockSizes | None) -> tuple[BlockKernel, int]:
     """What does the arithmetic, and how many blocks are gathered at once."""
+    # Imported here, because Pallas' compilers take longer to import than the rest of the library.
     if impl == "mosaic_gpu":
-        sizes = sizes or gpu.GPU_SIZES
-        return gpu.MosaicGpuKernel(sizes), sizes.blocks
+        from smd_kernels.gpu import MosaicGpuKernel
+
+        sizes = sizes or GPU_SIZES
+        return MosaicGpuKernel(sizes), sizes.blocks
     if impl == "mosaic_tpu":
-        sizes = sizes or tpu.TPU_SIZES
-        return tpu.MosaicTpuKernel(sizes), sizes.blocks
+        from smd_kernels.tpu import MosaicTpuKernel
+
+        sizes = sizes or TPU_SIZES
+        return MosaicTpuKernel(sizes), sizes.blocks
     sizes = sizes or (CPU_SIZES if _platform() == "cpu" else ACCELERATOR_SIZES)
     return XlaKernel(sizes), sizes.blocks
 
@@ -172,7 +189,8 @@ def decode(
     """One query per row against the slots of a cache, and the attention that each slot received from the group.
 
     Args:
-      impl: see `smd_kernels.decode`. None takes a kernel where one can run, by platform, dtype and sizes, else "xla".
+      impl: see `smd_kernels.decode`. None takes a kernel where one can run, by platform, dtype and sizes, else "xla";
+        the kernels never ran on hardware, as those of `attend`.
 
     Raises:
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
@@ -196,9 +214,7 @@ def best_decode(q: Array, k: Array) -> DecodeImplementation:
 
 def why_not_decode(impl: str, q: Array, k: Array) -> str | None:
     """Why an implementation of `decode` cannot run these inputs here, or None if it can."""
-    shape = (q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
-    if impl == "mosaic_gpu":
-        return wrong_device(impl) or decode_gpu.why_not(*shape)
-    if impl == "mosaic_tpu":
-        return wrong_device(impl) or decode_tpu.why_not(*shape)
+    if impl == "mosaic_gpu" or impl == "mosaic_tpu":
+        group = q.shape[1] // k.shape[1]
+        return wrong_device(impl) or kernel_why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], group)
     return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"

@@ -4,9 +4,9 @@ Gradient accumulation is Tunix's own (optax.MultiSteps); beta is 0, so there is 
 of GRPOConfig has its default.
 """
 
-import harness
+import common
 
-harness.one_thread()  # before jax is imported
+common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -25,31 +25,29 @@ PAD = 0
 def qwen2(tied: bool) -> Qwen2:
     """With random weights: Tunix initialises the feed-forward part with zeros."""
     config = ModelConfig(
-        num_layers=harness.LAYERS,
-        vocab_size=harness.VOCABULARY,
-        embed_dim=harness.HIDDEN,
-        hidden_dim=harness.FFN,
-        num_heads=harness.HEADS,
-        head_dim=harness.HEAD_DIM,
-        num_kv_heads=harness.KV_HEADS,
-        rope_theta=harness.ROPE_THETA,
-        norm_eps=harness.NORM_EPS,
+        num_layers=common.LAYERS,
+        vocab_size=common.VOCABULARY,
+        embed_dim=common.HIDDEN,
+        hidden_dim=common.FFN,
+        num_heads=common.HEADS,
+        head_dim=common.HEAD_DIM,
+        num_kv_heads=common.KV_HEADS,
+        rope_theta=common.ROPE_THETA,
+        norm_eps=common.NORM_EPS,
         use_tied_embedding=tied,
     )
     model = Qwen2(config, rngs=nnx.Rngs(0))
     random = np.random.default_rng(0)
 
     def draw(x: jax.Array) -> jax.Array:
-        return x if x.ndim == 1 else jnp.asarray(random.normal(0, harness.INIT_STD, x.shape), x.dtype)
+        return x if x.ndim == 1 else jnp.asarray(random.normal(0, common.INIT_STD, x.shape), x.dtype)
 
     nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))
     return model
 
 
 def make_trainer(model: Qwen2, microbatches: int) -> Trainer:
-    optimizer = optax.adamw(
-        harness.LEARNING_RATE, *harness.BETAS, eps=harness.ADAM_EPS, weight_decay=harness.WEIGHT_DECAY
-    )
+    optimizer = optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
     config = TrainingConfig(eval_every_n_steps=1, gradient_accumulation_steps=microbatches)
     trainer = Trainer(model, optimizer, config, custom_checkpoint_metadata_fn=dict)
     algorithm = GRPOConfig(beta=0.0)
@@ -66,8 +64,8 @@ def make_trainer(model: Qwen2, microbatches: int) -> Trainer:
 
 def microbatches(args) -> list[TrainExample]:
     """Random tokens, none of them padding."""
-    tokens = np.random.default_rng(0).integers(1, harness.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
-    advantages = np.asarray(harness.advantages(args.sequences), np.float32)
+    tokens = np.random.default_rng(0).integers(1, common.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
+    advantages = np.asarray(common.advantages(args.sequences), np.float32)
     starts = range(0, args.sequences, args.microbatch)
     return [_example(tokens[i : i + args.microbatch], advantages[i : i + args.microbatch], args.prompt) for i in starts]
 
@@ -86,8 +84,8 @@ def _example(tokens: np.ndarray, advantages: np.ndarray, prompt: int) -> TrainEx
 
 
 def main() -> None:
-    args = harness.parser(__doc__).parse_args()
-    clock = harness.Clock(args)
+    args = common.parser(__doc__).parse_args()
+    clock = common.Clock(args)
     model = qwen2(not args.untied)
     examples = microbatches(args)
     trainer = make_trainer(model, len(examples))

@@ -3,11 +3,11 @@
 Question   Tokens per second, time of a step, and bytes of the cache of the same model in smd_jax, in transformers'
            `generate`, in Tunix' vanilla sampler and in kvpress, on one CPU core in float32. And on a GPU: how near is a
            step of ours to the time that its bytes take, and how many rows fit?
-Command    python experiments/bench_rollout.py --hf-python PATH --tunix-python PATH --kvpress-python PATH --json
-           python experiments/bench_rollout.py --flat           (does a step at token 4,000 cost what one at 400 costs?)
-           python experiments/bench_rollout.py --continuous     (responses of 64 to 2,048 tokens: our engine against
+Command    python experiments/bench/rollout.py --hf-python PATH --tunix-python PATH --kvpress-python PATH --json
+           python experiments/bench/rollout.py --flat           (does a step at token 4,000 cost what one at 400 costs?)
+           python experiments/bench/rollout.py --continuous     (responses of 64 to 2,048 tokens: our engine against
                                                                  our fixed batch, which waits for its longest row)
-           python experiments/bench_rollout.py --device gpu --check --json --out experiments/results/rollout_h200.json
+           python experiments/bench/rollout.py --device gpu --check --json --out runs/rollout_gpu.json
 Cost       twelve minutes on a quiet machine, and 8 GB of memory, because all engines are alive at once; --flat one
            minute, --continuous seven, --device gpu at most ten
 Result     rollout_cpu.json: 3.4 (512 tokens) and 4.0 (2,048) times the best peer; rollout_flat_cpu.json: late is 1.01
@@ -24,8 +24,8 @@ Engines    ours          policy Knorm, a cheap one, which is the rule of kvpress
            tunix         the vanilla sampler, a dense cache
            kvpress       DecodingPress around KnormPress, 128 keys every 32 steps
            All give log-probabilities of what they drew; what each peer runs is said at the top of its file in
-           experiments/peers/. Those of transformers come from the scores of all steps, kept until the end; without
-           them `generate` was 4 % faster here.
+           experiments/bench/engines/. Those of transformers come from the scores of all steps, kept until the end;
+           without them `generate` was 4 % faster here.
 Fairness   Every engine is a process of its own, pinned to one core; all are compiled or warm first and then take turns,
            generation by generation, prefill included. `tokens_per_s` is that of the median turn.
 Fields     ms_per_step_early and _late: median over 160 steps around token 400, and around token 4,000 or at the end of
@@ -54,8 +54,10 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from workers import Row, lines, take_turns, write
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from bench.turns import Row, lines, take_turns, write
 from smd_jax.train.progress import summary_table
 
 HERE = Path(__file__).parent
@@ -125,16 +127,16 @@ def commands(args: Args, new_tokens: int) -> Iterator[list[str]]:
         if python is None:
             continue
         name = engine.removesuffix("-static")
-        script: list[object] = [HERE / "peers" / f"{name}_generate.py", *(["--static"] if engine != name else [])]
+        script: list[object] = [HERE / "engines" / f"{name}_rollout.py", *(["--static"] if engine != name else [])]
         if engine in POLICY:
-            script = [HERE / "bench_rollout_ours.py", "--policy", POLICY[engine]]
+            script = [HERE / "engines" / "smd_rollout.py", "--policy", POLICY[engine]]
         yield [str(word) for word in (python, *script, *sizes(args, new_tokens))]
 
 
 def continuous_commands(args: Args, spread: str) -> Iterator[list[str]]:
     """Our engine and our fixed batch on the same rows."""
     longest = max(args.lengths)
-    ours = [sys.executable, HERE / "bench_rollout_ours.py", "--policy", "knorm", *sizes(args, longest)]
+    ours = [sys.executable, HERE / "engines" / "smd_rollout.py", "--policy", "knorm", *sizes(args, longest)]
     for form in ((), ("--fixed",)):
         yield [str(word) for word in (*ours, "--rows", args.rows, "--spread", spread, *form)]
 
@@ -203,7 +205,7 @@ def runs(args: Args) -> Iterator[tuple[str, list[Row]]]:
 
 def roofline_command(args: Args) -> list[str]:
     """Ours on a device, in a process whose memory is its own."""
-    words: list[object] = [sys.executable, HERE / "bench_rollout_device.py", "--device", args.device]
+    words: list[object] = [sys.executable, HERE / "engines" / "smd_roofline.py", "--device", args.device]
     words += ["--engine", *args.engine, *(() if args.memory is None else ("--memory", args.memory))]
     return [str(word) for word in words] + [f"--{flag}" for flag in ("check", "confirm", "quick") if vars(args)[flag]]
 
@@ -219,7 +221,7 @@ def roofline(args: Args) -> None:
         said = {name: row[name] for name in FIELDS} if args.json and "engine" in row else row
         print(json.dumps(said), flush=True)
         if args.out is not None:
-            write(args.out, Path(__file__).name, found, header)
+            write(args.out, found, header)
 
 
 def main(args: Args) -> None:
@@ -235,7 +237,7 @@ def main(args: Args) -> None:
         else:
             table(title, rows)
         if args.out is not None:
-            write(args.out, Path(__file__).name, found)
+            write(args.out, found)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ A logits processor that changes nothing notes when each step came.
 
 import argparse
 
+import common
 import generation
-import harness
 
-harness.one_thread()  # before torch is imported
+common.one_thread()  # before torch is imported
 
 import torch  # noqa: E402
 from torch_update import qwen2_config  # noqa: E402
@@ -74,9 +74,9 @@ def main() -> None:
     parser.add_argument("--static", action="store_true", help="a cache of fixed size")
     parser.add_argument("--scores", action=argparse.BooleanOptionalAction, default=True, help="log-probabilities")
     args = parser.parse_args()
-    clock, marks = harness.Clock(args, warmup=1), generation.Marks()
+    clock, marks = common.Clock(args, warmup=1), generation.Marks()
     model = build(args.prompt + args.new_tokens)
-    ids = torch.tensor(generation.prompts(args.batch, args.prompt, harness.VOCABULARY))
+    ids = torch.tensor(generation.prompts(args.batch, args.prompt, common.VOCABULARY))
     stamp, cache = Stamp(marks, args.prompt), None
     for turn in range(clock.updates):
         cache = None if args.static else DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""What all engines of `bench_rollout.py` share beside `harness.py`: sizes, prompts, times of single steps, the row.
+"""What all engines of `bench/rollout.py` share beside `common.py`: sizes, prompts, times of single steps, the row.
 
 Standard library only: it runs in four environments.
 """

@@ -1,6 +1,6 @@
-"""Ours on an accelerator: a step against the bytes that it has to move, and how many rows fit. By `bench_rollout.py`.
+"""Ours on an accelerator: a step against the bytes that it has to move, and how many rows fit. By `bench/rollout.py`.
 
-Command    python experiments/bench_rollout_device.py --device gpu --check          (one JSON object a line)
+Command    python experiments/bench/engines/smd_roofline.py --device gpu --check          (one JSON object a line)
 Cost       ten minutes on a GPU
 
 Model      Like Qwen3-1.7B, random weights in bfloat16. Prompts of `budget` tokens, so that the cache is full at once.
@@ -27,16 +27,18 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU; before jax is imported
 
+import generation
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers import generation
 from segment_memory import segment_memory
+from smd_common import max_difference
 
 import smd_jax as smd
 from smd_jax.testing import random_params, tiny_model_config
 
 Row = dict[str, Any]
+CHECKED = 2  # rows whose log-probabilities the learner computes again
 PREFILLED = 1  # prompts read at once: their caches are alive beside those of the rows
 POLICIES = {"ours": smd.eviction.Knorm(), "ours-snapkv": smd.eviction.SnapKV(), "ours-h2o": smd.eviction.H2O()}
 
@@ -157,7 +159,7 @@ def check(sizes: Sizes) -> Iterator[Row]:
     for name, policy in POLICIES.items():
         engine = make_engine(small, policy, 4, 100)
         done = engine.run(params, prompts(6, small.budget, small.model.vocab_size), jax.random.key(1))
-        off = max_difference(engine.model, params, done.trajectory)
+        off = max_difference(engine.model, params, done.trajectory, CHECKED)
         yield {"check": f"{name}, sampler against learner", "max_abs_dlogp": off}
         if not off <= 1e-4:
             raise SystemExit(f"expected {name} within 1e-4 nats of the learner; got {off}")
@@ -165,13 +167,6 @@ def check(sizes: Sizes) -> Iterator[Row]:
 
 
 SMALL = {"num_layers": 2, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512}
-
-
-def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
-    """Largest |log p of the learner - log p of the sampler| in nats over two rows."""
-    part = jax.tree.map(lambda x: x[:2], trajectory)
-    scores = jax.jit(smd.replay, static_argnums=0)(model, params, part)
-    return float(np.abs(scores.logprobs - part.logprobs)[np.asarray(part.response_mask)].max())
 
 
 def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
@@ -193,7 +188,7 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     memory = segment_memory(engine, params, sizes.budget)
     expected = rows * (sizes.budget + sizes.buffer) * slot_bytes(sizes)
     row |= {"cache_bytes": memory.state, "expected_cache_bytes": expected}
-    row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory)
+    row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory, CHECKED)
     row |= {"ms_per_step": step * 1e3, "ms_of_bytes": least * 1e3, "share_of_roofline": least / step}
     row |= {"temp_bytes": memory.temporary, "total_bytes": memory.total}
     return row

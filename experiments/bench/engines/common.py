@@ -1,6 +1,6 @@
-"""What all engines of `bench_update.py` share: the model, the command line, the clock, the line of JSON.
+"""What all engines of `bench/update.py` share: the model, the command line, the clock, the line of JSON.
 
-`generation.py` beside it adds what those of `bench_rollout.py` need.
+`generation.py` beside it adds what those of `bench/rollout.py` need.
 
 Standard library only: it runs in four environments. Linux only: it pins its process to a core and reads /proc.
 """

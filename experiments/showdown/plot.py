@@ -1,4 +1,4 @@
-"""The picture of `showdown.py`: every arm's final rewards and mismatch side by side, and its rewards over the run."""
+"""The picture of `main.py`: every arm's final rewards and mismatch side by side, and its rewards over the run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from showdown_report import DECODINGS, Run, bootstrap, values_of
 
+from showdown.report import DECODINGS, Run, bootstrap, values_of
 from smd_jax.train.plots import COLOURS
 
 Runs = Sequence[Run]

@@ -8,9 +8,9 @@ Settings other than the defaults: no gradient checkpointing, float32, a constant
 
 import tempfile
 
-import harness
+import common
 
-harness.one_thread()  # before torch is imported
+common.one_thread()  # before torch is imported
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A vocabulary of numbers; the trainer asks for a tokenizer, and nothing here is text."""
-    words = {str(number): number for number in range(harness.VOCABULARY)}
+    words = {str(number): number for number in range(common.VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0", eos_token="0")
@@ -38,7 +38,7 @@ class Trainer(GRPOTrainer):
 class Timer(TrainerCallback):
     """The clock runs from the first microbatch of an optimizer step to its end."""
 
-    def __init__(self, clock: harness.Clock) -> None:
+    def __init__(self, clock: common.Clock) -> None:
         self.clock = clock
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
@@ -50,32 +50,32 @@ class Timer(TrainerCallback):
 
 def random_completions(sequences: int, prompt: int, response: int) -> dict:
     """What the trainer's own generation would return."""
-    tokens = torch.randint(1, harness.VOCABULARY, (sequences, prompt + response))
+    tokens = torch.randint(1, common.VOCABULARY, (sequences, prompt + response))
     mask = torch.ones_like(tokens)
     return {
         "prompt_ids": tokens[:, :prompt],
         "prompt_mask": mask[:, :prompt],
         "completion_ids": tokens[:, prompt:],
         "completion_mask": mask[:, prompt:],
-        "advantages": torch.tensor(harness.advantages(sequences)),
+        "advantages": torch.tensor(common.advantages(sequences)),
         "num_items_in_batch": mask[:, prompt:].sum(),
     }
 
 
-def grpo_config(args, clock: harness.Clock, folder: str) -> GRPOConfig:
+def grpo_config(args, clock: common.Clock, folder: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=args.microbatch,
         gradient_accumulation_steps=args.sequences // args.microbatch,
-        num_generations=min(harness.GROUP, args.sequences),
+        num_generations=min(common.GROUP, args.sequences),
         max_completion_length=args.tokens - args.prompt,
         max_steps=clock.updates,
-        learning_rate=harness.LEARNING_RATE,
+        learning_rate=common.LEARNING_RATE,
         lr_scheduler_type="constant",
-        adam_beta1=harness.BETAS[0],
-        adam_beta2=harness.BETAS[1],
-        adam_epsilon=harness.ADAM_EPS,
-        weight_decay=harness.WEIGHT_DECAY,
+        adam_beta1=common.BETAS[0],
+        adam_beta2=common.BETAS[1],
+        adam_epsilon=common.ADAM_EPS,
+        weight_decay=common.WEIGHT_DECAY,
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
@@ -87,8 +87,8 @@ def grpo_config(args, clock: harness.Clock, folder: str) -> GRPOConfig:
 
 
 def main() -> None:
-    args = harness.parser(__doc__).parse_args()
-    clock = harness.Clock(args)
+    args = common.parser(__doc__).parse_args()
+    clock = common.Clock(args)
     torch.set_num_threads(1)
     model = Qwen2ForCausalLM(qwen2_config(not args.untied, args.tokens))
     with tempfile.TemporaryDirectory() as folder:

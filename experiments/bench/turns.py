@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from provenance import provenance
 
 Row = dict[str, Any]
 
@@ -79,9 +80,7 @@ def lines(command: list[str]) -> Iterator[Row]:
         raise SystemExit(f"expected {' '.join(command)} to end well; got exit status {process.returncode}")
 
 
-def write(path: Path, script: str, rows: list[Row], more: Row | None = None) -> None:
-    """The rows with date and command; of paths in the command only the names."""
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    command = f"python experiments/{script} {' '.join(words)}"
-    result = {"date": time.strftime("%Y-%m-%d"), "command": command, **(more or {}), "rows": rows}
+def write(path: Path, rows: list[Row], device: Row | None = None) -> None:
+    """The rows, and where they come from; engines say their own versions."""
+    result = provenance(packages=()) | (device or {}) | {"rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

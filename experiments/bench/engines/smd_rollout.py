@@ -1,7 +1,8 @@
-"""Sampling with smd_jax, as `smd_jax.sampler.fixed_batch` and its engine do it. Started by `bench_rollout.py`.
+"""Sampling with smd_jax, as `smd_jax.sampler.fixed_batch` and its engine do it. Started by `bench/rollout.py`.
 
-Command    python experiments/bench_rollout_ours.py --policy knorm --new-tokens 512
-           python experiments/bench_rollout_ours.py --policy knorm --new-tokens 2048 --rows 256 --spread log --fixed
+Command    python experiments/bench/engines/smd_rollout.py --policy knorm --new-tokens 512
+           python experiments/bench/engines/smd_rollout.py --policy knorm --new-tokens 2048 --rows 256 --spread log \
+                  --fixed
 
 Identity is measured outside of the timing, on four rows of the last turn that was timed.
 """
@@ -10,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 
+import common
+import generation
 import numpy as np
-from peers import generation, harness
 
-harness.one_thread()  # before jax is imported
+common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from bench_update_ours import model_config  # noqa: E402
 from segment_memory import segment_memory  # noqa: E402
+from smd_common import max_difference, model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
 from smd_jax.sampler.keys import row_keys  # noqa: E402
@@ -40,13 +42,6 @@ def response_lengths(rows: int, longest: int, spread: str) -> np.ndarray:
     return np.random.default_rng(0).permutation(np.rint(exact).astype(np.int32))
 
 
-def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory) -> float:
-    """Largest |log p of the learner - log p of the sampler| in nats over the first rows."""
-    part = jax.tree.map(lambda x: x[:CHECKED], trajectory)
-    scores = jax.jit(smd.replay, static_argnums=0)(model, params, part)
-    return float(np.abs(scores.logprobs - part.logprobs)[np.asarray(part.response_mask)].max())
-
-
 class Sampling:
     """What is sampled in every turn, by the engine or as fixed batches one after the other."""
 
@@ -57,7 +52,7 @@ class Sampling:
         self.policy = POLICIES[args.policy]
         self.config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer)
         rows = args.rows or args.batch
-        tokens = np.asarray(generation.prompts(rows, args.prompt, harness.VOCABULARY), np.int32)
+        tokens = np.asarray(generation.prompts(rows, args.prompt, common.VOCABULARY), np.int32)
         self.prompts = smd.PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.ones(tokens.shape, bool))
         self.limits = np.full(rows, args.new_tokens, np.int32)
         if args.rows is not None:
@@ -117,7 +112,7 @@ def main() -> None:
     parser.add_argument("--spread", choices=("log", "even"), default="log", help="of the lengths of --rows")
     parser.add_argument("--fixed", action="store_true", help="fixed batches in place of the engine")
     args = parser.parse_args()
-    clock, sampling = harness.Clock(args, warmup=1), Sampling(args)
+    clock, sampling = common.Clock(args, warmup=1), Sampling(args)
     trajectory, utilisation = None, None
     for number in range(clock.updates):
         clock.begin()
@@ -133,12 +128,12 @@ def main() -> None:
     # Peak memory first: what follows is not in it.
     measured = clock.measured(sampling.parameters, ["smd_jax", "jax", "jaxlib", "flax"])
     row |= sampling.memory()
-    row["max_abs_dlogp"] = max_difference(sampling.model, sampling.params, trajectory)
+    row["max_abs_dlogp"] = max_difference(sampling.model, sampling.params, trajectory, CHECKED)
     clock.say(row | measured)
 
 
 def name(args: argparse.Namespace) -> str:
-    """As in the rows of `bench_rollout.py`."""
+    """As in the rows of `bench/rollout.py`."""
     if args.rows is not None:
         return f"ours-{'fixed' if args.fixed else 'continuous'}-{args.spread}"
     return "ours" if args.policy == "knorm" else f"ours-{args.policy}"

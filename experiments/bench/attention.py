@@ -3,10 +3,10 @@
 Question   The learner replays what a budgeted sampler saw. How much faster, and in how much less memory, is that when
            only the kept keys are gathered (`segments`, the Pallas kernels) than with a boolean mask (`mask`)? And where
            is the break-even?
-Command    python experiments/bench_attention.py                       on CPU: a table
-           python experiments/bench_attention.py --json                one object a line
-           python experiments/bench_attention.py --device gpu --check --out experiments/results/attention_h200.json
-           python experiments/bench_attention.py --device gpu --tune    block sizes, instead of lengths
+Command    python experiments/bench/attention.py                       on CPU: a table
+           python experiments/bench/attention.py --json                one object a line
+           python experiments/bench/attention.py --device gpu --check --out runs/attention_gpu.json
+           python experiments/bench/attention.py --device gpu --tune    block sizes, instead of lengths
 Cost       five minutes on two CPU cores; ten on a GPU
 Result     see experiments/results/attention_cpu.json; on GPU and TPU: not measured.
 
@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,15 +34,17 @@ import numpy as np
 import tyro
 from jaxtyping import Array
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from provenance import provenance
 from smd_jax.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
 from smd_jax.testing import random_evictions
 from smd_jax.train.progress import summary_table
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
-from smd_kernels.gpu import GPU_SIZES
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES
 from smd_kernels.segments import EMPTY, segment_attention, slot_table
-from smd_kernels.tpu import TPU_SIZES
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
 Attention = Callable[[Array, Array, Array, KeyInterval], Array]
@@ -159,8 +160,9 @@ def xla_segments(together: int | None, q: Array, k: Array, v: Array, mask: KeyIn
     """`segments` with another number of them gathered at once; None: all, which is the vectorised form."""
     assert mask.segments is not None
     sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
-    most = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
-    return segment_attention(q, k, v, mask.evicted_at, segments=mask.segments, kernel=XlaKernel(sizes), most=most)
+    blocks = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
+    kernel = XlaKernel(sizes)
+    return segment_attention(q, k, v, mask.evicted_at, mask.segments, kernel, blocks_at_once=blocks)
 
 
 def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
@@ -369,17 +371,9 @@ def main(args: Args) -> None:
 
 
 def write(path: Path, found: list[Row]) -> None:
-    device = jax.devices()[0].device_kind
-    versions = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     exponents = {impl: e for impl in dict.fromkeys(r.impl for r in found) if (e := growth(found, impl)) is not None}
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device,
-        "versions": versions,
-        "command": f"python experiments/bench_attention.py {' '.join(sys.argv[1:])}",
-        "exponent_in_T": exponents,
-        "rows": [asdict(r) for r in found],
-    }
+    device = {"device": jax.devices()[0].device_kind}
+    result = provenance() | device | {"exponent_in_T": exponents, "rows": [asdict(r) for r in found]}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The task of `showdown.py`, its tokenizer and its model: small enough for a hundred runs, and nothing to download."""
+"""The task of `main.py`, its tokenizer and its model: small enough for a hundred runs, and nothing to download."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ asked for. Prompts reach it through a tokenizer of numbers; its own decoding bac
 No time of a single step: the loop is one program.
 """
 
+import common
 import generation
-import harness
 
-harness.one_thread()  # before jax is imported
+common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 from flax import nnx  # noqa: E402
@@ -34,7 +34,7 @@ class Numbers:
         return NEVER
 
     def pad_id(self) -> int:
-        return harness.VOCABULARY
+        return common.VOCABULARY
 
 
 def cache_bytes(sampler: Sampler, batch: int) -> int:
@@ -45,11 +45,11 @@ def cache_bytes(sampler: Sampler, batch: int) -> int:
 
 def main() -> None:
     args = generation.parser(__doc__).parse_args()
-    clock = harness.Clock(args, warmup=1)  # its sizes are those of the measured turns: the loop is compiled for them
+    clock = common.Clock(args, warmup=1)  # its sizes are those of the measured turns: the loop is compiled for them
     model = qwen2(True)
-    config = CacheConfig(args.prompt + args.new_tokens, harness.LAYERS, harness.KV_HEADS, harness.HEAD_DIM)
+    config = CacheConfig(args.prompt + args.new_tokens, common.LAYERS, common.KV_HEADS, common.HEAD_DIM)
     sampler = Sampler(model, Numbers(), config)
-    texts = [" ".join(map(str, ids)) for ids in generation.prompts(args.batch, args.prompt, harness.VOCABULARY)]
+    texts = [" ".join(map(str, ids)) for ids in generation.prompts(args.batch, args.prompt, common.VOCABULARY)]
     for turn in range(clock.updates):
         clock.begin()
         out = sampler(

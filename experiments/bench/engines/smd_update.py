@@ -1,9 +1,9 @@
-"""A GRPO update of smd_jax, as `smd_jax.make_update` does it, and what its pieces cost. Started by `bench_update.py`.
+"""A GRPO update of smd_jax, as `smd_jax.make_update` does it, and what its pieces cost. Started by `bench/update.py`.
 
-Command    python experiments/bench_update_ours.py --tokens 576 --visibility shadow --budget 128 --buffer 32
-           python experiments/bench_update_ours.py --tokens 576 --parts          (one JSON object a line and piece)
-           python experiments/bench_update_ours.py --tokens 4096 --sequences 2 --microbatch 1 --visibility shadow \
-                  --budget 256 --buffer 128 --check                      (against the mask as booleans)
+Command    python experiments/bench/engines/smd_update.py --tokens 576 --visibility shadow --budget 128 --buffer 32
+           python experiments/bench/engines/smd_update.py --tokens 576 --parts        (one JSON object a line and piece)
+           python experiments/bench/engines/smd_update.py --tokens 4096 --sequences 2 --microbatch 1 \
+                  --visibility shadow --budget 256 --buffer 128 --check      (against the mask as booleans)
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from peers import harness
+import common
 
-harness.one_thread()  # before jax is imported
+common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from smd_common import model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
 from smd_jax.learner.forward import replay_logits, response_hidden, response_logits  # noqa: E402
@@ -35,47 +36,30 @@ from smd_jax.testing import random_evictions, random_params  # noqa: E402
 from smd_jax.trajectory import Trajectory  # noqa: E402
 
 
-def model_config(tied: bool, max_tokens: int) -> smd.ModelConfig:
-    return smd.ModelConfig(
-        vocab_size=harness.VOCABULARY,
-        hidden_size=harness.HIDDEN,
-        intermediate_size=harness.FFN,
-        num_layers=harness.LAYERS,
-        num_heads=harness.HEADS,
-        num_kv_heads=harness.KV_HEADS,
-        head_dim=harness.HEAD_DIM,
-        max_positions=max_tokens,
-        rope_theta=harness.ROPE_THETA,
-        norm_eps=harness.NORM_EPS,
-        qkv_bias=True,
-        tie_embeddings=tied,
-    )
-
-
 def random_batch(args: argparse.Namespace) -> TrainBatch:
     """Random tokens, none of them padding, as a budgeted sampler could have handed them over."""
-    tokens = np.random.default_rng(0).integers(1, harness.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(1, common.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
     valid = jnp.ones(tokens.shape, bool)
     mask = dense_mask(valid)
     if args.budget is not None:
-        segments, sizes = Segments(args.prompt, args.buffer, args.budget), (harness.LAYERS, harness.KV_HEADS)
+        segments, sizes = Segments(args.prompt, args.buffer, args.budget), (common.LAYERS, common.KV_HEADS)
         mask = random_evictions(args.tokens, segments, batch=args.sequences, layers=sizes[0], kv_heads=sizes[1])
     trajectory = Trajectory(
         tokens=jnp.asarray(tokens),
         valid=valid,
-        logprobs=jnp.full((args.sequences, args.tokens - args.prompt), -np.log(harness.VOCABULARY), jnp.float32),
+        logprobs=jnp.full((args.sequences, args.tokens - args.prompt), -np.log(common.VOCABULARY), jnp.float32),
         terminated=jnp.zeros(args.sequences, bool),
         mask=mask.to_boolean() if args.boolean else mask,
     )
-    return TrainBatch(trajectory, jnp.asarray(harness.advantages(args.sequences), jnp.float32), None)
+    return TrainBatch(trajectory, jnp.asarray(common.advantages(args.sequences), jnp.float32), None)
 
 
 def optimizer() -> optax.GradientTransformation:
-    return optax.adamw(harness.LEARNING_RATE, *harness.BETAS, eps=harness.ADAM_EPS, weight_decay=harness.WEIGHT_DECAY)
+    return optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
 
 
 def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfig, state: TrainState) -> None:
-    clock = harness.Clock(args)
+    clock = common.Clock(args)
     update, batch = make_update(model, optimizer(), config), random_batch(args)
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     for _ in range(clock.updates):
@@ -216,7 +200,7 @@ def run_check(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfig
 
 
 def main() -> None:
-    parser = harness.parser(__doc__ or "")
+    parser = common.parser(__doc__ or "")
     parser.add_argument("--visibility", choices=("dense", "shadow"), default="dense")
     parser.add_argument("--budget", type=int, default=None, help="keys kept; none: a sampler that never evicts")
     parser.add_argument("--buffer", type=int, default=None, help="queries between two compressions")

@@ -2,8 +2,8 @@
 
 Question   Seconds and peak memory of a whole update (forward, loss, backward, AdamW; no reference model, no generation)
            of the same model in smd_jax, Tunix, TRL and plain torch, on one CPU core in float32; and where ours goes.
-Command    python experiments/bench_update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
-           python experiments/bench_update.py --parts --json          (our update in pieces)
+Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
+           python experiments/bench/update.py --parts --json          (our update in pieces)
 Cost       about six minutes on a quiet machine; 8 GB of memory, because all engines are alive at once
 Result     see experiments/results/
 
@@ -16,7 +16,7 @@ Sizes      576 tokens (64 of prompt), 32 sequences in microbatches of 8: all eng
 Fairness   Every engine is a process of its own, pinned to one core; all are compiled first and then take turns, update
            by update. No padding, so that torch may use its causal kernel without a mask. No gradient checkpointing in
            the peers, no remat of layers in ours (which does recompute the logits, and measures entropy and mismatch, as
-           it always does). What each peer runs is said at the top of its file in experiments/peers/.
+           it always does). What each peer runs is said at the top of its file in experiments/bench/engines/.
            `seconds` is the median, `cpu_seconds_min` the least CPU time: only it means anything on a shared machine.
            `peak_bytes` is the peak of the whole process, libraries and compilation included.
 
@@ -39,8 +39,10 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from workers import Row, environment, take_turns, write
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from bench.turns import Row, environment, take_turns, write
 from smd_jax.train.progress import summary_table
 
 HERE = Path(__file__).parent
@@ -100,11 +102,11 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
     for engine in args.engine:
         python = args.python(engine)
         if engine == "ours":
-            ours = [sys.executable, HERE / "bench_update_ours.py", *same]
+            ours = [sys.executable, HERE / "engines" / "smd_update.py", *same]
             forms = ([], shadow, [*shadow, "--boolean"]) if size.boolean and not args.parts else ([], shadow)
             yield from ([str(word) for word in (*ours, *more)] for more in forms)
         elif engine in size.peers and python is not None:
-            yield [str(word) for word in (python, HERE / "peers" / f"{engine}_update.py", *same)]
+            yield [str(word) for word in (python, HERE / "engines" / f"{engine}_update.py", *same)]
 
 
 def compare(args: Args, tokens: int) -> list[Row]:
@@ -144,7 +146,7 @@ def main(args: Args) -> None:
         else:
             table(tokens, rows)
     if args.out is not None:
-        write(args.out, Path(__file__).name, found)
+        write(args.out, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sampling with kvpress: `generate` as in `hf_generate.py`, under a press that compresses while decoding.
+"""Sampling with kvpress: `generate` as in `hf_rollout.py`, under a press that compresses while decoding.
 
 `DecodingPress` around `KnormPress`: after every `--buffer` steps each layer and KV head keeps its `--budget` keys of
 least norm.
@@ -8,13 +8,13 @@ It measures the cache at the end, when it is largest but for a step.
 
 import argparse
 
+import common
 import generation
-import harness
 
-harness.one_thread()  # before torch is imported
+common.one_thread()  # before torch is imported
 
 import torch  # noqa: E402
-from hf_generate import Stamp, build, held, sample  # noqa: E402
+from hf_rollout import Stamp, build, held, sample  # noqa: E402
 from kvpress import DecodingPress, KnormPress  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -24,9 +24,9 @@ def main() -> None:
     parser = generation.parser(__doc__)
     parser.add_argument("--scores", action=argparse.BooleanOptionalAction, default=True, help="log-probabilities")
     args = parser.parse_args()
-    clock, marks = harness.Clock(args, warmup=1), generation.Marks()
+    clock, marks = common.Clock(args, warmup=1), generation.Marks()
     model = build(args.prompt + args.new_tokens)
-    ids = torch.tensor(generation.prompts(args.batch, args.prompt, harness.VOCABULARY))
+    ids = torch.tensor(generation.prompts(args.batch, args.prompt, common.VOCABULARY))
     stamp = Stamp(marks, args.prompt)
     press = DecodingPress(
         base_press=KnormPress(), compression_interval=args.buffer, target_size=args.budget, hidden_states_buffer_size=0

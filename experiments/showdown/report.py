@@ -1,6 +1,6 @@
-"""What `showdown.py` says about its runs: rows, curves, tables, and what happened where a reward fell.
+"""What `main.py` says about its runs: rows, curves, tables, and what happened where a reward fell.
 
-Nothing here trains: where all runs are kept, `python experiments/showdown.py` makes the tables again at once.
+Nothing here trains: where all runs are kept, `python experiments/showdown/main.py` makes the tables again at once.
 """
 
 from __future__ import annotations

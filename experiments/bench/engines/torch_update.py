@@ -3,9 +3,9 @@
 The leanest thing that a user would write: logits of the completion only, no entropy, no metrics, fused AdamW.
 """
 
-import harness
+import common
 
-harness.one_thread()  # before torch is imported
+common.one_thread()  # before torch is imported
 
 import torch  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
@@ -13,17 +13,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 def qwen2_config(tied: bool, max_tokens: int) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=harness.VOCABULARY,
-        hidden_size=harness.HIDDEN,
-        intermediate_size=harness.FFN,
-        num_hidden_layers=harness.LAYERS,
-        num_attention_heads=harness.HEADS,
-        num_key_value_heads=harness.KV_HEADS,
-        head_dim=harness.HEAD_DIM,
+        vocab_size=common.VOCABULARY,
+        hidden_size=common.HIDDEN,
+        intermediate_size=common.FFN,
+        num_hidden_layers=common.LAYERS,
+        num_attention_heads=common.HEADS,
+        num_key_value_heads=common.KV_HEADS,
+        head_dim=common.HEAD_DIM,
         max_position_embeddings=max_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": harness.ROPE_THETA},
-        rms_norm_eps=harness.NORM_EPS,
-        initializer_range=harness.INIT_STD,
+        rope_parameters={"rope_type": "default", "rope_theta": common.ROPE_THETA},
+        rms_norm_eps=common.NORM_EPS,
+        initializer_range=common.INIT_STD,
         tie_word_embeddings=tied,
         use_cache=False,
         attn_implementation="sdpa",
@@ -41,21 +41,21 @@ def policy_loss(model: Qwen2ForCausalLM, tokens: torch.Tensor, advantages: torch
 
 
 def main() -> None:
-    args = harness.parser(__doc__).parse_args()
-    clock = harness.Clock(args)
+    args = common.parser(__doc__).parse_args()
+    clock = common.Clock(args)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(qwen2_config(not args.untied, args.tokens)).train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=harness.LEARNING_RATE,
-        betas=harness.BETAS,
-        eps=harness.ADAM_EPS,
-        weight_decay=harness.WEIGHT_DECAY,
+        lr=common.LEARNING_RATE,
+        betas=common.BETAS,
+        eps=common.ADAM_EPS,
+        weight_decay=common.WEIGHT_DECAY,
         fused=True,
     )
-    tokens = torch.randint(1, harness.VOCABULARY, (args.sequences, args.tokens))
-    advantages = torch.tensor(harness.advantages(args.sequences))
+    tokens = torch.randint(1, common.VOCABULARY, (args.sequences, args.tokens))
+    advantages = torch.tensor(common.advantages(args.sequences))
     parts = args.sequences // args.microbatch
     for _ in range(clock.updates):
         clock.begin()

@@ -17,7 +17,7 @@ Rates      Every arm has the same grid of learning rates (`RATES`). Fixed before
 Rewards    On 512 other held-out prompts, decoded at the sampler's temperature under the budget ("sparse") and with the
            full cache ("dense"). Intervals: 95 % bootstrap of the mean over seeds. Over so few seeds it is a weak
            interval: it says how far these seeds are apart, and covers the true mean less often than 95 %.
-Command    make study NAME=showdown     or     python experiments/showdown.py [--quick] [--arms …] [--seeds …] [--help]
+Command    make study NAME=showdown    or    python experiments/showdown/main.py [--quick] [--arms …] [--seeds …]
            A run that has ended is kept under --runs, and not run again when the study is continued after a stop.
 Cost       45 minutes on two CPU cores on which other programs ran too: 132 runs, a process and a core each
 Result     experiments/results/showdown.md, .png, .json (the reported runs, each with a command that makes it alone),
@@ -33,6 +33,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -47,12 +48,14 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_th
 import jax
 import numpy as np
 import optax
-import showdown_report as report
 import tyro
-from showdown_plot import draw
-from showdown_task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
+from showdown import report
+from showdown.plot import draw
+from showdown.task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
 from smd_jax.losses.distillation import Direction
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
@@ -61,7 +64,7 @@ from smd_jax.train import checkpoint
 from smd_jax.train.metrics_log import MetricsWriter, read_metrics
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 SAMPLER, BUDGET, BUFFER = smd.eviction.TOVA(), 14, 2
@@ -184,7 +187,7 @@ class Job:
         """Makes this run alone, whatever has been run before."""
         words = ["--arms", self.arm.name, "--seeds", str(self.seed), "--learning-rates", str(self.learning_rate)]
         words += [*(["--quick"] if self.sizes == QUICK else []), "--runs", "runs/showdown-again"]
-        return "python experiments/showdown.py " + shlex.join(words)
+        return "python experiments/showdown/main.py " + shlex.join(words)
 
 
 def main(args: Args) -> None:

@@ -1,0 +1,79 @@
+"""Where a result comes from: what every result file says beside its numbers.
+
+A time without its machine, or a reward without the code that earned it, is hard to use: the same commit was 3.4 times
+kvpress on one CPU and 2.0 times on another.
+
+Standard library only, so that a script can ask before it imports JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_FACTS = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+
+
+def provenance(packages: Sequence[str] = ("jax", "jaxlib", "flax")) -> dict[str, Any]:
+    """Date, command, commit, versions and CPU of the running script."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command_line(),
+        "commit": commit(),
+        "cpu": cpu(),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
+    }
+
+
+def command_line() -> str:
+    """As one would type it in the repository; of other paths only the names, which nobody else has."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", str(shown), *words])
+
+
+def commit() -> str:
+    """Short hash of the code that runs, with a "+" where tracked files were changed since."""
+    try:
+        head = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or sources without their history
+        return "not recorded"
+    return f"{head}+" if changed else head
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def cpu() -> str:
+    """Number, name, and the numbers that tell apart what some hypervisors give one name."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.exists():
+        return f"{os.cpu_count()} x {platform.processor() or platform.machine()}"
+    return describe_cpu(listing.read_text(encoding="utf-8"), os.cpu_count() or 1)
+
+
+def describe_cpu(listing: str, count: int) -> str:
+    """From the text of /proc/cpuinfo. ARM's has no name there: the architecture stands for it."""
+    name = found(listing, "model name") or platform.machine()
+    numbers = [f"{short} {value}" for short, field in CPU_FACTS.items() if (value := found(listing, field))]
+    return f"{count} x {name}" + (f" ({', '.join(numbers)})" if numbers else "")
+
+
+def found(listing: str, field: str) -> str | None:
+    """The first processor's value of a field."""
+    match = re.search(rf"^{re.escape(field)}\s*:\s*(.+)$", listing, re.MULTILINE)
+    return match[1].strip() if match else None

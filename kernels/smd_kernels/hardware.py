@@ -1,0 +1,143 @@
+"""What the kernels for GPU and TPU can run, and in which tiles: all that is known of them without their compilers.
+
+Importing Pallas' Mosaic compilers takes longer than everything else here together. So "can it run these inputs?" and
+"in which tiles?" are answered by the tables below, and only what runs a kernel imports its module: `gpu` and `tpu` for
+block attention, `decode_gpu` and `decode_tpu` for decode attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from smd_kernels.blocks import BlockSizes
+
+Hardware = Literal["mosaic_gpu", "mosaic_tpu"]
+
+# The pass for dk and dv holds two sums and two tiles of scores at once: longer row tiles would spill.
+# 256 blocks of 1,024 rows and 1,152 keys cost 2.2 GB, forward and backward.
+GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
+
+# A grid step has a fixed cost, so tiles of 128 leave the matrix units idle: 7.6 of 197 TFLOP/s on v5e, with another
+# flash kernel (github.com/jax-ml/jax/issues/24633). Tiles of 1,024 are too much for v5e's vector memory in float32.
+TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=512, keys_dkv=512)
+
+SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is barriers, scratch of reductions and alignment
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for what the compiler spills
+GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest tile of wgmma: the largest group
+TPU_LANES = 128  # a TPU keeps the last axis of an array in tiles of so many
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel was written for.
+
+    Attributes:
+      dtypes: of queries, keys and values, by name. because: of that, where the reason isn't plain.
+      head_dims: the only ones; None where any multiple of `head_dim_multiple` will do.
+      slots_multiple: of the slots of a cache. group: most query heads per KV head; None: any number. Of decoding alone.
+    """
+
+    dtypes: tuple[str, ...]
+    because: str = ""
+    head_dims: tuple[int, ...] | None = (64, 128)
+    head_dim_multiple: int = 1
+    slots_multiple: int = 1
+    group: int | None = None
+
+    def why_not(self, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
+        """What is wrong with these inputs, or None."""
+        name = jnp.dtype(dtype).name
+        if name not in self.dtypes:
+            return f"expected {' or '.join(self.dtypes)}{self.because}; got {name}"
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            return f"expected head_dim in {self.head_dims}; got {head_dim}"
+        if head_dim % self.head_dim_multiple:
+            return f"expected head_dim to be a multiple of {self.head_dim_multiple}; got {head_dim}"
+        return None
+
+
+# On Hopper, longer heads than 128 would not leave enough registers for the sums of the backward pass.
+BLOCKS: dict[Hardware, Limits] = {
+    "mosaic_gpu": Limits(("bfloat16", "float16"), because=", which Hopper's wgmma multiplies"),
+    "mosaic_tpu": Limits(("bfloat16", "float32")),
+}
+# TMA, Hopper's copy engine, moves tiles of whole 8 rows.
+DECODE: dict[Hardware, Limits] = {
+    "mosaic_gpu": Limits(("bfloat16",), slots_multiple=8, group=GPU_GROUP),
+    "mosaic_tpu": Limits(("bfloat16", "float32"), head_dims=None, head_dim_multiple=16),
+}
+
+
+def why_not_blocks(hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
+    """Why a kernel of block attention cannot run on queries of this dtype and head dim; None if it can.
+
+    On the GPU it needs compute capability 9.0 besides.
+    """
+    return BLOCKS[hardware].why_not(dtype, head_dim)
+
+
+def why_not_decode(
+    hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int
+) -> str | None:
+    """Why a decode kernel cannot run on a cache of so many slots; None if it can.
+
+    Args:
+      group: query heads per KV head.
+    """
+    limits = DECODE[hardware]
+    if (reason := limits.why_not(dtype, head_dim)) is not None:
+        return reason
+    if slots % limits.slots_multiple:
+        return f"expected slots to be a multiple of {limits.slots_multiple}, the rows of a TMA tile; got {slots}"
+    if limits.group is not None and group > limits.group:
+        return f"expected at most {limits.group} query heads per KV head; got {group}"
+    if hardware == "mosaic_gpu":
+        memory, most = "shared memory", SMEM_BYTES
+        needed = GPU_DECODE_SIZES.smem_bytes(head_dim, slots)
+    else:
+        memory, most = "VMEM", VMEM_BYTES
+        needed = _vmem_bytes(jnp.dtype(dtype).itemsize, head_dim, slots, group)
+    if needed > most:
+        return f"expected at most {most} bytes of {memory}; {slots} slots of {head_dim} need {needed}"
+    return None
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """Tiles of K and V of the decode kernel on GPUs.
+
+    Attributes:
+      keys: slots per tile, a multiple of 64.
+      stages: tiles in flight.
+    """
+
+    keys: int = 64
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or not 64 <= self.keys <= 256:
+            raise ValueError(f"expected keys to be 64, 128, 192 or 256; got {self.keys}")
+        if self.stages < 2:
+            raise ValueError(f"expected at least 2 stages; got {self.stages}")
+
+    def tiles(self, slots: int) -> int:
+        return -(-slots // self.keys)
+
+    def smem_bytes(self, head_dim: int, slots: int) -> int:
+        """Ring, queries, two tiles of weights in bfloat16; scores and validity of every slot in float32."""
+        halves = self.stages * self.keys * head_dim + GPU_GROUP * head_dim + 2 * GPU_GROUP * self.keys
+        return 2 * halves + 4 * self.tiles(slots) * self.keys * (GPU_GROUP + 1)
+
+
+GPU_DECODE_SIZES = DecodeSizes()
+
+
+def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
+    """K and V of this program and the next, and four copies of the scores: scores, exponentials, weights, mask."""
+    padded = -(-slots // TPU_LANES) * TPU_LANES
+    # Scores are float32, and a group of fewer than 8 fills the 8 sublanes of a register all the same.
+    return 4 * padded * head_dim * itemsize + 4 * padded * max(group, 8) * 4

@@ -1,0 +1,115 @@
+"""README and pages: their code runs as it stands, and what they point to is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import tomllib
+import types
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import yaml
+
+import smd_jax
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+# A block of code between fences: the language, and the text.
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LANGUAGES = {"python", "console", "text"}  # of these only Python is run
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"\b(?:smd_jax|kernels|experiments|tests|docs|\.ci)/[\w./-]*\w")
+NAME = re.compile(r"\bsmd(?:_jax)?((?:\.[A-Za-z_]\w*)+)")
+
+# What `mkdocs build` makes of the docstrings: these pages are in no folder.
+GENERATED = ROOT / "docs" / "reference"
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Line before the block's first one, and its text."""
+    text = page.read_text(encoding="utf-8")
+    return [(text[: match.start(2)].count("\n"), match[2]) for match in FENCE.finditer(text) if match[1] == "python"]
+
+
+def run(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """All Python blocks of the page, one after the other, in a module of their own; its names."""
+    module = types.ModuleType(f"page_{page.stem.lower()}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    for line, block in python_blocks(page):
+        exec(compile("\n" * line + block, str(page), "exec"), vars(module))
+    return vars(module)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_blocks(page)], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    names = run(page, monkeypatch)
+    if page == README:
+        assert float(capsys.readouterr().out) <= 2e-5, "what the README's example prints"
+        visible = names["trajectory"].mask.to_boolean()
+        assert visible.shape == (4, 3, 2, 320, 320) and visible.dtype == jnp.bool_
+
+
+@EVERY_PAGE
+def test_every_fence_names_its_language(page: Path):
+    languages = {match[1] for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
+    assert languages <= LANGUAGES, f"expected fences of {sorted(LANGUAGES)}; got {sorted(languages - LANGUAGES)}"
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path):
+    links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    targets = [(page.parent / link).resolve() for link in links if link and "://" not in link]
+    lost = [str(target) for target in targets if not target.exists() and target.parent != GENERATED]
+    assert not lost, f"{page.name} links to {lost}"
+
+
+@EVERY_PAGE
+def test_paths_that_are_named_exist(page: Path):
+    named = set(PATH.findall(page.read_text(encoding="utf-8")))
+    lost = sorted(path for path in named if not (ROOT / path).exists())
+    assert not lost, f"{page.name} names {lost}, which are not there"
+
+
+def is_there(names: list[str]) -> bool:
+    """Whether smd_jax has this attribute of an attribute, or this module."""
+    found: object = smd_jax
+    for name in names:
+        if not hasattr(found, name) and isinstance(found, types.ModuleType):
+            if importlib.util.find_spec(f"{found.__name__}.{name}") is None:
+                return False
+            importlib.import_module(f"{found.__name__}.{name}")
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
+@EVERY_PAGE
+def test_names_of_the_library_are_there(page: Path):
+    """`smd.eviction.H2O` and `smd_jax.eviction.H2O`, wherever a page mentions them."""
+    named = set(NAME.findall(page.read_text(encoding="utf-8")))
+    lost = sorted(dotted for dotted in named if not is_there(dotted.strip(".").split(".")))
+    assert not lost, f"{page.name} names {lost}, which smd_jax does not have"
+
+
+def test_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120, f"README.md has {len(lines)} lines, at most 120 are allowed: the rest belongs into docs/"
+
+
+def test_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["cff-version"] == "1.2.0"
+    assert (citation["title"], citation["version"]) == (project["name"], project["version"])
+    assert citation["license"] == project["license"]
