@@ -137,7 +137,7 @@ STOP = StopTable(NOTHING.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
 
 @pytest.mark.parametrize("shortest", [0, 5])
 def test_stop_strings(shortest: int):
-    """A 9, and one of 0 to 4 behind it, but not before the minimum length; where another row was, the search begins anew."""
+    """A 9, and one of 0 to 4 behind it, but not before the minimum length. Where another row was, it begins anew."""
     sizes = replace(SIZES, eos_token_id=None, min_new_tokens=shortest, max_new_tokens=60)
     warm = replace(sizes, sampling=SamplingConfig(temperature=1.0, top_k=12))
     done, expected = run(H2O(), warm, stop=STOP).trajectory, fixed(H2O(), warm, stop=STOP)
