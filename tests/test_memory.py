@@ -51,6 +51,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests.toy_loop import CONFIG as LOOP
+from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import new_loop
 
 SHAPE = tiny_model_config(
@@ -340,7 +341,7 @@ def test_the_largest_batch_by_hand():
 
 def test_a_loop_gets_its_decode_rows():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params = param_shapes(loop.model)
+    params = param_shapes(LOOP_MODEL)
     same, planned = fit_loop(loop, params, None)
     assert same is loop and planned.decode_rows == 32
     work = replace(memory.workload_of(loop), prefill_rows=8)
@@ -356,7 +357,7 @@ def test_a_loop_gets_its_decode_rows():
 
 def test_an_evaluation_needs_no_room_for_an_update():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params, full = param_shapes(loop.model), LOOP.rollout
+    params, full = param_shapes(LOOP_MODEL), LOOP.rollout
     work = replace(memory.workload_of(loop), policy=Dense(), prefill_rows=8, learns=False)
     planned = plan_memory(work, params, 5)
     assert planned.update < planned.rollout and planned.optimizer > 0
@@ -369,9 +370,9 @@ def test_a_loop_that_cannot_fit_the_device_is_refused(monkeypatch: pytest.Monkey
     loop = new_loop()
     monkeypatch.setattr(memory, "device_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"expected a plan of at most 1000 B on each device"):
-        fit_loop(loop, param_shapes(loop.model), None)
+        fit_loop(loop, param_shapes(LOOP_MODEL), None)
     monkeypatch.setattr(memory, "device_memory", lambda: None)
-    fit_loop(loop, param_shapes(loop.model), None)
+    fit_loop(loop, param_shapes(LOOP_MODEL), None)
 
 
 def test_shapes_of_parameters():

@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 from smd_jax.cache.compression import PARTS
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import CacheView, EvictionPolicy
-from smd_jax.model.decoder import Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.quantization import packed_size
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
@@ -62,8 +63,9 @@ def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
 def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None = None) -> int:
     """Of the copy that is made for the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
     CPU backend multiplies matrices of 16 bits in float32, and holds them once more in that."""
-    read = jax.eval_shape(lambda params: sampler_params(params, config.dtype), params)
-    copied = zip(_placed(drop_value_head(params), mesh), _placed(read, mesh), strict=True)
+    of_policy = drop_value_head(params)
+    read = jax.eval_shape(lambda params: sampler_params(Decoder(config), params), of_policy)
+    copied = zip(_placed(of_policy, mesh), _placed(read, mesh), strict=True)
     narrow = jnp.dtype(config.dtype).itemsize
     widened = compute_itemsize(config, platform)
     each = narrow + (widened if widened != narrow else 0)

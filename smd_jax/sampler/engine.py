@@ -31,7 +31,7 @@ from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import row_keys
@@ -103,7 +103,7 @@ class Engine:
       mesh: where rows lie, of devices of this process; None takes the default device.
     """
 
-    model: Decoder
+    model: LanguageModel
     policy: EvictionPolicy
     config: RolloutConfig
     decode_rows: int
@@ -145,9 +145,9 @@ class Engine:
             `rollout` raises.
         """
         check_whole("group_size", group_size, 1)
-        check_prompts(prompts, self.model.config.vocab_size)
+        check_prompts(prompts, self.model.shape.vocab_size)
         if stop is not None:
-            check_stop_table(stop, self.model.config.vocab_size)
+            check_stop_table(stop, self.model.shape.vocab_size)
         began = time.perf_counter()
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             loop = _Loop(self, params, prompts, key, group_size, stop, limits)
@@ -211,11 +211,12 @@ class _Loop:
         config = engine.config
         count, width = prompts.tokens.shape
         rows = count * group_size
+        self.began = time.perf_counter()
         self.engine = engine
         self.stop = stop
         self.group_size = group_size
         self.sampler = Sampler(engine.model, engine.policy, config, width)
-        self.params = _cast(params, engine.model.config.dtype)
+        self.params = _cast(engine.model, params)
         self.prompts = jax.tree.map(np.asarray, prompts)
         self.keys = row_keys(key, rows)
         most = np.full(rows, config.max_new_tokens, np.int32)
@@ -238,7 +239,7 @@ class _Loop:
 
     def run(self, report: Callable[[Progress], None] | None) -> None:
         """Until all rows have ended."""
-        pace = _Pace(self.records, self.limits, self.engine.decode_rows)
+        pace = _Pace(self.began, self.records, self.limits, self.engine.decode_rows)
         while not self.records.ended.all():
             self.fill()
             live = int((self.seated >= 0).sum())
@@ -308,8 +309,8 @@ class _Loop:
 class _Pace:
     """How fast a run is, from its newest segments."""
 
-    def __init__(self, records: HostRecords, limits: Int[np.ndarray, " rows"], decode_rows: int) -> None:
-        self.began = time.perf_counter()
+    def __init__(self, began: float, records: HostRecords, limits: Int[np.ndarray, " rows"], decode_rows: int) -> None:
+        self.began = began
         self.records = records
         self.limits = limits
         self.decode_rows = decode_rows
@@ -347,9 +348,9 @@ class _Pace:
         return float(max(left.sum() / self.decode_rows, left.max(initial=0)))
 
 
-@partial(jax.jit, static_argnames="dtype")
-def _cast(params: Params, dtype: str) -> Params:
-    return sampler_params(params, dtype)
+@partial(jax.jit, static_argnames="model")
+def _cast(model: LanguageModel, params: Params) -> Params:
+    return sampler_params(model, params)
 
 
 @partial(jax.jit, static_argnames="sampler")

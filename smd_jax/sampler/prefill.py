@@ -19,9 +19,11 @@ from smd_jax.cache.compression import Moment
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.masks import NEVER, dense_mask, positions, record_evictions
-from smd_jax.model.decoder import Decoder, Params, PrefillLayer, apply_model, rope_tables
+from smd_jax.model.protocol import Params
+from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
+from smd_jax.sampler.attends import DecodeAttend, DecodeLayer, PrefillAttend, PrefillLayer
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.static import Sampler
@@ -60,16 +62,11 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
     if sampler.config.prefill_chunk is not None:
         return _prefill_chunks(sampler, params, prompts, rng, sampler.config.prefill_chunk)
-    hidden, layers = apply_model(
-        sampler.model,
-        params,
-        prompts.tokens,
-        positions(prompts.valid),
-        dense_mask(prompts.valid),
-        sampler.policy.query_window,
-        sampler.policy.observes_attention,
-        method=Decoder.prefill,
-    )
+    model, policy = sampler.model, sampler.policy
+    attend = PrefillAttend(model.shape.attention, policy.query_window, policy.observes_attention)
+    masks = layer_masks(model.shape, prompts.tokens, dense_mask(prompts.valid))
+    places = model.encode_positions(positions(prompts.valid))
+    hidden, layers = model.hidden(params, prompts.tokens, places, attend, masks)
     caches = [_from_prompt(sampler, layer, prompts.valid) for layer in layers]
     moment = _moment(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
     evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
@@ -87,23 +84,17 @@ def _prefill_chunks(
     tokens, valid = (jnp.pad(x, pad) for x in (prompts.tokens, prompts.valid))
     start, shift = _first_column(sampler, prompts), sampler.prompt_width - width
     compressions = sampler.compressions(chunk)
+    attend = DecodeAttend(sampler.model.shape.attention)
 
     def one(index: Array, carry: tuple[KVCache, tuple[Array, ...], Array]) -> tuple[KVCache, tuple[Array, ...], Any]:
         cache, evicted_at, _ = carry
         token, there = (jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1) for x in (tokens, valid))
         column = (shift + index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
         slots = tuple(jnp.int32(b) if sampler.policy.evicts else index * chunk for b in sampler.budgets)
-        hidden, cache = apply_model(
-            sampler.model,
-            params,
-            token,
-            rope_tables(sampler.model.config, jnp.maximum(column - start[:, None], 0)),
-            jnp.where(there, column, EMPTY),
-            cache,
-            slots,
-            column[0, 0],
-            method=Decoder.decode,
-        )
+        places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
+        columns = jnp.where(there, column, EMPTY)
+        layers = tuple(DecodeLayer(*layer, columns, column[0, 0]) for layer in zip(cache, slots, strict=True))
+        hidden, cache = sampler.model.hidden(params, token, places, attend, layers)
         if not sampler.policy.evicts:
             return cache, evicted_at, hidden[:, -1]
         now = column[0, -1] + 1
@@ -119,8 +110,8 @@ def _prefill_chunks(
     # Chunks in which every row is padding are not read.
     first = jnp.min(start - shift) // chunk
     rows = tokens.shape[0]
-    nothing = jnp.full((rows, sampler.model.config.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
-    hidden = jnp.zeros((rows, sampler.model.config.hidden_size), sampler.model.config.dtype)
+    nothing = jnp.full((rows, sampler.model.shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
+    hidden = jnp.zeros((rows, sampler.model.shape.hidden_size), sampler.model.shape.dtype)
     cache = tuple(
         _no_keys(sampler, rows, budget + chunk if sampler.policy.evicts else width) for budget in sampler.budgets
     )
@@ -171,7 +162,7 @@ def _compress_prompt(
 
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     """A layer's cache before anything was read."""
-    c, policy = sampler.model.config, sampler.policy
+    c, policy = sampler.model.shape, sampler.policy
     shape = (rows, c.num_kv_heads, slots)
     keys = jnp.zeros((*shape, c.head_dim), c.dtype)
     queries = jnp.zeros((rows, c.num_heads, policy.query_window, c.head_dim), c.dtype)
