@@ -31,7 +31,6 @@ from smd_jax.cache.compression import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.masks import Segments
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
     Platform,
@@ -47,8 +46,9 @@ from smd_jax.memory.sampler import (
 )
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.records import segments_of
 from smd_jax.train.loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
@@ -242,8 +242,8 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
 def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     config, width, shape = work.config, work.prompt_width, sampler.shape
     rows = -(-(work.microbatch_size or work.rows // work.minibatches) // row_ways(work.mesh))
-    budgets, buffer = plan(work.policy, config, shape.num_layers, width)
-    segments = Segments(width, buffer, max(budgets)) if work.policy.evicts else None
+    found = segments_of(work.policy, config, shape.num_layers, width)
+    segments = max(found, key=lambda segments: segments.budget) if found else None
     boolean = config.mask_storage == "boolean"
     return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
 

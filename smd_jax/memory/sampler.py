@@ -160,9 +160,10 @@ class SamplerPass:
 
     def prefill(self, rows: int) -> int:
         """Reading prompts, whole or chunk by chunk: keys and values of all layers, and what one layer works with."""
-        shape, chunk, width = self.shape, self.config.prefill_chunk, self.prompt_width
-        columns = width if chunk is None else chunk
-        slots = width if chunk is None else chunk + (self.config.budget if self.policy.evicts else width)
+        shape, width = self.shape, self.prompt_width
+        chunk = self.config.prefill_chunk
+        columns = width if chunk is None else min(chunk, width)  # a chunk is never longer than the prompt
+        slots = width if chunk is None else columns + (self.config.budget if self.policy.evicts else width)
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         kept = rows * slots * 2 * kv_heads * shape.num_layers * jnp.dtype(shape.dtype).itemsize
         layer = rows * columns * (3 * shape.intermediate_size + 2 * shape.hidden_size) * self._numbers()

@@ -151,11 +151,20 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
 
 def pays(segments: Segments | None, tokens: int) -> bool:
     """Whether gathering segments is cheaper than the causal triangle: about budget + length < 0.3 tokens."""
+    return segments is not None and cost(segments, tokens) < cost(None, tokens)
+
+
+def cost(segments: Segments | None, tokens: int) -> float:
+    """What attention over so many tokens costs, in scores of a row and head: over segments, or as a causal triangle.
+
+    The columns before the first segment are a triangle of their own; every later query has a score for each of the
+    `budget + length` keys that were gathered for its segment, seen or not.
+    """
     if segments is None:
-        return False
+        return tokens**2 / 2
     prompt = min(segments.first, tokens)
     gathered = (tokens - prompt) * (segments.budget + segments.length)
-    return GATHERED_SCORE * gathered + prompt**2 / 2 < tokens**2 / 2
+    return GATHERED_SCORE * gathered + prompt**2 / 2
 
 
 def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
