@@ -105,9 +105,11 @@ def test_whatever_else_is_asked_for(policy: EvictionPolicy, sizes: RolloutConfig
     done, expected = run(policy, sizes, limits=LIMITS).trajectory, fixed(policy, sizes, limits=LIMITS)
     check_equal(done, expected)
     assert mismatch(done) <= 2e-5
-    if expected.kept is not None:
+    if expected.drawable is not None:
         inside = np.asarray(expected.response_mask)[..., None]
-        one, other = (np.where(inside, np.asarray(x.kept.sets), 0) for x in (done, expected) if x.kept is not None)
+        one, other = (
+            np.where(inside, np.asarray(x.drawable.sets), 0) for x in (done, expected) if x.drawable is not None
+        )
         np.testing.assert_array_equal(one, other)
 
 

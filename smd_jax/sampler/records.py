@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.cache.slots import EMPTY
+from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.kept_tokens import KeptTokens
 from smd_jax.masks import NEVER, Segments, ShadowMask, record_evictions
 from smd_jax.model.attention import cost
 from smd_jax.quantization import Parity, QuantizedReplay
@@ -71,17 +71,17 @@ def to_trajectory(
         terminated=terminated,
         mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
         entropy=by_row(records.entropy),
-        kept=_kept(sampler, None if records.kept is None else by_row(records.kept)),
+        drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
     )
 
 
-def _kept(sampler: Sampler, sets: Array | None) -> KeptTokens | None:
+def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:
     """Which tokens could be drawn; None if all could, always."""
     end = sampler.config.eos_token_id
     shortest = 0 if end is None else sampler.config.min_new_tokens
-    return None if sets is None and not shortest else KeptTokens(sets, shortest, end)
+    return None if sets is None and not shortest else DrawableTokens(sets, shortest, end)
 
 
 def _evicted_at(

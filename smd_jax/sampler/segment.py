@@ -15,7 +15,7 @@ from smd_jax.sampler.attends import DecodeAttend, DecodeLayer
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import forbid, kept_form, sample
+from smd_jax.sampling import drawable_form, forbid, sample
 from smd_jax.text.stop_strings import StopTable, advance
 
 
@@ -25,7 +25,7 @@ class SegmentRecord(struct.PyTreeNode):
 
     Attributes:
       first: `[rows]`. tokens, logprobs, entropy: `[rows, buffer]`. emitted: `[rows, buffer]` tokens that belong to the
-        response. kept: `[rows, buffer, ...]` as `Sampled.kept`, None without filters.
+        response. drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
       gone: per layer, of the compression at its end; None where nothing goes.
     """
 
@@ -34,7 +34,7 @@ class SegmentRecord(struct.PyTreeNode):
     logprobs: Float[Array, "rows buffer"]
     entropy: Float[Array, "rows buffer"]
     emitted: Bool[Array, "rows buffer"]
-    kept: Array | None
+    drawable: Array | None
     gone: tuple[Gone, ...] | None
 
 
@@ -93,14 +93,14 @@ def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
 def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
     shape = (state.drawn.shape[0], sampler.config.buffer)
     numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
-    kept = kept_form(sampler.config.sampling, sampler.model.shape.vocab_size)
+    form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return SegmentRecord(
         first=state.drawn,
         tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,
         entropy=numbers,
         emitted=jnp.zeros(shape, bool),
-        kept=None if kept is None else jnp.zeros((*shape, *kept.shape), kept.dtype),
+        drawable=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
         gone=None,
     )
 
@@ -137,7 +137,7 @@ def _draw(
         logprobs=put(record.logprobs, drawn.logprobs),
         entropy=put(record.entropy, drawn.entropy),
         emitted=put(record.emitted, live),
-        kept=jax.tree.map(put, record.kept, drawn.kept),
+        drawable=jax.tree.map(put, record.drawable, drawn.drawable),
     )
     count = state.drawn + live
     state = state.replace(
