@@ -226,7 +226,7 @@ def test_a_cache_is_as_large_as_planned(policy: EvictionPolicy, quant: QuantConf
     _, _, state = seats(policy, config, 64, 16)
     planned = SamplerPass(SHAPE, policy, config, 64, "cpu").cache(16)
     assert planned == tree_bytes(state.cache)
-    statistics = [x for layer in state.cache for x in (layer.columns, layer.received, layer.queries) if x is not None]
+    statistics = [(layer.columns, layer.states) for layer in state.cache]
     assert planned == cache_bytes(SHAPE, policy, config, 64, 16) + tree_bytes(statistics)
     assert planned == plan_memory(Workload(MODEL, policy, config, 64, 32), param_shapes(MODEL), 16).cache
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from smd_jax.cache.compression import PARTS
+from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.losses.distillation import DistillConfig

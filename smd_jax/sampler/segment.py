@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.cache.compression import Gone, Moment
+from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
 from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.pytrees import any_leaves
@@ -35,7 +35,7 @@ class SegmentRecord(struct.PyTreeNode):
     entropy: Float[Array, "rows buffer"]
     emitted: Bool[Array, "rows buffer"]
     drawable: Array | None
-    gone: tuple[Gone, ...] | None
+    gone: tuple[CompressionRecord, ...] | None
 
 
 def run_segment(
@@ -59,16 +59,16 @@ def run_segment(
     state = state.replace(count=state.count + filled)
     if not sampler.compresses:
         return state, record
-    moment = Moment(
+    progress = RowProgress(
         start=state.start,
         newest=sampler.prompt_width + record.first + filled - 1,
-        begun=sampler.prompt_width + record.first,
+        segment_start=sampler.prompt_width + record.first,
         step=record.first + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
     number = sampler.prompt_width + state.count - 1
     compressions = sampler.compressions(sampler.config.buffer)
-    compressed = [f.in_place(layer, moment, number) for f, layer in zip(compressions, state.cache, strict=True)]
+    compressed = [f.in_place(layer, progress, number) for f, layer in zip(compressions, state.cache, strict=True)]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
 
@@ -164,7 +164,7 @@ def _read(
     else:
         slots = (number % sampler.columns,) * len(sampler.budgets)
     columns = jnp.where(state.done, EMPTY, column)[:, None]
-    layers = tuple(DecodeLayer(*layer, columns, number) for layer in zip(state.cache, slots, strict=True))
+    layers = tuple(DecodeLayer(*layer, columns, state.start, number) for layer in zip(state.cache, slots, strict=True))
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)
