@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 import chex
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from smd_jax.masks import NEVER, KeyInterval, Segments
 from smd_jax.model import attention
-from smd_jax.model.attention import attend, best, best_decode, decode, pays, why_not
+from smd_jax.model.attention import AttentionConfig, attend, best, best_decode, decode, pays, spare_slots, why_not
 from smd_jax.sharding import make_mesh
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
@@ -258,7 +259,17 @@ def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
     assert best_decode(q, k) == "mosaic_gpu"
-    assert best_decode(q.astype(jnp.float32), k.astype(jnp.float32)) == "xla"
+    attention._warn_once.cache_clear()
+    with pytest.warns(
+        RuntimeWarning, match="decoding without the kernel mosaic_gpu, .* expected bfloat16; got float32"
+    ):
+        assert best_decode(q.astype(jnp.float32), k.astype(jnp.float32)) == "xla"
+    many = jnp.zeros((1, 2, 8192, 64), jnp.bfloat16)
+    with pytest.warns(RuntimeWarning, match="shared memory; 8192 slots of 64 need"):
+        assert best_decode(q, many) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert best_decode(q, many) == "xla", "said twice"
     monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
     assert best_decode(q, k) == "xla"
 
@@ -270,6 +281,19 @@ def test_decoding_by_name(impl: Any, reason: str):
     q, k = jnp.zeros((1, 4, 1, 64)), jnp.zeros((1, 2, 64, 64))
     with pytest.raises(ValueError, match=reason):
         inspect.unwrap(decode)(q, k, k, jnp.ones((1, 2, 64), bool), impl)
+
+
+def test_a_few_more_slots_let_the_decode_kernel_run(monkeypatch: pytest.MonkeyPatch):
+    """On a Hopper GPU, whose kernel reads tiles of 8. Elsewhere, or where more is missing, caches stay as they are."""
+
+    def spare(slots: int, dtype: Any = jnp.bfloat16, impl: Any = None) -> int:
+        return spare_slots(AttentionConfig(decode_impl=impl), dtype, 64, slots, 2)
+
+    assert spare(77) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
+    assert [spare(77), spare(80), spare(77, impl="mosaic_gpu"), spare(77, impl="xla")] == [3, 0, 3, 0]
+    assert spare(77, jnp.float32) == spare(99_999) == 0, "it could not run with more slots either"
 
 
 def test_somebody_elses_mesh_is_left_to_the_compiler():

@@ -1,5 +1,7 @@
 """Memory plans: the bytes that rollouts and updates will hold on each device, known before they run."""
 
+from smd_jax.memory.compiled import SegmentMemory as SegmentMemory
+from smd_jax.memory.compiled import segment_memory as segment_memory
 from smd_jax.memory.plan import MemoryPlan as MemoryPlan
 from smd_jax.memory.plan import Workload as Workload
 from smd_jax.memory.plan import check_memory as check_memory

@@ -18,12 +18,14 @@ another implementation ("portable", "xla") to stay with what XLA compiles.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.masks import KeyInterval, LayerMask, to_visible
@@ -229,11 +231,33 @@ def decode(
 
 
 def best_decode(q: Array, k: Array) -> DecodeImplementation:
-    """The implementation that `decode` takes for `impl=None`."""
+    """The implementation that `decode` takes for `impl=None`. Where there is a kernel for the device, but not for these
+    inputs, it warns: once for each reason, because every layer and program asks."""
     for impl in ("mosaic_gpu", "mosaic_tpu"):
-        if why_not_decode(impl, q, k) is None:
+        reason = why_not_decode(impl, q, k)
+        if reason is None:
             return impl
+        if wrong_device(impl) is None:
+            _warn_once(f"decoding without the kernel {impl}, which is slower: {reason}")
     return "xla"
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def spare_slots(config: AttentionConfig, dtype: DTypeLike, head_dim: int, slots: int, group: int) -> int:
+    """Empty slots to put beside so many of a cache, where these few are all that a decode kernel of this device lacks:
+    Hopper's copies whole tiles of 8. `group` is the number of query heads per KV head."""
+    rounded = -(-slots // 8) * 8
+    for impl in ("mosaic_gpu", "mosaic_tpu"):
+        if config.decode_impl not in (None, impl) or wrong_device(impl) is not None:
+            continue
+        refused = kernel_why_not_decode(impl, dtype, head_dim, slots, group)
+        if refused is not None and kernel_why_not_decode(impl, dtype, head_dim, rounded, group) is None:
+            return rounded - slots
+    return 0
 
 
 def why_not_decode(impl: str, q: Array, k: Array) -> str | None:

@@ -93,6 +93,18 @@ class Rollout(NamedTuple):
     stats: Stats
 
 
+class SegmentProgram(NamedTuple):
+    """The compiler's input for one segment.
+
+    Attributes:
+      lowered: its `compile().memory_analysis()` says what a segment takes.
+      waiting: shapes of a batch of prompts that was read and waits for decode rows, which lives beside it.
+    """
+
+    lowered: jax.stages.Lowered
+    waiting: Prefilled
+
+
 @dataclass(frozen=True)
 class Engine:
     """What does not change from run to run.
@@ -160,6 +172,24 @@ class Engine:
         seconds = time.perf_counter() - began
         stats = Stats(tokens, steps, segments, prefills, seconds, utilisation=tokens / (steps * self.decode_rows))
         return Rollout(trajectory, stats)
+
+    def segment_program(self, params: Params, prompt_width: int) -> SegmentProgram:
+        """The program that a run spends its time in, for prompts of this width; nothing is computed or allocated.
+
+        Args:
+          params: arrays or their shapes.
+        """
+        sampler = Sampler(self.model, self.policy, self.config, prompt_width)
+        params = jax.eval_shape(partial(_cast, self.model), params)
+        prompts = PromptBatch(
+            tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
+            valid=jnp.ones((self.prefill_rows, prompt_width), bool),
+        )
+        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            prefilled = jax.eval_shape(partial(_prefill, sampler), params, prompts, keys)
+            state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
+            return SegmentProgram(_segment.lower(sampler, params, state, None), prefilled)
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
         """From the host to where the learner wants it: rows over the mesh, if they divide."""
@@ -298,7 +328,7 @@ class _Loop:
         rows = self.seated[decode_rows]
         self.records.leave_segment(decode_rows, rows, record)
         # A few numbers, copied before the next call takes the state. Here the host waits for the segment's end.
-        progress = (self.state.count, self.state.drawn, self.state.done, self.state.terminated)
+        progress = (self.state.cache_steps, self.state.drawn, self.state.done, self.state.terminated)
         steps, drawn, done, terminated = jax.device_get(progress)
         self.steps = int(steps)
         self.segments += 1

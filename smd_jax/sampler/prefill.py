@@ -143,7 +143,7 @@ def _prefill_chunks(
     first_chunk = (jnp.min(start) - chunks.first) // chunks.length
     reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
     records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
-    layers = zip(reading.cache, sampler.budgets, strict=True)
+    layers = zip(reading.cache, sampler.budgets, sampler.row_buffers, strict=True)
     return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records)
 
 
@@ -194,7 +194,7 @@ def _compress_chunk(
 ) -> _Reading:
     """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
     cache, noted = [], []
-    layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
+    layers = zip(sampler.chunk_compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
     for compression, layer, evicted_at in layers:
         layer, gone = compression.in_place(layer, progress, boundary - 1)
         if gone.dropped is not None:
@@ -231,7 +231,7 @@ def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCach
 def _compress_prompt(
     sampler: Sampler, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
 ) -> tuple[LayerCache, PromptRecord]:
-    compression = sampler.compressions(sampler.row_buffer)[layer]
+    compression = sampler.row_compressions()[layer]
     cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1))
     if gone.dropped is not None:
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
@@ -245,8 +245,8 @@ def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
-def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
+def _to_rows(sampler: Sampler, cache: LayerCache, budget: int, buffer: int) -> LayerCache:
     """From the slots of a cache that chunks were read into to those of a row."""
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
     kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))
-    return kv_cache.gather(cache, kept, sampler.row_buffer)
+    return kv_cache.gather(cache, kept, buffer)

@@ -7,6 +7,29 @@ A step draws a token from the newest hidden state of every row, writes its key, 
 to the next hidden state. After a segment each layer and KV head keeps its `budget` best keys. All rows of a cache write
 the same slot at the same step, but each counts its own columns: between two segments another prompt may take a row.
 
+One timeline, four clocks. Prompts of P columns, a buffer of 4, a budget of b keys; row B is seated after the first
+segment, when the cache is four steps old. (A row's first token is drawn from the prompt's last hidden state, and
+enters the cache in the same step.)
+
+    cache_steps + segment_step    0     1     2     3   │  4     5     6     7   │  8  …     one for all rows of a cache
+    segment_step                  0     1     2     3   │  0     1     2     3   │  0  …     begins anew every segment
+    query_number                 P+0   P+1   P+2   P+3  │ P+4   P+5   P+6   P+7  │ P+8 …     P + the first line
+    slot, with compression        b     b+1   b+2   b+3 │  b     b+1   b+2   b+3 │  b  …     b + segment_step
+    row A   drawn before          0     1     2     3   │  4     5     6     7   │  8  …     each row its own
+            column               P+0   P+1   P+2   P+3  │ P+4   P+5   P+6   P+7  │ P+8 …     P + drawn before
+    row B   drawn before                        seated ►│  0     1     2     3   │  4  …
+            column                                      │ P+0   P+1   P+2   P+3  │ P+4 …
+
+Columns are what the learner knows, and what masks and positions are made of. Slots and query numbers are the cache's.
+
+Without compression (Dense), a cache is a ring of P + R slots, and a token's slot is `query_number % (P + R)`. A row
+that is seated late finds its prompt turned by as many slots as the cache has steps, so that its response follows its
+prompt whatever the clock says. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
+
+    slot       0    1    2    3    4    5
+    row A     p0   p1   r0   r1   r2   r3        r0 is written to slot 2, when query_number is 2
+    row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
+
 Here is what does not change from rollout to rollout; the parts are pure functions of it, of parameters and of a state:
 
     smd_jax.sampler.prefill     prompts ─► Prefilled
@@ -24,6 +47,7 @@ from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.model.attention import spare_slots
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
 
@@ -73,15 +97,35 @@ class Sampler:
         """Slots of each layer at the left of the buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
-    def compressions(self, buffer: int) -> tuple[Compression, ...]:
-        """Of every layer, to so many empty slots beside the budget."""
-        quant = self.config.quant
-        record_parity = quant is not None and quant.record_parity
+    @property
+    def row_buffers(self) -> tuple[int, ...]:
+        """Slots of each layer at the right of the budget: the buffer, and on some devices a few that stay empty,
+        without which the decode kernel could not run. (A quantised cache is copied when it is read, and quantised by
+        segments: it gets none.)"""
+        buffer = plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
+        if self.config.quant is not None:
+            return (buffer,) * len(self.budgets)
+        shape = self.model.shape
+        group = shape.num_heads // shape.num_kv_heads
         return tuple(
-            Compression(self.policy, budget, buffer, layer, record_parity) for layer, budget in enumerate(self.budgets)
+            buffer + spare_slots(shape.attention, shape.dtype, shape.head_dim, budget + buffer, group)
+            for budget in self.budgets
         )
 
-    @property
-    def row_buffer(self) -> int:
-        """Slots of each layer at the right of the budget."""
-        return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
+    def row_compressions(self) -> tuple[Compression, ...]:
+        """Of every layer of the rows that are decoded."""
+        return self._compressions(self.row_buffers)
+
+    def chunk_compressions(self, length: int) -> tuple[Compression, ...]:
+        """Of every layer of prompts that are read in chunks of `length` columns."""
+        return self._compressions((length,) * len(self.budgets))
+
+    def _compressions(self, buffers: tuple[int, ...]) -> tuple[Compression, ...]:
+        """To so many empty slots beside the budget of each layer."""
+        quant = self.config.quant
+        record_parity = quant is not None and quant.record_parity
+        sizes = zip(self.budgets, buffers, strict=True)
+        return tuple(
+            Compression(self.policy, budget, buffer, layer, record_parity)
+            for layer, (budget, buffer) in enumerate(sizes)
+        )

@@ -19,7 +19,6 @@ common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from segment_memory import segment_memory  # noqa: E402
 from smd_common import max_difference, model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
@@ -98,7 +97,7 @@ class Sampling:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the program of a segment, and of its keys and values by the formula."""
-        found = segment_memory(self.engine, self.params, self.args.prompt)
+        found = smd.memory.segment_memory(self.engine, self.params, self.args.prompt)
         c, args = self.model.config, self.args
         slots = args.budget + args.buffer if self.policy.evicts else args.prompt + args.new_tokens
         expected = 2 * c.num_layers * c.num_kv_heads * slots * c.head_dim * jnp.dtype(c.dtype).itemsize * args.batch
