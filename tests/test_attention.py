@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from smd_jax.masks import NEVER, KeyInterval, Segments
 from smd_jax.model import attention
-from smd_jax.model.attention import AttentionConfig, attend, best, best_decode, decode, pays, spare_slots, why_not
+from smd_jax.model.attention import attend, best, best_decode, decode, pays, why_not
 from smd_jax.sharding import make_mesh
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
@@ -281,19 +281,6 @@ def test_decoding_by_name(impl: Any, reason: str):
     q, k = jnp.zeros((1, 4, 1, 64)), jnp.zeros((1, 2, 64, 64))
     with pytest.raises(ValueError, match=reason):
         inspect.unwrap(decode)(q, k, k, jnp.ones((1, 2, 64), bool), impl)
-
-
-def test_a_few_more_slots_let_the_decode_kernel_run(monkeypatch: pytest.MonkeyPatch):
-    """On a Hopper GPU, whose kernel reads tiles of 8. Elsewhere, or where more is missing, caches stay as they are."""
-
-    def spare(slots: int, dtype: Any = jnp.bfloat16, impl: Any = None) -> int:
-        return spare_slots(AttentionConfig(decode_impl=impl), dtype, 64, slots, 2)
-
-    assert spare(77) == 0
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
-    assert [spare(77), spare(80), spare(77, impl="mosaic_gpu"), spare(77, impl="xla")] == [3, 0, 3, 0]
-    assert spare(77, jnp.float32) == spare(99_999) == 0, "it could not run with more slots either"
 
 
 def test_somebody_elses_mesh_is_left_to_the_compiler():

@@ -17,7 +17,6 @@ from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Ran
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler import static
 from smd_jax.sampler.config import check_limits
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_program
@@ -349,28 +348,6 @@ def test_bad_group_sizes(group_size: int):
                 config=SIZES,
                 group_size=group_size,
             )
-
-
-@pytest.mark.parametrize("policy", [H2O(), Dense()], ids=["H2O", "Dense"])
-def test_slots_that_stay_empty_change_nothing(policy: EvictionPolicy, monkeypatch: pytest.MonkeyPatch):
-    """A GPU's decode kernel may need a few: the rollout says and forgets the same, whole batch or row by row."""
-    given = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
-    config = replace(SIZES, budget=6)
-
-    def rolls() -> list[Trajectory]:
-        jax.clear_caches()
-        arguments: Any = (MODEL, make_params(SHAPE), given, jax.random.key(5))
-        one = rollout(*arguments, policy=policy, config=config)
-        return [one, sample_by_engine(*arguments, policy=policy, config=config).trajectory]
-
-    plain = rolls()
-    monkeypatch.setattr(static, "spare_slots", lambda config, dtype, head_dim, slots, group: -slots % 8)
-    assert any(Sampler(MODEL, policy, config, WIDTH).row_buffers[0] == buffer for buffer in (10, 31))
-    for got, expected in zip(rolls(), plain, strict=True):
-        np.testing.assert_array_equal(got.tokens, expected.tokens)
-        np.testing.assert_array_equal(eviction_times(got), eviction_times(expected))
-        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
-    jax.clear_caches()
 
 
 def sample_by_engine(

@@ -143,15 +143,7 @@ class SamplerPass:
     def cache(self, rows: int) -> int:
         """All of a KV cache: keys and values, and their statistics."""
         keys = cache_bytes(self.shape, self.policy, self.config, self.prompt_width, rows)
-        return keys + rows * (self._statistics() + self._spare())
-
-    def _spare(self) -> int:
-        """Of a row: slots that stay empty, which the decode kernel of a GPU may need to fill its tiles of 8."""
-        if self.platform != "gpu" or self.config.quant is not None:
-            return 0
-        budgets, buffer = self._plan()
-        slots = sum(-(budget + buffer) % 8 for budget in budgets)
-        return slots * 2 * self.shape.num_kv_heads * self.shape.head_dim * jnp.dtype(self.shape.dtype).itemsize
+        return keys + rows * self._statistics()
 
     def _statistics(self) -> int:
         """Of a row: the column of every slot, and what the policy's statistics keep."""

@@ -25,7 +25,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.masks import KeyInterval, LayerMask, to_visible
@@ -245,19 +244,6 @@ def best_decode(q: Array, k: Array) -> DecodeImplementation:
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def spare_slots(config: AttentionConfig, dtype: DTypeLike, head_dim: int, slots: int, group: int) -> int:
-    """Empty slots to put beside so many of a cache, where these few are all that a decode kernel of this device lacks:
-    Hopper's copies whole tiles of 8. `group` is the number of query heads per KV head."""
-    rounded = -(-slots // 8) * 8
-    for impl in ("mosaic_gpu", "mosaic_tpu"):
-        if config.decode_impl not in (None, impl) or wrong_device(impl) is not None:
-            continue
-        refused = kernel_why_not_decode(impl, dtype, head_dim, slots, group)
-        if refused is not None and kernel_why_not_decode(impl, dtype, head_dim, rounded, group) is None:
-            return rounded - slots
-    return 0
 
 
 def why_not_decode(impl: str, q: Array, k: Array) -> str | None:

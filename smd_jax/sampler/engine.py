@@ -34,7 +34,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.host_records import HostRecords
-from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
@@ -185,7 +185,7 @@ class Engine:
             tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
             valid=jnp.ones((self.prefill_rows, prompt_width), bool),
         )
-        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
+        keys = jax.eval_shape(prompt_keys, prompts)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             prefilled = jax.eval_shape(partial(_prefill, sampler), params, prompts, keys)
             state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
@@ -299,8 +299,7 @@ class _Loop:
         prompts, width = to_read
         padded = np.resize(prompts, self.prefill_rows)  # repeats some, so that all batches are of one size
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
-        # A prompt is read with the key of its group's first row.
-        prefilled = _prefill(self.sampler, self.params, part, self.keys[padded * self.group_size])
+        prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
         self.prefills += 1
         rows = (
             (place, prompt * self.group_size + sample)

@@ -25,7 +25,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
-from smd_jax.sampler.attends import DecodeAttend, DecodeLayer, PrefillAttend, PromptLayer
+from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.static import Sampler
@@ -143,7 +143,7 @@ def _prefill_chunks(
     first_chunk = (jnp.min(start) - chunks.first) // chunks.length
     reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
     records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
-    layers = zip(reading.cache, sampler.budgets, sampler.row_buffers, strict=True)
+    layers = zip(reading.cache, sampler.budgets, strict=True)
     return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records)
 
 
@@ -177,15 +177,14 @@ def _read_chunk(
     column = chunks.columns(index)[None]
     places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
     columns = jnp.where(there, column, EMPTY)
-    layers = []
-    for cache, budget in zip(reading.cache, sampler.budgets, strict=True):
-        if sampler.policy.evicts:
-            slot = jnp.int32(budget)
-        else:  # the last token of the last chunk comes to lie in the last slot
-            slot = cache.columns.shape[2] - (chunks.count - index) * chunks.length
-        layers.append(DecodeLayer(cache, slot, columns, start, column[0, 0]))
+    if sampler.policy.evicts:
+        slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
+    else:  # the last token of the last chunk comes to lie in the last slot
+        left = (chunks.count - index) * chunks.length
+        slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
+    layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0])
     attend = DecodeAttend(sampler.model.shape.attention)
-    hidden, cache = sampler.model.hidden(params, tokens, places, attend, tuple(layers))
+    hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
     return reading._replace(cache=cache, hidden=hidden[:, -1])
 
 
@@ -194,7 +193,7 @@ def _compress_chunk(
 ) -> _Reading:
     """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
     cache, noted = [], []
-    layers = zip(sampler.chunk_compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
+    layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
     for compression, layer, evicted_at in layers:
         layer, gone = compression.in_place(layer, progress, boundary - 1)
         if gone.dropped is not None:
@@ -231,7 +230,7 @@ def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCach
 def _compress_prompt(
     sampler: Sampler, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
 ) -> tuple[LayerCache, PromptRecord]:
-    compression = sampler.row_compressions()[layer]
+    compression = sampler.compressions(sampler.row_buffer)[layer]
     cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1))
     if gone.dropped is not None:
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
@@ -245,8 +244,8 @@ def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
-def _to_rows(sampler: Sampler, cache: LayerCache, budget: int, buffer: int) -> LayerCache:
+def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
     """From the slots of a cache that chunks were read into to those of a row."""
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
     kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))
-    return kv_cache.gather(cache, kept, buffer)
+    return kv_cache.gather(cache, kept, sampler.row_buffer)

@@ -11,7 +11,7 @@ from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
 from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, DecodeLayer
+from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -70,7 +70,7 @@ def run_segment(
         rng=eviction_keys(state.rng),
     )
     newest_query = sampler.prompt_width + state.cache_steps - 1
-    layers = zip(sampler.row_compressions(), state.cache, strict=True)
+    layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
     compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
@@ -170,10 +170,7 @@ def _encode(
         slots = tuple(query_number % layer.columns.shape[2] for layer in state.cache)
     column = sampler.prompt_width + state.drawn - 1  # of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
-    layers = tuple(
-        DecodeLayer(cache, slot, columns, state.start, query_number)
-        for cache, slot in zip(state.cache, slots, strict=True)
-    )
+    layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, query_number)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)

@@ -47,7 +47,6 @@ from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.attention import spare_slots
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
 
@@ -97,35 +96,17 @@ class Sampler:
         """Slots of each layer at the left of the buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
-    @property
-    def row_buffers(self) -> tuple[int, ...]:
-        """Slots of each layer at the right of the budget: the buffer, and on some devices a few that stay empty,
-        without which the decode kernel could not run. (A quantised cache is copied when it is read, and quantised by
-        segments: it gets none.)"""
-        buffer = plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
-        if self.config.quant is not None:
-            return (buffer,) * len(self.budgets)
-        shape = self.model.shape
-        group = shape.num_heads // shape.num_kv_heads
-        return tuple(
-            buffer + spare_slots(shape.attention, shape.dtype, shape.head_dim, budget + buffer, group)
-            for budget in self.budgets
-        )
-
-    def row_compressions(self) -> tuple[Compression, ...]:
-        """Of every layer of the rows that are decoded."""
-        return self._compressions(self.row_buffers)
-
-    def chunk_compressions(self, length: int) -> tuple[Compression, ...]:
-        """Of every layer of prompts that are read in chunks of `length` columns."""
-        return self._compressions((length,) * len(self.budgets))
-
-    def _compressions(self, buffers: tuple[int, ...]) -> tuple[Compression, ...]:
-        """To so many empty slots beside the budget of each layer."""
+    def compressions(self, buffer: int) -> tuple[Compression, ...]:
+        """Of every layer, to so many empty slots beside the budget."""
         quant = self.config.quant
         record_parity = quant is not None and quant.record_parity
-        sizes = zip(self.budgets, buffers, strict=True)
+        window = self.model.shape.window
         return tuple(
-            Compression(self.policy, budget, buffer, layer, record_parity)
-            for layer, (budget, buffer) in enumerate(sizes)
+            Compression(self.policy, budget, buffer, layer, record_parity, window(layer))
+            for layer, budget in enumerate(self.budgets)
         )
+
+    @property
+    def row_buffer(self) -> int:
+        """Slots of each layer at the right of the budget."""
+        return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
