@@ -25,7 +25,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
-from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer
+from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer, decode_layers
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.static import Sampler
