@@ -31,9 +31,9 @@ Says       TIS, IcePop and Sparse-RL's correction end above naive and above shad
            A frozen dense teacher ("anchor") has the highest mean in sparse decoding, but two seeds of five make it:
            neither its lead over naive (0.142 ± 0.179) nor that over TIS (0.124 ± 0.186) is established.
            With a live teacher dense decoding ends behind naive (reverse -0.176 ± 0.149, published -0.116 ± 0.108;
-           forward -0.161 ± 0.183, not established). That it ends below its start is not established: all three intervals
-           hold 0. `forward` loses in the first rollout what four seeds of five do not make good, `reverse` over the
-           first hundred; why was not measured.
+           forward -0.161 ± 0.183, not established). That it ends below its start is not established: all intervals hold
+           0. `forward` loses in the first rollout what four seeds of five do not make good, `reverse` over the first
+           hundred; why was not measured.
            At 1e-3 every arm of the pilot loses 14 to 33 points of dense decoding in the first rollout, distillation
            alone more than 45. Sparse-RL, bypass and `published` are those that have not come back at the end.
 """
