@@ -1,45 +1,72 @@
-"""Grouped names in docstrings, for mkdocstrings: `keys, values: [batch, …]` becomes one entry for each name.
+"""Docstrings with several names in one entry, for mkdocstrings, which knows only entries of one name.
 
-Google's style has one name per entry; ours groups names that share a sentence, and the text would be read as a type.
+keys, values: `[batch, …]` what a cache holds        ->     two entries with this text
+group: rows of a prompt. width: columns of it        ->     two entries, each with its own
 """
 
 import re
+from collections.abc import Iterator
 
 import griffe
 
-SECTION = re.compile(r"^(?P<indent> *)(?:Args|Attributes|Returns|Raises):$")
-GROUP = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+)(?P<text>: .*)$")
+SECTION = re.compile(r"^ *(?:Args|Attributes):$")
+NAMES = r"\w+(?:, \w+)*"
+ENTRY = re.compile(rf"^(?P<indent> +)(?P<names>{NAMES}): ")
+FURTHER = re.compile(rf"[.;]\s+({NAMES}): ")
 
 
 class GroupedNames(griffe.Extension):
-    """Splits grouped names before docstrings are parsed."""
+    """Takes entries apart once a package is read and before its docstrings are parsed."""
 
-    def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: object) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = split_groups(obj.docstring.value)
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: object) -> None:
+        for documented in objects_below(pkg):
+            if documented.docstring is not None:
+                documented.docstring.value = split_entries(documented.docstring.value, names_of(documented))
 
 
-def split_groups(docstring: str) -> str:
-    """The docstring with an entry for each name of a group, all with the same text."""
-    lines = docstring.splitlines()
+def objects_below(parent: griffe.Object) -> Iterator[griffe.Object]:
+    yield parent
+    for member in parent.members.values():
+        if isinstance(member, griffe.Object):  # names from elsewhere are read there
+            yield from objects_below(member)
+
+
+def names_of(documented: griffe.Object) -> set[str]:
+    """What a docstring's entries may be about: parameters of a function, members of a class."""
+    if isinstance(documented, griffe.Function):
+        return {parameter.name for parameter in documented.parameters}
+    return set(documented.members)
+
+
+def split_entries(docstring: str, known: set[str]) -> str:
+    """The docstring with an entry of its own for each known name. What is no entry stays as it is."""
     result: list[str] = []
     in_section = False
-    index = 0
-    while index < len(lines):
-        line = lines[index]
-        if SECTION.match(line):
-            in_section = True
-        elif line.strip() and not line.startswith(" "):
-            in_section = False
-        group = GROUP.match(line) if in_section else None
-        if group is None:
+    lines = iter([*docstring.splitlines(), ""])
+    line = next(lines, None)
+    while line is not None:
+        if line and not line.startswith(" "):
+            in_section = SECTION.match(line) is not None
+        entry = ENTRY.match(line) if in_section else None
+        if entry is None:
             result.append(line)
-            index += 1
+            line = next(lines, None)
             continue
-        end = index + 1
-        while end < len(lines) and lines[end].startswith(group["indent"] + " "):
-            end += 1
-        for name in group["names"].split(", "):
-            result += [group["indent"] + name + group["text"], *lines[index + 1 : end]]
-        index = end
-    return "\n".join(result)
+        text = [line.removeprefix(entry.group())]
+        line = next(lines, None)
+        while line is not None and line.startswith(entry["indent"] + " "):
+            text.append(line)
+            line = next(lines, None)
+        for names, words in parts(entry["names"], "\n".join(text), known):
+            result += [f"{entry['indent']}{name}: {words}" for name in names.split(", ")]
+    return "\n".join(result).rstrip()
+
+
+def parts(names: str, text: str, known: set[str]) -> Iterator[tuple[str, str]]:
+    """The entry's own names and words, and those of further names within it."""
+    begin = 0
+    for further in FURTHER.finditer(text):
+        if set(further[1].split(", ")) <= known:
+            yield names, text[begin : further.start() + 1]
+            names, begin = further[1], further.end()
+    yield names, text[begin:]

@@ -46,6 +46,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import LayerCache
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
+from smd_jax.eviction.statistics import Observation, ReceivedAttention
 from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
@@ -197,7 +198,13 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
     array, shape = partial(abstract, sharding), LOOP
     kv = array((shape.batch, shape.kv_heads, shape.slots, shape.head_dim), jnp.bfloat16)
     columns = array(kv.shape[:3], jnp.int32)
-    layer = LayerCache(kv, kv, columns, array(columns.shape, jnp.float32), None)
+    layer = LayerCache(
+        kv,
+        kv,
+        columns,
+        states=(array(columns.shape, jnp.float32),),
+        statistics=(ReceivedAttention(),),
+    )
     x = array((shape.batch, shape.heads, 1, shape.head_dim), jnp.bfloat16)
 
     def step(filled, carry):
@@ -207,7 +214,18 @@ def decode_loop(impl: Implementation, sharding: NamedSharding) -> tuple[Any, int
             fresh = x[:, : shape.kv_heads]
             layer = kv_cache.write(layer, BUDGET + filled, fresh, 2 * fresh, jnp.full((shape.batch, 1), filled))
             out, received = decode_attention(x, layer.keys, layer.values, layer.valid, impl)
-            updated.append(kv_cache.observe(layer, received, x, filled))
+            seen = Observation(
+                queries=x,
+                query_columns=jnp.full((shape.batch, 1), filled),
+                keys=layer.keys,
+                values=layer.values,
+                columns=layer.columns,
+                start=jnp.zeros(shape.batch, jnp.int32),
+                received=received,
+                number=filled,
+                slot=BUDGET + filled,
+            )
+            updated.append(kv_cache.observe(layer, seen))
             x = x + out
         return x, tuple(updated)
 

@@ -197,8 +197,8 @@ def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: M
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
     sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.slots or loop.config.rows)
-    kept = cache_bytes(loop.model.config, loop.config.policy, sizes, *rows)
-    full = cache_bytes(loop.model.config, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
+    kept = cache_bytes(loop.model.shape, loop.config.policy, sizes, *rows)
+    full = cache_bytes(loop.model.shape, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]
     rewards.append(("reward, training", history[0]["reward"], history[-1]["reward"]))
     summary_table(f"GSM8K, {len(history)} rollouts", ("", "before", "after"), rewards)

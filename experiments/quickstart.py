@@ -236,9 +236,9 @@ def report(
     """Prints what one seed came to."""
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
-    config = loop.model.config
+    shape = loop.model.shape
     sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.rows)
-    kept, full = (cache_bytes(config, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
+    kept, full = (cache_bytes(shape, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",
         ("", "before", "after"),

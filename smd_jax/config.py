@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+FloatName = Literal["float32", "bfloat16", "float16", "float64"]
+
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ValueError for a name that is none of `choices`: annotations alone would let it pass."""
@@ -95,7 +97,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: FloatName = "float32"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -24,10 +24,9 @@ from jax import numpy as jnp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from smd_jax.config import ModelConfig, RopeScaling
+from smd_jax.config import FloatName, ModelConfig, RopeScaling
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
-from smd_jax.model.hf_config import FloatName
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.text.token_bytes import byte_alphabet
 

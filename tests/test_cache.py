@@ -16,13 +16,14 @@ from smd_jax.cache.slots import (
     EMPTY,
     LayerCache,
     gather,
-    newest_columns,
     observe,
     pad,
     select,
+    turn,
     visible,
     write,
 )
+from smd_jax.eviction.statistics import NewestQueries, Observation, ReceivedAttention
 from smd_jax.masks import NEVER, record_evictions
 from smd_jax.sharding import make_mesh
 
@@ -37,8 +38,27 @@ def layer(
         keys=jnp.where(at[..., None] == EMPTY, 0, fill + 0.5) * jnp.ones(2, dtype)[None, None, None],
         values=-fill * jnp.ones(2, dtype)[None, None, None],
         columns=at,
-        received=10.0 * fill[..., 0] if received else None,
-        queries=jnp.zeros((1, 2, queries, 2)) if queries else None,
+        states=(10.0 * fill[..., 0],) * received + (jnp.zeros((1, 2, queries, 2)),) * bool(queries),
+        statistics=(ReceivedAttention(),) * received + (NewestQueries(queries),) * bool(queries),
+    )
+
+
+def show(cache: LayerCache, received: jax.Array, q: jax.Array, number: int) -> LayerCache:
+    """The cache after queries that gave its slots this attention."""
+    columns = jnp.broadcast_to(number + jnp.arange(q.shape[2])[None], (q.shape[0], q.shape[2]))
+    return observe(
+        cache,
+        Observation(
+            queries=q,
+            query_columns=columns,
+            keys=cache.keys,
+            values=cache.values,
+            columns=cache.columns,
+            start=jnp.zeros(q.shape[0], jnp.int32),
+            received=received,
+            number=jnp.array(number),
+            slot=jnp.array(0),
+        ),
     )
 
 
@@ -114,7 +134,7 @@ def test_write():
     after = write(cache, jnp.array(2), k, -k, jnp.array([[6]]))
     assert after.keys.dtype == after.values.dtype == jnp.bfloat16
     assert after.columns.tolist() == [[[1, 2, 6, EMPTY], [0, 2, 6, EMPTY]]]
-    assert after.received is not None and after.received.tolist() == [[[10, 20, 0, 0], [0, 20, 0, 0]]]
+    assert after.states[0].tolist() == [[[10, 20, 0, 0], [0, 20, 0, 0]]]
     assert after.keys[0, :, 2].tolist() == [[9, 8], [7, 6]] and after.values[0, :, 2].tolist() == [[-9, -8], [-7, -6]]
     np.testing.assert_array_equal(after.keys[:, :, [0, 1, 3]], cache.keys[:, :, [0, 1, 3]])
 
@@ -141,11 +161,11 @@ def test_observe_adds_attention_and_turns_the_queries_round():
     cache = layer([[1, 2]], received=True, queries=3)
     for column in (4, 5, 6, 7):
         q = jnp.full((1, 2, 1, 2), float(column))
-        cache = observe(cache, jnp.array([[[0.25, 0.75]]]), q, jnp.array(column))
-    assert cache.received is not None and cache.queries is not None
-    assert cache.received.tolist() == [[[11.0, 23.0]]]
-    assert cache.queries[0, 1, :, 0].tolist() == [6.0, 7.0, 5.0]
-    assert newest_columns(7, 3).tolist() == [6, 7, 5]
+        cache = show(cache, jnp.array([[[0.25, 0.75]]]), q, column)
+    received, queries = cache.states
+    assert received.tolist() == [[[11.0, 23.0]]]
+    assert queries[0, 1, :, 0].tolist() == [6.0, 7.0, 5.0]
+    assert NewestQueries(3).ages(7).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5])
@@ -155,18 +175,30 @@ def test_observe_of_many_queries_at_once(tokens: int):
     one_by_one = together = layer([[1, 2]], queries=3)
     nothing = jnp.zeros((1, 1, 2))
     for index in range(tokens):
-        one_by_one = observe(one_by_one, nothing, q[:, :, index : index + 1], jnp.array(4 + index))
-    together = observe(together, nothing, q, jnp.array(4))
-    np.testing.assert_array_equal(together.queries, one_by_one.queries)
+        one_by_one = show(one_by_one, nothing, q[:, :, index : index + 1], 4 + index)
+    together = show(together, nothing, q, 4)
+    np.testing.assert_array_equal(together.states[0], one_by_one.states[0])
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
 @settings(deadline=None, max_examples=30)
-def test_newest_columns(last: int, window: int):
-    """Column c lives at index c % window; columns before the first are negative."""
-    columns = newest_columns(last, window).tolist()
-    assert sorted(columns) == list(range(last - window + 1, last + 1))
-    assert all(column % window == index for index, column in enumerate(columns))
+def test_ages_in_a_ring(last: int, window: int):
+    """Query n lives at index n % window."""
+    numbers = (last - NewestQueries(window).ages(last)).tolist()
+    assert sorted(numbers) == list(range(last - window + 1, last + 1))
+    assert all(number % window == index for index, number in enumerate(numbers))
+
+
+def test_a_turned_cache_is_one_that_was_made_later():
+    """Rings by number turn; in a cache that is a ring itself all that belongs to a slot moves on."""
+    q = jnp.arange(5.0)[None, None, :, None] * jnp.ones((1, 2, 1, 2))
+    nothing = jnp.zeros((1, 1, 2))
+    early, late = (show(layer([[1, 2]], queries=3), nothing, q, number) for number in (4, 4 + 7))
+    jax.tree.map(np.testing.assert_array_equal, turn(early, jnp.array(7), ring=False), late)
+    cache = layer([[1, 2, 5]], received=True)
+    jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=False), cache)
+    expected = layer([[2, 5, 1]], received=True)
+    jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=True), expected)
 
 
 def test_evictions_are_recorded():
@@ -237,7 +269,7 @@ def test_any_life(seed: int, starts: list[int], data: st.DataObject):
         np.arange(PROMPT) >= np.array(starts)[:, None], np.arange(PROMPT), EMPTY
     )[:, None]
     kv = jnp.repeat(jnp.array(columns, jnp.float32)[..., None], 2, axis=-1)
-    cache = LayerCache(kv, -kv, jnp.array(columns, jnp.int32), None, None)
+    cache = LayerCache(kv, -kv, jnp.array(columns, jnp.int32))
     evicted_at = jnp.full((BATCH, HEADS, T), NEVER, jnp.int32)
 
     def compress(now: int) -> tuple[LayerCache, jax.Array]:

@@ -113,3 +113,48 @@ def test_citation_is_of_this_version():
     assert citation["cff-version"] == "1.2.0"
     assert (citation["title"], citation["version"]) == (project["name"], project["version"])
     assert citation["license"] == project["license"]
+
+
+def load_docs_tool(name: str) -> types.ModuleType:
+    """A module that `mkdocs build` uses; docs/ is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_name_of_a_docstring_gets_its_entry():
+    docstring = """A cache.
+
+Attributes:
+  keys, values: what it
+    holds. valid: which of them; note: this is no name.
+  budget: their number.
+
+Text: with, a colon.
+"""
+    split = load_docs_tool("grouped_names").split_entries(docstring, {"keys", "values", "valid", "budget"})
+    assert (
+        split
+        == """A cache.
+
+Attributes:
+  keys: what it
+    holds.
+  values: what it
+    holds.
+  valid: which of them; note: this is no name.
+  budget: their number.
+
+Text: with, a colon."""
+    )
+
+
+def test_reference_has_every_package():
+    pages = load_docs_tool("hooks").reference_pages()
+    packages = {path.parent.name for path in (ROOT / "smd_jax").glob("*/__init__.py")}
+    assert packages <= pages.keys()
+    assert "::: smd_jax.eviction" in pages["eviction"] and "H2O" in pages["eviction"]
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [name for name in pages if f"reference/{name}.md" not in nav], "mkdocs.yml lists every page"

@@ -17,6 +17,7 @@ from smd_jax.cache.slots import select
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER
 from smd_jax.model.decoder import Decoder
@@ -42,18 +43,22 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
         newest = np.arange(max(last[b] - 3, 0), last[b] + 1)
         older = rng.choice(newest[0], SLOTS - EMPTY_SLOTS[b] - len(newest), replace=False) if newest[0] else []
         positions[b, h, EMPTY_SLOTS[b] :] = [*np.sort(older), *newest]
-    window = policy.query_window
-    order = rng.permutation(window)
+    sizes = CacheShape(BATCH, heads, kv_heads, SLOTS, D, "float32")
+    forms = jax.eval_shape(lambda: tuple(statistic.init(sizes) for statistic in policy.statistics))
     return CacheView(
         keys=jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32),
         values=jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32),
         valid=jnp.asarray(positions >= 0),
         positions=jnp.asarray(positions, jnp.int32),
-        received=jnp.asarray(rng.random(shape), jnp.float32) if policy.observes_attention else None,
-        queries=jnp.asarray(rng.normal(size=(BATCH, heads, window, D)), jnp.float32) if window else None,
-        query_positions=jnp.asarray(np.array(last)[:, None] - order, jnp.int32),
-        keys_rng=jax.random.split(jax.random.key(seed), BATCH),
+        newest=jnp.asarray(last, jnp.int32),
+        number=jnp.asarray(int(rng.integers(50, 100)), jnp.int32),
+        states=tuple(
+            jnp.asarray(rng.random(x.shape) if statistic.per_slot else rng.normal(size=x.shape), jnp.float32)
+            for statistic, x in zip(policy.statistics, forms, strict=True)
+        ),
+        rng=jax.random.split(jax.random.key(seed), BATCH),
         budget=BUDGET,
+        declared=policy.statistics,
     )
 
 
@@ -61,12 +66,23 @@ def existing(view: CacheView, b: int) -> Row:
     """One row without its empty slots and without queries from before its start."""
     nothing = np.zeros((view.keys.shape[1], SLOTS, 0))
     keys, positions = np.asarray(view.keys, np.float64)[b], np.asarray(view.positions)[b]
-    received = nothing if view.received is None else np.asarray(view.received, np.float64)[b]
-    queries = nothing if view.queries is None else np.asarray(view.queries, np.float64)[b]
-    asked = np.flatnonzero(np.asarray(view.query_positions)[b] >= 0)
+    received, queries, when = nothing, nothing, np.zeros(0, int)
+    for statistic, state in zip(view.declared, view.states, strict=True):
+        if isinstance(statistic, ReceivedAttention):
+            received = np.asarray(state, np.float64)[b]
+        if isinstance(statistic, NewestQueries):
+            # Query n lies at index n % window.
+            number, window = int(view.number), statistic.window
+            numbers = [n for n in range(number - window + 1, number + 1) if int(view.newest[b]) - (number - n) >= 0]
+            queries = np.asarray(state, np.float64)[b][:, [n % window for n in numbers]]
+            when = np.array([int(view.newest[b]) - (number - n) for n in numbers])
     slots = slice(EMPTY_SLOTS[b], None)
-    when = np.asarray(view.query_positions)[b, asked]
-    return Row(keys[:, slots], positions[:, slots], received[:, slots], queries[:, asked], when, view.budget)
+    return Row(keys[:, slots], positions[:, slots], received[:, slots], queries, when, view.budget)
+
+
+def query_window(policy: EvictionPolicy) -> int:
+    """How many of the newest queries it asks for."""
+    return sum(x.window for x in policy.statistics if isinstance(x, NewestQueries))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)], ids=["GQA", "MHA"])
@@ -86,10 +102,10 @@ def test_score_in_float64(name: str):
     """Scores are not narrowed on the way."""
     policy = BY_FORMULA[name]
     view = make_view(policy, 4, 2)
-    exact = jax.tree.map(np.asarray, view.replace(keys_rng=None))
+    exact = jax.tree.map(np.asarray, view.replace(rng=None))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), exact)
-        got = np.asarray(jax.jit(policy.score)(wide.replace(keys_rng=jax.random.split(jax.random.key(0), BATCH))))
+        got = np.asarray(jax.jit(policy.score)(wide.replace(rng=jax.random.split(jax.random.key(0), BATCH))))
     if name in ("Recent", "StreamingLLM"):
         return  # positions: integers in float32
     for b in range(BATCH):
@@ -108,10 +124,8 @@ def test_views_are_hard_enough():
 def test_rkv_by_hand():
     """Three equal keys and a window of one: the newest of the equals is the one to keep."""
     keys = jnp.array([[[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]]])
-    view = make_view(RKV(window=1), 1, 1).replace(keys=keys, values=keys, queries=jnp.zeros((1, 1, 1, 2)))
-    view = view.replace(
-        valid=jnp.ones((1, 1, 5), bool), positions=jnp.arange(5)[None, None], query_positions=jnp.array([[4]])
-    )
+    view = make_view(RKV(window=1), 1, 1).replace(keys=keys, values=keys, states=(jnp.zeros((1, 1, 1, 2)),))
+    view = view.replace(valid=jnp.ones((1, 1, 5), bool), positions=jnp.arange(5)[None, None], newest=jnp.array([4]))
     # Similarity, rows j: the last s with S[j, s] > 0.5 is forgotten; that is key 4 (0.6 and 0.8) for all but itself,
     # which forgets key 3. Column sums: 1 + 1 + 0.6 for each equal key, 0 for key 3, 0 for key 4.
     redundancy = np.exp(np.array([2.6, 2.6, 2.6, 0.0, 0.0]) / 5)
@@ -176,7 +190,7 @@ def simulate(run: Run, b: int, policy: EvictionPolicy, budget: int, buffer: int)
         decoded = t + 1 - (WIDTH - start)
         if decoded < 0 or decoded % buffer or len(kept[0]) <= budget:
             continue
-        asked = np.arange(max(t + 1 - policy.query_window, 0), t + 1)
+        asked = np.arange(max(t + 1 - query_window(policy), 0), t + 1)
         keys = np.stack([k[h, kept[h]] for h in range(kv_heads)])
         heard = np.stack([received[h, kept[h]] for h in range(kv_heads)])
         scores = numpy_policies.scores(policy, Row(keys, np.array(kept), heard, q[:, asked], asked, budget))
@@ -294,7 +308,7 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
     ("make", "message"),
     [
         (lambda: StreamingLLM(sinks=-3), r"StreamingLLM\.sinks >= 0; got -3"),
-        (lambda: H2O(recent=-1), r"H2O\.recent from 0 to 1, because it is a share; got -1"),
+        (lambda: H2O(recent=-1.0), r"H2O\.recent from 0 to 1, because it is a share; got -1.0"),
         (lambda: H2O(recent=1.5), r"H2O\.recent from 0 to 1.*; got 1\.5"),
         (lambda: H2O(recent=float("nan")), r"H2O\.recent from 0 to 1.*; got nan"),
         (lambda: SnapKV(window=-1), r"SnapKV\.window >= 1; got -1"),
@@ -304,7 +318,7 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
         (lambda: RKV(weight=1.01), r"RKV\.weight from 0 to 1.*; got 1\.01"),
         (lambda: Protect(Knorm(), recent=-4), r"Protect\.recent >= 0; got -4"),
         (lambda: Protect(Knorm(), sinks=-1), r"Protect\.sinks >= 0; got -1"),
-        (lambda: Pyramid(Knorm(), beta=0), r"Pyramid\.beta >= 1; got 0"),
+        (lambda: Pyramid(Knorm(), beta=0.0), r"Pyramid\.beta >= 1; got 0.0"),
         (lambda: Pyramid(Knorm(), beta=float("nan")), r"Pyramid\.beta >= 1; got nan"),
     ],
 )
@@ -359,8 +373,8 @@ def test_pyramid_with_a_layer_too_small_for_its_window():
 @pytest.mark.parametrize("wrap", [Pyramid, Protect])
 def test_wrappers_pass_on(wrap: Any):
     """What the rollout must observe, and the budgets, are the inner policy's."""
-    assert wrap(H2O()).observes_attention and not wrap(SnapKV()).observes_attention
-    assert [wrap(p).query_window for p in (SnapKV(window=5), TOVA(), Knorm())] == [5, 1, 0]
+    for inner in (H2O(), SnapKV(window=5), TOVA(), Knorm()):
+        assert wrap(inner).statistics == inner.statistics
     assert wrap(H2O(recent=0.25)).protected(40) == 10
     assert Protect(Pyramid(Knorm(), beta=2.0)).layer_budgets(8, 3) == (12, 8, 4)
     view = make_view(RKV(window=4), 4, 2)
@@ -388,7 +402,7 @@ def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
     np.testing.assert_array_equal(first, Random().score(view))
     inside = first[np.asarray(view.valid)]
     assert len(np.unique(inside)) == inside.size and (first >= 0).all() and (first < 1).all()
-    swapped = Random().score(view.replace(keys_rng=view.keys_rng[::-1], positions=view.positions[::-1]))
+    swapped = Random().score(view.replace(rng=view.rng[::-1], positions=view.positions[::-1]))
     np.testing.assert_array_equal(swapped, first[::-1])
 
 
@@ -418,12 +432,15 @@ def test_random_draws_anew_at_every_compression_and_layer():
     assert len({choice.tobytes() for choice in choices}) == len(choices)
 
 
-def test_missing_observations_are_named():
+def test_missing_statistics_are_named():
     bare = make_view(Knorm(), 4, 2)
-    with pytest.raises(ValueError, match="a view with the attention received"):
+    with pytest.raises(ValueError, match=r"that the policy declares in `statistics`: none; got ReceivedAttention\(\)"):
         H2O().score(bare)
     for policy in (TOVA(), SnapKV(), RKV()):
-        with pytest.raises(ValueError, match="a view with queries"):
+        with pytest.raises(ValueError, match=r"`statistics`: none; got NewestQueries\(window="):
             policy.score(bare)
+    other = make_view(SnapKV(window=4), 4, 2)
+    with pytest.raises(ValueError, match=r"`statistics`: NewestQueries\(window=4\); got NewestQueries\(window=5\)"):
+        SnapKV(window=5).score(other)
     with pytest.raises(TypeError, match="Dense has no score"):
         Dense().score(bare)

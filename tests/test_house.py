@@ -35,7 +35,8 @@ NEVER_REACHES = {
     "sampler": {"losses", "corrections", "learner"},
     "losses": {"model", "sampler", "cache"},
     "corrections": {"model", "sampler", "cache"},
-    "learner": {"sampler", "eviction"},
+    "learner": {"sampler", "cache", "eviction"},
+    "model": {"cache", "eviction", "sampler", "losses", "corrections"},
     "tasks": {"model", "sampler", "learner"},
 }
 

@@ -29,7 +29,8 @@ from smd_jax.learner.update import (
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import add_value_head
 from smd_jax.quantization import pack
 from smd_jax.ratios import overlap

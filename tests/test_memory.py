@@ -51,6 +51,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests.toy_loop import CONFIG as LOOP
+from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import new_loop
 
 SHAPE = tiny_model_config(
@@ -225,7 +226,7 @@ def test_a_cache_is_as_large_as_planned(policy: EvictionPolicy, quant: QuantConf
     _, _, state = seats(policy, config, 64, 16)
     planned = SamplerPass(SHAPE, policy, config, 64, "cpu").cache(16)
     assert planned == tree_bytes(state.cache)
-    statistics = [x for layer in state.cache for x in (layer.columns, layer.received, layer.queries) if x is not None]
+    statistics = [(layer.columns, layer.states) for layer in state.cache]
     assert planned == cache_bytes(SHAPE, policy, config, 64, 16) + tree_bytes(statistics)
     assert planned == plan_memory(Workload(MODEL, policy, config, 64, 32), param_shapes(MODEL), 16).cache
 
@@ -340,7 +341,7 @@ def test_the_largest_batch_by_hand():
 
 def test_a_loop_gets_its_slots():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params = param_shapes(loop.model)
+    params = param_shapes(LOOP_MODEL)
     same, planned = fit_loop(loop, params, None)
     assert same is loop and planned.slots == 32
     work = replace(memory.workload_of(loop), prefill_rows=8)
@@ -356,7 +357,7 @@ def test_a_loop_gets_its_slots():
 
 def test_an_evaluation_needs_no_room_for_an_update():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params, full = param_shapes(loop.model), LOOP.rollout
+    params, full = param_shapes(LOOP_MODEL), LOOP.rollout
     work = replace(memory.workload_of(loop), policy=Dense(), prefill_rows=8, learns=False)
     planned = plan_memory(work, params, 5)
     assert planned.update < planned.rollout and planned.optimizer > 0
@@ -369,9 +370,9 @@ def test_a_loop_that_cannot_fit_the_device_is_refused(monkeypatch: pytest.Monkey
     loop = new_loop()
     monkeypatch.setattr(memory, "device_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"expected a plan of at most 1000 B on each device"):
-        fit_loop(loop, param_shapes(loop.model), None)
+        fit_loop(loop, param_shapes(LOOP_MODEL), None)
     monkeypatch.setattr(memory, "device_memory", lambda: None)
-    fit_loop(loop, param_shapes(loop.model), None)
+    fit_loop(loop, param_shapes(LOOP_MODEL), None)
 
 
 def test_shapes_of_parameters():

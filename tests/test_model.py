@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
-from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.text.prompts import PromptBatch
 from tests import numpy_decoder
 from tests.under_test import SHAPES, left_padded, make_params

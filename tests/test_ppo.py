@@ -17,7 +17,7 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.learner.update import TrainState, UpdateConfig, Visibility, init_state, make_update
 from smd_jax.losses.named import bnpo, gspo
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
-from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks.task import Prompt, Task
@@ -89,7 +89,7 @@ def explicit(params, visibility):
     """Log-probabilities and values `[ROWS, LENGTH]` of the response, from the model's plain calls under booleans."""
     t = trajectory()
     mask = (t.mask if visibility == "shadow" else t.dense_mask()).to_boolean()
-    hidden = apply_model(MODEL, params, t.tokens, t.positions, mask, method=Decoder.hidden)[:, WIDTH - 1 : -1]
+    hidden = hidden_states(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1]
     logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1] / TEMPERATURE
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), t.response[..., None], -1)[..., 0]
     head = params[VALUE_HEAD]

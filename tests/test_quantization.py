@@ -222,9 +222,7 @@ def test_codes_are_moved_and_never_made_again(bits: Any):
     columns = jnp.where(jnp.asarray(live[:, None, :PROMPT]), jnp.arange(PROMPT)[None, None], EMPTY)
     columns = jnp.broadcast_to(columns, (2, 2, PROMPT)).astype(jnp.int32)
     prompt_keys, prompt_values = (jnp.asarray(x[:, :, :PROMPT]) for x in (keys, values))
-    cache = LayerCache(
-        prompt_keys, prompt_values, columns, None, None, no_slots(prompt_keys, PROMPT, COLUMNS - PROMPT, config)
-    )
+    cache = LayerCache(prompt_keys, prompt_values, columns, no_slots(prompt_keys, PROMPT, COLUMNS - PROMPT, config))
     quantised = 0
     for column in range(PROMPT, COLUMNS + 1):
         if (column - PROMPT) % BUFFER == 0:

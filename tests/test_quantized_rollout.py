@@ -21,7 +21,8 @@ from smd_jax.learner.forward import replay
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
 from smd_jax.losses.policy import LossConfig
 from smd_jax.masks import NEVER, Segments, ShadowMask
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rollout_program
 from smd_jax.sampler.prefill import prefill

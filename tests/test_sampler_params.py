@@ -1,13 +1,15 @@
 """Parameters of the sampler: which leaves change, and that the decoder cannot tell the difference."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smd_jax.masks import dense_mask
-from smd_jax.model.decoder import Decoder, apply_model
-from smd_jax.model.value_head import add_value_head
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.params import sampler_params
 from smd_jax.testing import random_params, tiny_model_config
 
@@ -29,7 +31,7 @@ def params_with_random_scales(config) -> dict:
 def test_matrices_and_biases_change_and_scales_do_not():
     config = tiny_model_config(vocab_size=16, qkv_bias=True, qk_norm=True, tie_embeddings=False)
     params = random_params(config)
-    converted = sampler_params(add_value_head(params, config), "bfloat16")
+    converted = sampler_params(Decoder(replace(config, dtype="bfloat16")), params)
     assert jax.tree.structure(converted) == jax.tree.structure(params)
 
     def check(path, before, after):
@@ -43,8 +45,9 @@ def test_matrices_and_biases_change_and_scales_do_not():
 
 
 def test_what_has_the_dtype_already_is_not_copied():
-    params = random_params(tiny_model_config(vocab_size=16))
-    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, sampler_params(params, "float32"), params))
+    config = tiny_model_config(vocab_size=16)
+    params = random_params(config)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, sampler_params(Decoder(config), params), params))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -52,6 +55,6 @@ def test_the_decoder_computes_the_same_to_the_last_bit(tied: bool):
     config = tiny_model_config(vocab_size=16, qkv_bias=True, qk_norm=True, tie_embeddings=tied, dtype="bfloat16")
     params = params_with_random_scales(config)
     logits = jax.jit(lambda params: apply_model(Decoder(config), params, TOKENS, PLACES, MASK))
-    expected, got = logits(params), logits(sampler_params(params, config.dtype))
+    expected, got = logits(params), logits(sampler_params(Decoder(config), params))
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, expected)

@@ -12,7 +12,9 @@ from smd_jax.learner.distill import distill_term
 from smd_jax.learner.forward import response_hidden
 from smd_jax.losses.distillation import Direction, DistillConfig, Estimator
 from smd_jax.masks import Segments
-from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 

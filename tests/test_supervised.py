@@ -8,7 +8,8 @@ import pytest
 
 from smd_jax.learner.update import init_state
 from smd_jax.masks import dense_mask, positions
-from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
 from smd_jax.train.supervised import cross_entropy, encode_examples, make_supervised_update
 from tests.under_test import bos_tokenizer

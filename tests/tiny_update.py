@@ -13,7 +13,8 @@ import optax
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
-from smd_jax.model.decoder import Decoder, apply_model
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import random_params, tiny_model_config

@@ -18,7 +18,8 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import ShadowMask
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch

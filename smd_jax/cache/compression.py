@@ -3,12 +3,11 @@
     [ 3 7 8 9 | 10 11 12 ]   ── score, keep 4 ──►   [ 3 8 10 12 | . . . ]      and a note that 7, 9 and 11 are gone
 
 Rows do not depend on each other: a cache is compressed a few rows at a time and in place, so that no second cache ever
-exists, nor the scratch space that a policy needs for all rows at once.
+exists, nor the scratch space that a policy needs for all rows at once (`smd_jax.cache.row_parts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,36 +16,35 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
+from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 
-PARTS = 16  # of the rows at most; each is compressed by itself
-
 
 @any_leaves
-class Moment(struct.PyTreeNode):
-    """Where every row stands when its cache is compressed.
+class RowProgress(struct.PyTreeNode):
+    """How far every row is when its cache is compressed. Columns: prompt 0 … P-1, response from P on.
 
     Attributes:
       start: `[rows]` column of its first token.
       newest: `[rows]` column of its newest query.
-      begun: `[rows]` column where the segment began that ends now; what is in full precision begins there.
+      segment_start: `[rows]` column where the segment began that ends now; what is in full precision begins there.
       step: `[rows]` tokens of the response before the next segment; at a prompt's end 0, within a prompt negative.
       rng: `[rows]` keys for policies that draw, consumed.
     """
 
     start: Int[Array, " rows"]
     newest: Int[Array, " rows"]
-    begun: Int[Array, " rows"]
+    segment_start: Int[Array, " rows"]
     step: Int[Array, " rows"]
     rng: Key[Array, " rows"]
 
 
 @any_leaves
-class Gone(struct.PyTreeNode):
+class CompressionRecord(struct.PyTreeNode):
     """What the learner will have to know of one compression.
 
     Attributes:
@@ -74,83 +72,76 @@ class Compression:
     layer: int
     record_parity: bool = False
 
-    def __call__(self, cache: LayerCache, moment: Moment, number: Int[Array, ""]) -> tuple[LayerCache, Gone]:
-        """The cache with `budget + buffer` slots. `number`: of the newest query, see `LayerCache.queries`."""
+    def __call__(
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+    ) -> tuple[LayerCache, CompressionRecord]:
+        """The cache with `budget + buffer` slots; a few rows at a time.
+
+        Args:
+          number: of the newest query, see `Observation.number`.
+        """
+        return row_parts.apart(lambda cache, progress: self._compress(cache, progress, number), cache, progress)
+
+    def in_place(
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+    ) -> tuple[LayerCache, CompressionRecord]:
+        """The same for a cache that has `budget + buffer` slots already."""
+        # Statistics per row stay as they are: among what is written they would be copied for every part.
+        moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
+        fixed = tuple(() if x.per_slot else state for x, state in zip(cache.statistics, cache.states, strict=True))
+
+        def together(moved: tuple[Any, ...], fixed: tuple[Any, ...]) -> tuple[Any, ...]:
+            triples = zip(cache.statistics, moved, fixed, strict=True)
+            return tuple(slots if statistic.per_slot else row for statistic, slots, row in triples)
+
+        def compress(
+            slots: LayerCache, read: tuple[tuple[Any, ...], RowProgress]
+        ) -> tuple[LayerCache, CompressionRecord]:
+            fixed, progress = read
+            new, record = self._compress(slots.replace(states=together(slots.states, fixed)), progress, number)
+            left = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, new.states, strict=True))
+            return new.replace(states=left), record
+
+        new, record = row_parts.in_place(compress, cache.replace(states=moved), (fixed, progress))
+        return new.replace(states=together(new.states, fixed)), record
+
+    def _compress(
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+    ) -> tuple[LayerCache, CompressionRecord]:
         rest = cache.columns.shape[2] - self.budget
         if rest <= 0:
-            cache, parity = self._quantize(cache, moment)
-            return kv_cache.pad(cache, -rest, self.buffer), Gone(None, parity)
+            cache, parity = self._quantize(cache, progress)
+            return kv_cache.pad(cache, -rest, self.buffer), CompressionRecord(None, parity)
         if self.policy.evicts:
-            kept, gone = kv_cache.select(self.policy.score(self._view(cache, moment, number)), cache.valid, self.budget)
+            scores = self.policy.score(self._view(cache, progress, number))
+            kept, gone = kv_cache.select(scores, cache.valid, self.budget)
             dropped = jnp.take_along_axis(cache.columns, gone, axis=2)
         else:  # the oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
-        cache, parity = self._quantize(cache, moment)
-        return kv_cache.gather(cache, kept, self.buffer), Gone(dropped, parity)
+        cache, parity = self._quantize(cache, progress)
+        return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity)
 
-    def in_place(self, cache: LayerCache, moment: Moment, number: Int[Array, ""]) -> tuple[LayerCache, Gone]:
-        """The same for a cache that has `budget + buffer` slots already."""
-
-        def compress(slots: LayerCache, read: tuple[Array | None, Moment]) -> tuple[LayerCache, Gone]:
-            queries, moment = read
-            new, gone = self(slots.replace(queries=queries), moment, number)
-            return new.replace(queries=None), gone
-
-        # Queries are read alone: among what is written they would be copied for every part.
-        new, gone = by_row_parts(compress, cache.replace(queries=None), (cache.queries, moment))
-        return new.replace(queries=cache.queries), gone
-
-    def _quantize(self, cache: LayerCache, moment: Moment) -> tuple[LayerCache, Parity | None]:
+    def _quantize(self, cache: LayerCache, progress: RowProgress) -> tuple[LayerCache, Parity | None]:
         """Quantises what a layer holds in full precision, if it is to be."""
         if cache.quantized is None:
             return cache, None
-        cache, parity = kv_cache.quantize(cache, cache.quantized, moment.begun)
+        cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
         return cache, parity if self.record_parity else None
 
-    def _view(self, cache: LayerCache, moment: Moment, number: Int[Array, ""]) -> CacheView:
-        window = self.policy.query_window
-        age = number - kv_cache.newest_columns(number, max(window, 1))[:window]
+    def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]) -> CacheView:
+        # A key for every compression of every layer of a row.
         rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), self.layer))
         keys, values = kv_cache.full_precision(cache)
         return CacheView(
             keys=keys,
             values=values,
             valid=cache.valid,
-            positions=jnp.where(cache.valid, cache.columns - moment.start[:, None, None], EMPTY),
-            received=cache.received,
-            queries=cache.queries,
-            query_positions=(moment.newest - moment.start)[:, None] - age[None],
-            keys_rng=rng(moment.rng, moment.step.astype(jnp.uint32)),
+            positions=jnp.where(cache.valid, cache.columns - progress.start[:, None, None], EMPTY),
+            newest=progress.newest - progress.start,
+            number=number,
+            states=cache.states,
+            rng=rng(progress.rng, progress.step.astype(jnp.uint32)),
             budget=self.budget,
+            declared=cache.statistics,
         )
-
-
-def by_row_parts(
-    f: Callable[[LayerCache, Any], tuple[LayerCache, Gone]], cache: LayerCache, read: Any
-) -> tuple[LayerCache, Gone]:
-    """`f(cache, read)` of a few rows at a time, whose result takes the place of `cache`; `read` stays as it is."""
-    rows = cache.columns.shape[0]
-    size = _rows_at_once(rows)
-    if size == rows:
-        return f(cache, read)
-
-    def compress(first: Int[Array, ""] | int, count: int, carry: tuple[LayerCache, Gone]) -> tuple[LayerCache, Gone]:
-        def part(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, first, count)
-
-        def put(old: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0)
-
-        return jax.tree.map(put, carry, f(*jax.tree.map(part, (carry[0], read))))
-
-    _, like = jax.eval_shape(f, *jax.tree.map(lambda x: x[:size], (cache, read)))
-    gone = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), like)
-    parts, rest = divmod(rows, size)
-    carry = jax.lax.fori_loop(0, parts, lambda index, carry: compress(index * size, size, carry), (cache, gone))
-    return compress(rows - rest, rest, carry) if rest else carry
-
-
-def _rows_at_once(rows: int) -> int:
-    """On several devices the rows are apart already, and a part of them would lie on one device alone."""
-    return rows if jax.sharding.get_abstract_mesh().size > 1 else -(-rows // PARTS)

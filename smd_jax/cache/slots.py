@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.cache import quantized as quantized_cache
 from smd_jax.cache.quantized import QuantizedSlots
+from smd_jax.eviction.statistics import CacheShape, Observation, Statistic, check_observed, check_state
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 from smd_jax.sharding import over_heads
@@ -32,26 +34,24 @@ EMPTY = -1  # column of a slot that holds no key
 
 @any_leaves
 class LayerCache(struct.PyTreeNode):
-    """Keys and values of one layer, and what its eviction policy asked to be kept beside them.
+    """Keys and values of one layer, and the statistics that its eviction policy asked for.
 
     Attributes:
       keys: `[batch, kv_heads, slots, head_dim]` after RoPE, at their original positions; of the right slots only, if
         the left ones are quantised.
       values: as the keys.
       columns: `[batch, kv_heads, slots]` column of each key, -1 where the slot is empty.
-      received: `[batch, kv_heads, slots]` attention that the key received so far, summed over queries and the query
-        heads of its group; None if the policy does not ask for it.
-      queries: `[batch, heads, window, head_dim]` the newest queries, number n at index `n % window`; None if the policy
-        does not ask for them. Prompt and fixed batches number them by columns; all rows of a cache share the numbers.
       quantized: keys and values of the left slots, or None if all are in full precision.
+      states: of the statistics, in their order.
+      statistics: those of the policy. Static.
     """
 
     keys: Float[Array, "batch kv_heads precise head_dim"]
     values: Float[Array, "batch kv_heads precise head_dim"]
     columns: Int[Array, "batch kv_heads slots"]
-    received: Float[Array, "batch kv_heads slots"] | None
-    queries: Float[Array, "batch heads window head_dim"] | None
     quantized: QuantizedSlots | None = None
+    states: tuple[Any, ...] = ()
+    statistics: tuple[Statistic[Any], ...] = struct.field(pytree_node=False, default=())
 
     @property
     def valid(self) -> Bool[Array, "batch kv_heads slots"]:
@@ -61,6 +61,20 @@ class LayerCache(struct.PyTreeNode):
 KVCache = tuple[LayerCache, ...]  # one entry per layer; sizes may differ between layers
 
 
+def no_keys(statistics: tuple[Statistic[Any], ...], shape: CacheShape) -> LayerCache:
+    """A layer's cache before anything was read.
+
+    Raises:
+      ValueError: if a statistic begins with arrays of another shape than its kind must have.
+    """
+    slots = (shape.rows, shape.kv_heads, shape.slots)
+    keys = jnp.zeros((*slots, shape.head_dim), shape.dtype)
+    states = tuple(statistic.init(shape) for statistic in statistics)
+    for statistic, state in zip(statistics, states, strict=True):
+        check_state(statistic, state, shape)
+    return LayerCache(keys, keys, jnp.full(slots, EMPTY, jnp.int32), states=states, statistics=statistics)
+
+
 def write(
     cache: LayerCache,
     slot: Int[Array, ""],
@@ -68,21 +82,23 @@ def write(
     v: Float[Array, "batch kv_heads tokens head_dim"],
     columns: Int[Array, "batch tokens"],
 ) -> LayerCache:
-    """Writes keys and values of consecutive tokens to the slots from `slot` on; tokens without a column (-1: those of
-    rows that have ended, padding) leave theirs empty."""
+    """Writes keys and values of consecutive tokens to the slots from `slot` on, where statistics begin anew. Tokens
+    without a column (-1: those of rows that have ended, padding) leave their slots empty."""
+    # The buffer's arrays begin behind the quantised slots.
     own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[2]
     columns = jnp.broadcast_to(columns[:, None], k.shape[:3]).astype(jnp.int32)
 
+    # One slice, the same in all rows: the compiler updates the buffer where it lies, in every loop.
     def put(x: Array, new: Array, at: Int[Array, ""]) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, axis=2)
 
-    received = cache.received
-    return cache.replace(
-        keys=put(cache.keys, k, own),
-        values=put(cache.values, v, own),
-        columns=put(cache.columns, columns, slot),
-        received=None if received is None else put(received, jnp.zeros(k.shape[:3], received.dtype), slot),
+    def forget(x: Array) -> Array:
+        return put(x, jnp.zeros((*k.shape[:3], *x.shape[3:]), x.dtype), slot)
+
+    cache = cache.replace(
+        keys=put(cache.keys, k, own), values=put(cache.values, v, own), columns=put(cache.columns, columns, slot)
     )
+    return _map_states(forget, cache)
 
 
 def full_precision(
@@ -119,28 +135,37 @@ def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch
     return cache.replace(keys=nothing, values=nothing, quantized=slots), parity
 
 
-def observe(
-    cache: LayerCache,
-    received: Float[Array, "batch kv_heads slots"],
-    q: Float[Array, "batch heads tokens head_dim"],
-    first: Int[Array, ""],
-) -> LayerCache:
-    """Adds consecutive queries to the statistics that the layer keeps; `first` numbers the first one."""
-    if cache.received is not None:
-        cache = cache.replace(received=cache.received + received)
-    if cache.queries is None:
+def observe(cache: LayerCache, seen: Observation) -> LayerCache:
+    """Shows the tokens that were just attended to every statistic of the layer.
+
+    Raises:
+      ValueError: if a statistic gives a state of another form than it took.
+    """
+    states = tuple(x.observe(state, seen) for x, state in zip(cache.statistics, cache.states, strict=True))
+    for statistic, before, after in zip(cache.statistics, cache.states, states, strict=True):
+        check_observed(statistic, before, after)
+    return cache.replace(states=states)
+
+
+def needs_attention(statistics: tuple[Statistic[Any], ...]) -> bool:
+    """Whether any of them asks for the attention that keys receive."""
+    return any(statistic.needs_attention for statistic in statistics)
+
+
+def turn(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
+    """A prompt's cache, as if it had been made `count` steps later: statistics that go by the numbers of queries are
+    told so, and in a cache that is a ring itself all slots move on, because the next one to be written has to be the
+    one that was written longest ago."""
+    states = tuple(x.turn(state, count) for x, state in zip(cache.statistics, cache.states, strict=True))
+    cache = cache.replace(states=states)
+    if not ring:
         return cache
-    window, tokens = cache.queries.shape[2], q.shape[2]
-    if tokens == 1:  # an update of one slice stays in place everywhere
-        queries = jax.lax.dynamic_update_slice_in_dim(cache.queries, q, first % window, axis=2)
-        return cache.replace(queries=queries)
-    newest = jnp.arange(max(tokens - window, 0), tokens)
-    return cache.replace(queries=cache.queries.at[:, :, (first + newest) % window].set(q[:, :, newest]))
 
+    def roll(x: Array) -> Array:
+        return jnp.roll(x, count, axis=2)
 
-def newest_columns(last: Int[Array, ""] | int, window: int) -> Int[Array, " window"]:
-    """Number of the query at each index of `LayerCache.queries` when `last` is the newest; negative: not seen yet."""
-    return last - (last - jnp.arange(window)) % window
+    cache = cache.replace(keys=roll(cache.keys), values=roll(cache.values), columns=roll(cache.columns))
+    return _map_states(roll, cache)
 
 
 def select(
@@ -204,8 +229,14 @@ def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, ri
         keys, values = (_pad_slots(x, 0, right, 0) for x in (cache.keys, cache.values))
         quantized = quantized_cache.map_slots(lambda x: _pad_slots(move(x), left, 0, 0), cache.quantized)
         cache = cache.replace(keys=keys, values=values, quantized=quantized)
-    cache = cache.replace(columns=between(cache.columns, EMPTY))
-    return cache if cache.received is None else cache.replace(received=between(cache.received))
+    return _map_states(between, cache.replace(columns=between(cache.columns, EMPTY)))
+
+
+def _map_states(move: Callable[[Array], Array], cache: LayerCache) -> LayerCache:
+    """Applies `move` to every array of a statistic that has one entry per slot."""
+    pairs = zip(cache.statistics, cache.states, strict=True)
+    states = tuple(jax.tree.map(move, state) if statistic.per_slot else state for statistic, state in pairs)
+    return cache.replace(states=states)
 
 
 def _pad_slots(x: Array, left: int, right: int, fill: int) -> Array:

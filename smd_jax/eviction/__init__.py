@@ -1,11 +1,17 @@
 """Eviction policies: which keys stay in a cache of fixed size.
 
 A policy is a frozen dataclass that scores keys, higher = keep. It sees a `CacheView` and nothing else of the sampler,
-so that one written outside of the library is as good as these.
+so that one written outside of the library is as good as these. What it needs to know of the past beside the keys is a
+`Statistic`, which it names and the sampler keeps.
 """
 
 from smd_jax.eviction.base import CacheView as CacheView
 from smd_jax.eviction.base import EvictionPolicy as EvictionPolicy
+from smd_jax.eviction.statistics import CacheShape as CacheShape
+from smd_jax.eviction.statistics import Observation as Observation
+from smd_jax.eviction.statistics import Statistic as Statistic
+from smd_jax.eviction.statistics import ReceivedAttention as ReceivedAttention
+from smd_jax.eviction.statistics import NewestQueries as NewestQueries
 from smd_jax.eviction.policies import Dense as Dense
 from smd_jax.eviction.policies import Recent as Recent
 from smd_jax.eviction.policies import StreamingLLM as StreamingLLM

@@ -9,12 +9,13 @@ computed in float32 or wider.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smd_jax.eviction.statistics import State, Statistic
 from smd_jax.pytrees import any_leaves
 
 
@@ -27,22 +28,35 @@ class CacheView(struct.PyTreeNode):
       valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
         also at the right, where its scores no longer matter).
       positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
-      received: `[batch, kv_heads, slots]` attention received so far, for policies with `observes_attention`.
-      queries: `[batch, heads, query_window, head_dim]` the newest queries, in no particular order.
-      query_positions: `[batch, query_window]` their positions; negative: the sequence is shorter than the window.
-      keys_rng: `[batch]` one PRNG key per row, new at every compression; the key is consumed.
+      newest: `[batch]` position of the newest query.
+      number: of the newest query, by which rings go, see `Observation.number`.
+      states: of the policy's statistics, in their order; a policy asks `statistic(...)` for them.
+      rng: `[batch]` one PRNG key per row, new at every compression and layer; the key is consumed.
       budget: keys that will be kept. Static.
+      declared: the policy's statistics. Static.
     """
 
     keys: Float[Array, "batch kv_heads slots head_dim"]
     values: Float[Array, "batch kv_heads slots head_dim"]
     valid: Bool[Array, "batch kv_heads slots"]
     positions: Int[Array, "batch kv_heads slots"]
-    received: Float[Array, "batch kv_heads slots"] | None
-    queries: Float[Array, "batch heads query_window head_dim"] | None
-    query_positions: Int[Array, "batch query_window"]
-    keys_rng: Key[Array, " batch"]
+    newest: Int[Array, " batch"]
+    number: Int[Array, ""]
+    states: tuple[Any, ...]
+    rng: Key[Array, " batch"]
     budget: int = struct.field(pytree_node=False)
+    declared: tuple[Statistic[Any], ...] = struct.field(pytree_node=False, default=())
+
+    def statistic(self, kind: Statistic[State]) -> State:
+        """The state of one of the policy's statistics; whatever belongs to a slot lies as the keys do.
+
+        Raises:
+          ValueError: if the policy doesn't declare it, or with other parameters.
+        """
+        if kind not in self.declared:
+            declared = ", ".join(map(str, self.declared)) or "none"
+            raise ValueError(f"expected a statistic that the policy declares in `statistics`: {declared}; got {kind}")
+        return self.states[self.declared.index(kind)]
 
 
 Scores = Float[Array, "batch kv_heads slots"]
@@ -54,19 +68,14 @@ class EvictionPolicy:
 
     Attributes:
       evicts: False only for `Dense`.
-      observes_attention: the rollout sums up the attention that each key receives (`CacheView.received`).
-      query_window: how many of the newest queries the rollout keeps (`CacheView.queries`).
     """
 
     evicts: ClassVar[bool] = True
 
     @property
-    def observes_attention(self) -> bool:
-        return False
-
-    @property
-    def query_window(self) -> int:
-        return 0
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        """What is to be kept beside the keys; `score` asks the view for the states."""
+        return ()
 
     def protected(self, budget: int) -> int:
         """Keys that are kept whatever their score; the budget must hold them."""

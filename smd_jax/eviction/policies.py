@@ -10,28 +10,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, check_share, newest, protect, wide
+from smd_jax.eviction.statistics import NewestQueries, ReceivedAttention
 from smd_kernels.reference import masked_softmax
 
 
-def grouped_queries(view: CacheView) -> Float[Array, "batch kv_heads group query_window head_dim"]:
-    """The newest queries, by the KV head that they share."""
-    if view.queries is None:
-        raise ValueError("expected a view with queries, because the policy reads them; got query_window 0")
-    batch, heads, window, head_dim = view.queries.shape
+def window_positions(view: CacheView, window: NewestQueries) -> Int[Array, "batch window"]:
+    """Position of each of the newest queries in its own sequence; negative: the sequence is shorter than the window."""
+    return view.newest[:, None] - window.ages(view.number)[None]
+
+
+def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
+    """q k^T / sqrt(head_dim) of the newest queries, by the KV head that they share."""
+    queries = view.statistic(window)
+    batch, heads, count, head_dim = queries.shape
     kv_heads = view.keys.shape[1]
-    return wide(view.queries).reshape(batch, kv_heads, heads // kv_heads, window, head_dim)
+    grouped = wide(queries).reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
+    return jnp.einsum("bhgwd,bhsd->bhgws", grouped, wide(view.keys)) * head_dim**-0.5
 
 
-def window_scores(view: CacheView) -> Float[Array, "batch kv_heads group query_window slots"]:
-    """q k^T / sqrt(head_dim) of the newest queries."""
-    head_dim = view.keys.shape[-1]
-    return jnp.einsum("bhgwd,bhsd->bhgws", grouped_queries(view), wide(view.keys)) * head_dim**-0.5
-
-
-def window_mask(view: CacheView) -> Bool[Array, "batch kv_heads query_window slots"]:
-    """Which keys each of the newest queries sees: causal, and nothing for queries before the sequence's start."""
-    query = view.query_positions[:, None, :, None]
-    return view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)
+def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
+    """Attention of the newest queries: causal, and nothing for queries before the sequence's start."""
+    query = window_positions(view, window)[:, None, :, None]
+    mask = view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)
+    return masked_softmax(window_scores(view, window), mask[:, :, None])
 
 
 def pool(x: Scores, kernel: int, reducer: str) -> Scores:
@@ -92,16 +93,14 @@ class H2O(EvictionPolicy):
         check_share(self, "recent", self.recent)
 
     @property
-    def observes_attention(self) -> bool:
-        return True
+    def statistics(self) -> tuple[ReceivedAttention]:
+        return (ReceivedAttention(),)
 
     def protected(self, budget: int) -> int:
         return int(budget * self.recent)
 
     def score(self, view: CacheView) -> Scores:
-        if view.received is None:
-            raise ValueError("expected a view with the attention received; got observes_attention False")
-        return protect(view.received, newest(view, self.protected(view.budget)))
+        return protect(view.statistic(ReceivedAttention()), newest(view, self.protected(view.budget)))
 
 
 @dataclass(frozen=True)
@@ -113,12 +112,11 @@ class TOVA(EvictionPolicy):
     """
 
     @property
-    def query_window(self) -> int:
-        return 1
+    def statistics(self) -> tuple[NewestQueries]:
+        return (NewestQueries(1),)
 
     def score(self, view: CacheView) -> Scores:
-        weights = masked_softmax(window_scores(view), window_mask(view)[:, :, None])
-        mean = weights[:, :, :, 0].mean((1, 2))
+        mean = window_weights(view, NewestQueries(1))[:, :, :, 0].mean((1, 2))
         return jnp.broadcast_to(mean[:, None], view.valid.shape)
 
 
@@ -138,14 +136,14 @@ class SnapKV(EvictionPolicy):
         check_at_least(self, "kernel", self.kernel, 1)
 
     @property
-    def query_window(self) -> int:
-        return self.window
+    def statistics(self) -> tuple[NewestQueries]:
+        return (NewestQueries(self.window),)
 
     def protected(self, budget: int) -> int:
         return self.window
 
     def score(self, view: CacheView) -> Scores:
-        weights = masked_softmax(window_scores(view), window_mask(view)[:, :, None])
+        weights = window_weights(view, NewestQueries(self.window))
         recent = newest(view, self.window)
         votes = jnp.where(recent, 0.0, weights.sum(3).mean(2))
         return protect(pool(votes, self.kernel, "mean"), recent)
@@ -173,8 +171,8 @@ class RKV(EvictionPolicy):
         check_share(self, "weight", self.weight)
 
     @property
-    def query_window(self) -> int:
-        return self.window
+    def statistics(self) -> tuple[NewestQueries]:
+        return (NewestQueries(self.window),)
 
     def protected(self, budget: int) -> int:
         return self.window
@@ -186,10 +184,11 @@ class RKV(EvictionPolicy):
         return protect(combined, recent)
 
     def _importance(self, view: CacheView, candidates: Bool[Array, "batch kv_heads slots"]) -> Scores:
-        scores = window_scores(view).max(2)
-        seen = (view.query_positions >= 0)[:, None, :, None] & candidates[:, :, None]
-        weights = masked_softmax(scores, seen)
-        count = jnp.maximum((view.query_positions >= 0).sum(-1), 1)[:, None, None]
+        window = NewestQueries(self.window)
+        scores = window_scores(view, window).max(2)
+        exists = window_positions(view, window) >= 0
+        weights = masked_softmax(scores, exists[:, None, :, None] & candidates[:, :, None])
+        count = jnp.maximum(exists.sum(-1), 1)[:, None, None]
         mean = weights.sum(2) / count
         return pool(jnp.where(candidates, mean, -jnp.inf), self.kernel, "max")
 
@@ -240,4 +239,4 @@ class Random(EvictionPolicy):
         of_head = jax.vmap(of_key, in_axes=(None, None, 0))
         of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
         heads = jnp.arange(view.positions.shape[1])
-        return jax.vmap(of_row, in_axes=(0, None, 0))(view.keys_rng, heads, view.positions)
+        return jax.vmap(of_row, in_axes=(0, None, 0))(view.rng, heads, view.positions)

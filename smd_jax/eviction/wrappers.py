@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest, protect
+from smd_jax.eviction.statistics import Statistic
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,8 @@ class _Wrapper(EvictionPolicy):
     inner: EvictionPolicy
 
     @property
-    def observes_attention(self) -> bool:
-        return self.inner.observes_attention
-
-    @property
-    def query_window(self) -> int:
-        return self.inner.query_window
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        return self.inner.statistics
 
     def protected(self, budget: int) -> int:
         return self.inner.protected(budget)

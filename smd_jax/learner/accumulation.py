@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 
 # (params, part of the batch) -> (loss, (pytree of scalars to sum up, pytree of arrays [rows, ...]))
 Objective = Callable[[Params, Any], tuple[Array, tuple[Any, Any]]]

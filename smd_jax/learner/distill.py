@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.forward import response_hidden, response_logits
 from smd_jax.losses.distillation import DistillConfig, choose, divergence, sampled_divergence
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import overlap
 from smd_jax.sampling import token_logprobs
@@ -30,7 +30,7 @@ class Agreement(struct.PyTreeNode):
 
 
 def distill_term(
-    model: Decoder,
+    model: LanguageModel,
     config: DistillConfig,
     params: Params,
     reference: Params | None,

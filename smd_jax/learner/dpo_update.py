@@ -38,7 +38,7 @@ from smd_jax.losses.dpo import (
 )
 from smd_jax.losses.policy import k3
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
@@ -112,7 +112,7 @@ class _Terms(struct.PyTreeNode):
 
 
 def make_dpo_update(
-    model: Decoder, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
+    model: LanguageModel, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
 ) -> Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
@@ -172,7 +172,7 @@ def _paired(x: Array) -> Array:
     return x.reshape(-1, 2, *x.shape[1:])
 
 
-def _prepare(model: Decoder, config: DPOUpdateConfig, params: Params, batch: PairBatch) -> _Prepared:
+def _prepare(model: LanguageModel, config: DPOUpdateConfig, params: Params, batch: PairBatch) -> _Prepared:
     """Corrects and weighs the pairs of the whole batch; an extra forward pass where the correction needs one."""
     if config.correction.traits.uses_mismatch and batch.old_chosen_logprobs is None:
         old = _learner_logprobs(model, config, params, batch)
@@ -184,7 +184,7 @@ def _prepare(model: Decoder, config: DPOUpdateConfig, params: Params, batch: Pai
 
 
 def _learner_logprobs(
-    model: Decoder, config: DPOUpdateConfig, params: Params, batch: PairBatch
+    model: LanguageModel, config: DPOUpdateConfig, params: Params, batch: PairBatch
 ) -> Float[Array, "pairs 2 R"]:
     """Of the learner before this step."""
 
@@ -208,7 +208,7 @@ def _correction_inputs(
     )
 
 
-def _objective(model: Decoder, config: DPOUpdateConfig, state: TrainState) -> Objective:
+def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState) -> Objective:
     """The loss of one microbatch as a function of the parameters."""
 
     def objective(params: Params, part: _Prepared) -> tuple[Array, tuple[Any, _Terms]]:

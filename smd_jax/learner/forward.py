@@ -8,7 +8,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.masks import Mask
-from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
 
@@ -41,15 +42,15 @@ def check_replayable(trajectory: Trajectory) -> None:
 
 
 def response_hidden(
-    model: Decoder, params: Params, trajectory: Trajectory, mask: Mask
+    model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
-    hidden = apply_model(model, params, trajectory.tokens, trajectory.positions, mask, method=Decoder.hidden)
+    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask)
     return hidden[:, trajectory.prompt_width - 1 : -1]
 
 
 def response_logits(
-    model: Decoder,
+    model: LanguageModel,
     params: Params,
     hidden: Float[Array, "batch columns hidden"],
     trajectory: Trajectory,
@@ -61,7 +62,7 @@ def response_logits(
     Args:
       columns: of the response, to which `hidden` belongs; None: all.
     """
-    logits = apply_model(model, params, hidden, method=Decoder.logits) / trajectory.temperature
+    logits = model.logits(params, hidden) / trajectory.temperature
     if trajectory.kept is None:
         return logits
     drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
@@ -76,7 +77,7 @@ def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory)
     return Replay(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
 
 
-def replay(model: Decoder, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
+def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
     """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
 
     Raises:

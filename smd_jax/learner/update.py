@@ -37,7 +37,7 @@ from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.masks import Mask
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import lower_percentile
@@ -206,7 +206,7 @@ def init_state(
 
 
 def make_update(
-    model: Decoder, optimizer: optax.GradientTransformation, config: UpdateConfig
+    model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig
 ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
@@ -241,7 +241,7 @@ def make_update(
 
 
 def make_replay(
-    model: Decoder, visibility: Visibility, microbatch_size: int | None = None
+    model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None
 ) -> Callable[[Params, Trajectory], Array]:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
     sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
@@ -253,7 +253,7 @@ def make_replay(
 
 
 def learner_logprobs(
-    model: Decoder, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
+    model: LanguageModel, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
 ) -> Float[Array, "batch R"]:
     """Of the response tokens, in as many passes as there are microbatches."""
 
@@ -278,7 +278,7 @@ def counted_tokens(
     return mask if counts is None else mask & counts[:, None]
 
 
-def prepare(model: Decoder, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
     """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
     trajectory = batch.trajectory
     mask = counted_tokens(config, trajectory, batch.counts)
@@ -320,7 +320,7 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
         raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")
 
 
-def _objective(model: Decoder, config: UpdateConfig, state: TrainState) -> Objective:
+def _objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
     """The loss of one microbatch as a function of the parameters."""
     late = split_by_time(config.correction)[1]
 
@@ -395,7 +395,7 @@ def _ratio_to_logprobs(
 
 
 def _reference_logprobs(
-    model: Decoder, config: UpdateConfig, state: TrainState, trajectory: Trajectory
+    model: LanguageModel, config: UpdateConfig, state: TrainState, trajectory: Trajectory
 ) -> Float[Array, "batch R"] | None:
     if config.loss.beta == 0 or state.reference is None:
         return None

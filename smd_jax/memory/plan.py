@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from smd_jax.cache.compression import PARTS
+from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.losses.distillation import DistillConfig
@@ -44,7 +44,8 @@ from smd_jax.memory.sampler import (
     trajectory_bytes,
     tree_bytes,
 )
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig, plan
 from smd_jax.sampler.params import sampler_params
 from smd_jax.train.loop import PolicyLoop
@@ -265,7 +266,16 @@ def fit_slots(memory_bytes: int, work: Workload, params: Params) -> int:
 
 
 def workload_of(loop: PolicyLoop) -> Workload:
-    """What a step of this loop does. A rollout in one program reads every prompt once."""
+    """What a step of this loop does. A rollout in one program reads every prompt once.
+
+    Raises:
+      ValueError: for a model of which the plan knows no equations: any but `smd_jax.model.decoder.Decoder`.
+    """
+    if not isinstance(loop.model, Decoder):
+        raise ValueError(
+            "expected a Decoder, because the plan counts the equations of its layers; got "
+            f"{type(loop.model).__name__}: set `slots` and `microbatch_size` yourself"
+        )
     config, update = loop.config, loop.config.update
     return Workload(
         loop.model,
@@ -329,7 +339,7 @@ def largest_batch(
     Weights count as the sampler reads them. Logits and other work of a step are left out.
     """
     shapes = param_shapes(Decoder(model))
-    weights = tree_bytes(jax.eval_shape(lambda params: sampler_params(params, model.dtype), shapes))
+    weights = tree_bytes(jax.eval_shape(lambda params: sampler_params(Decoder(model), params), shapes))
     row = SamplerPass(model, policy, config, prompt_width, "gpu").cache(1)
     return max(memory_bytes - weights, 0) // row
 

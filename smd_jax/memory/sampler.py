@@ -18,10 +18,13 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from smd_jax.cache.compression import PARTS
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.row_parts import rows_at_once
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import CacheView, EvictionPolicy
-from smd_jax.model.decoder import Params
+from smd_jax.eviction.statistics import CacheShape
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.quantization import packed_size
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
@@ -62,8 +65,9 @@ def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
 def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None = None) -> int:
     """Of the copy that is made for the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
     CPU backend multiplies matrices of 16 bits in float32, and holds them once more in that."""
-    read = jax.eval_shape(lambda params: sampler_params(params, config.dtype), params)
-    copied = zip(_placed(drop_value_head(params), mesh), _placed(read, mesh), strict=True)
+    of_policy = drop_value_head(params)
+    read = jax.eval_shape(lambda params: sampler_params(Decoder(config), params), of_policy)
+    copied = zip(_placed(of_policy, mesh), _placed(read, mesh), strict=True)
     narrow = jnp.dtype(config.dtype).itemsize
     widened = compute_itemsize(config, platform)
     each = narrow + (widened if widened != narrow else 0)
@@ -142,13 +146,10 @@ class SamplerPass:
         return keys + rows * self._statistics()
 
     def _statistics(self) -> int:
-        """Of a row: the column of every slot, attention received, the newest queries."""
-        shape, policy = self.shape, self.policy
+        """Of a row: the column of every slot, and what the policy's statistics keep."""
         budgets, buffer = self._plan()
-        slots = sum(budget + buffer for budget in budgets) * shape.num_kv_heads
-        queries = shape.num_layers * shape.num_heads * policy.query_window * shape.head_dim
-        of_slots = slots * (INT + (WIDE if policy.observes_attention else 0))
-        return of_slots + queries * jnp.dtype(shape.dtype).itemsize
+        columns = sum(budget + buffer for budget in budgets) * self.shape.num_kv_heads * INT
+        return columns + sum(tree_bytes(_states(self.shape, self.policy, 1, budget + buffer)) for budget in budgets)
 
     def _plan(self) -> tuple[tuple[int, ...], int]:
         return plan(self.policy, self.config, self.shape.num_layers, self.prompt_width)
@@ -164,10 +165,12 @@ class SamplerPass:
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         kept = rows * slots * 2 * kv_heads * shape.num_layers * jnp.dtype(shape.dtype).itemsize
         layer = rows * columns * (3 * shape.intermediate_size + 2 * shape.hidden_size) * self._numbers()
-        if self.policy.observes_attention or chunk is not None:
-            scores = SCORE_COPIES * rows * shape.num_heads * columns * slots * WIDE
+        observed = kv_cache.needs_attention(self.policy.statistics)
+        if observed or chunk is not None:
+            at_once = self._part(rows) if chunk is None else rows
+            scores = SCORE_COPIES * at_once * shape.num_heads * columns * slots * WIDE
             layer = max(layer, scores + rows * columns * 2 * (shape.hidden_size + heads) * self._numbers())
-        return kept + max(layer, self.score(rows, slots))
+        return kept + max(layer, self.score(self._part(rows), slots))
 
     def decode(self, rows: int) -> int:
         """A step's logits, hidden states and scores; of a quantised cache a layer as it is read. Or what compressing
@@ -182,10 +185,8 @@ class SamplerPass:
         return max(rows * step, part * keys + self.score(part, slots) if self.policy.evicts else 0)
 
     def _part(self, rows: int) -> int:
-        """Rows that are compressed at once, see `smd_jax.cache.compression`."""
-        if self.devices > 1:
-            return rows
-        return rows // max(parts for parts in range(1, min(rows, PARTS) + 1) if rows % parts == 0)
+        """Rows that are compressed at once."""
+        return rows_at_once(rows, self.devices)
 
     def score(self, rows: int, slots: int) -> int:
         """What a policy works with to score one layer: twice its largest array, read from its own equations."""
@@ -200,21 +201,27 @@ def _view(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int, bud
     def array(*sizes: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, *sizes), dtype)
 
-    heads, window, dtype = shape.num_kv_heads, policy.query_window, jnp.dtype(shape.dtype)
+    heads, dtype = shape.num_kv_heads, jnp.dtype(shape.dtype)
     keys = array(heads, slots, shape.head_dim, dtype=dtype)
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     return CacheView(
         keys=keys,
         values=keys,
         valid=array(heads, slots, dtype=bool),
         positions=array(heads, slots, dtype=jnp.int32),
-        received=array(heads, slots, dtype=jnp.promote_types(dtype, jnp.float32))
-        if policy.observes_attention
-        else None,
-        queries=array(shape.num_heads, window, shape.head_dim, dtype=dtype) if window else None,
-        query_positions=array(window, dtype=jnp.int32),
-        keys_rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
+        newest=array(dtype=jnp.int32),
+        number=scalar,
+        states=_states(shape, policy, rows, slots),
+        rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
         budget=budget,
+        declared=policy.statistics,
     )
+
+
+def _states(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int) -> tuple[Any, ...]:
+    """Shapes of what the policy's statistics keep of one layer."""
+    cache = CacheShape(rows, shape.num_heads, shape.num_kv_heads, slots, shape.head_dim, shape.dtype)
+    return jax.eval_shape(lambda: tuple(statistic.init(cache) for statistic in policy.statistics))
 
 
 def _arrays(jaxpr: Jaxpr) -> Iterator[ShapedArray]:

@@ -1,10 +1,17 @@
-"""Language models: the decoder (Llama, Qwen2, Qwen3 by configuration), its attention, and its weights on disk.
+"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Qwen2, Qwen3 by
+configuration) with its weights on disk, and the attention of all of them.
 
-Pure functions of a plain parameter pytree, which take the attention mask as an argument.
+Pure functions of a plain parameter pytree, which take the attention as an argument.
 """
 
 from smd_jax.model.decoder import Decoder as Decoder
-from smd_jax.model.decoder import Params as Params
+from smd_jax.model.protocol import LanguageModel as LanguageModel
+from smd_jax.model.protocol import ModelShape as ModelShape
+from smd_jax.model.protocol import Attend as Attend
+from smd_jax.model.protocol import Params as Params
+from smd_jax.model.teacher_forced import apply_model as apply_model
+from smd_jax.model.teacher_forced import hidden_states as hidden_states
+from smd_jax.model.attention import AttentionConfig as AttentionConfig
 from smd_jax.model.attention import BlockSizes as BlockSizes
 from smd_jax.model.attention import attend as attend
 from smd_jax.model.weights import load_checkpoint as load_checkpoint

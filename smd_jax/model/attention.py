@@ -18,6 +18,7 @@ another implementation ("portable", "xla") to stay with what XLA compiles.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -44,6 +45,20 @@ from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 GATHERED_SCORE = 1.6
 
 Implementation = Literal["reference", "xla", "interval", "segments", "portable", "mosaic_gpu", "mosaic_tpu"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How to attend, where there is a choice; static.
+
+    Attributes:
+      impl, sizes: implementation of the teacher-forced pass and of prefill, and its block sizes, see `attend`.
+      decode_impl: implementation of decoding, see `decode`. None takes the best that can run, everywhere.
+    """
+
+    impl: Implementation | None = None
+    sizes: BlockSizes | None = None
+    decode_impl: DecodeImplementation | None = None
 
 
 def attend(

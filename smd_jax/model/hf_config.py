@@ -12,9 +12,8 @@ from typing import Any, Literal
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
+from smd_jax.config import FloatName, LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 
-FloatName = Literal["float32", "bfloat16", "float16", "float64"]
 ModelType = Literal["llama", "qwen2", "qwen3"]
 
 _FLOAT_NAMES: dict[str, FloatName] = {

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from smd_jax.config import ModelConfig
-from smd_jax.model.hf_config import FloatName, float_name, hf_config_from_model, model_config_from_hf
+from smd_jax.config import FloatName, ModelConfig
+from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.value_head import VALUE_HEAD
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]

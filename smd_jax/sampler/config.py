@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from smd_jax.cache.quantized import slot_bytes, table_bytes
 from smd_jax.config import ModelConfig, check_choice, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget
+from smd_jax.model.protocol import ModelShape
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampling import SamplingConfig
 
@@ -114,7 +115,9 @@ def whole_segments(config: RolloutConfig) -> int:
     return -(-config.max_new_tokens // config.buffer) * config.buffer
 
 
-def cache_bytes(model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int) -> int:
+def cache_bytes(
+    model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
+) -> int:
     """Bytes of keys and values that a rollout of `rows` prompts holds."""
     budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
     itemsize, quant = jnp.dtype(model.dtype).itemsize, config.quant

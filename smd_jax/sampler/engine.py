@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import sampler_params
@@ -101,7 +101,7 @@ class Engine:
       mesh: where rows lie, of devices of this process; None takes the default device.
     """
 
-    model: Decoder
+    model: LanguageModel
     policy: EvictionPolicy
     config: RolloutConfig
     slots: int
@@ -144,9 +144,9 @@ class Engine:
             `rollout` raises.
         """
         check_whole("group_size", group_size, 1)
-        check_prompts(prompts, self.model.config.vocab_size)
+        check_prompts(prompts, self.model.shape.vocab_size)
         if stop is not None:
-            check_stop_table(stop, self.model.config.vocab_size)
+            check_stop_table(stop, self.model.shape.vocab_size)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             run = _Run(self, params, prompts, key, group_size, stop, limits)
             for progress in run.segments():
@@ -193,7 +193,7 @@ class _Run:
         self.began = time.perf_counter()
         self.engine, self.stop, self.group_size, self.rows = engine, stop, group_size, count * group_size
         self.sampler = Sampler(engine.model, engine.policy, config, width)
-        self.params = _cast(params, engine.model.config.dtype)
+        self.params = _cast(engine.model, params)
         self.prompts = jax.tree.map(np.asarray, prompts)
         self.keys = row_keys(key, self.rows)
         most = np.full(self.rows, config.max_new_tokens, np.int32)
@@ -364,9 +364,9 @@ def _host() -> Any:
     return jax.local_devices(backend="cpu" if not platforms or "cpu" in platforms else None)[0]
 
 
-@partial(jax.jit, static_argnames="dtype")
-def _cast(params: Params, dtype: str) -> Params:
-    return sampler_params(params, dtype)
+@partial(jax.jit, static_argnames="model")
+def _cast(model: LanguageModel, params: Params) -> Params:
+    return sampler_params(model, params)
 
 
 @partial(jax.jit, static_argnames="sampler")

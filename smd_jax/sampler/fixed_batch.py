@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits
@@ -35,7 +35,7 @@ from smd_jax.trajectory import Trajectory
 
 
 def rollout(
-    model: Decoder,
+    model: LanguageModel,
     params: Params,
     prompts: PromptBatch,
     key: Key[Array, ""] | Key[Array, " rows"],
@@ -66,11 +66,11 @@ def rollout(
     """
     check_whole("group_size", group_size, 1)
     if not isinstance(prompts.valid, Tracer):
-        check_prompts(prompts, model.config.vocab_size)
+        check_prompts(prompts, model.shape.vocab_size)
     if limits is not None and not isinstance(limits, Tracer):
         limits = check_limits(limits, prompts.tokens.shape[0] * group_size, config)
     if stop is not None:
-        check_stop_table(stop, model.config.vocab_size)
+        check_stop_table(stop, model.shape.vocab_size)
     return rollout_program(
         model, params, prompts, key, policy=policy, config=config, group_size=group_size, stop=stop, limits=limits
     )
@@ -78,7 +78,7 @@ def rollout(
 
 @partial(jax.jit, static_argnames=("model", "policy", "config", "group_size"))
 def rollout_program(
-    model: Decoder,
+    model: LanguageModel,
     params: Params,
     prompts: PromptBatch,
     key: Key[Array, ""] | Key[Array, " rows"],
@@ -92,7 +92,7 @@ def rollout_program(
     """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions."""
     count, width = prompts.tokens.shape
     rows, sampler = count * group_size, Sampler(model, policy, config, width)
-    params = sampler_params(params, model.config.dtype)
+    params = sampler_params(model, params)
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, keys[::group_size])
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)

@@ -12,16 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
-from smd_jax.cache.compression import Moment
+from smd_jax.cache.compression import RowProgress
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.eviction.statistics import CacheShape
 from smd_jax.masks import NEVER, dense_mask, positions, record_evictions
-from smd_jax.model.decoder import Decoder, Params, PrefillLayer, apply_model, rope_tables
+from smd_jax.model.protocol import Params
+from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
+from smd_jax.sampler.attends import DecodeAttend, DecodeLayer, PrefillAttend, PromptLayer
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.static import Sampler
@@ -60,22 +63,22 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
     if sampler.config.prefill_chunk is not None:
         return _prefill_chunks(sampler, params, prompts, rng, sampler.config.prefill_chunk)
-    hidden, layers = apply_model(
-        sampler.model,
-        params,
-        prompts.tokens,
-        positions(prompts.valid),
-        dense_mask(prompts.valid),
-        sampler.policy.query_window,
-        sampler.policy.observes_attention,
-        method=Decoder.prefill,
-    )
-    caches = [_from_prompt(sampler, layer, prompts.valid) for layer in layers]
-    moment = _moment(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
+    model, policy = sampler.model, sampler.policy
+    width = prompts.tokens.shape[1]
+    first = sampler.prompt_width - width
+    start = _first_column(sampler, prompts)
+    columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
+    attend = PrefillAttend(model.shape.attention, policy.statistics, first)
+    masks = layer_masks(model.shape, prompts.tokens, dense_mask(prompts.valid))
+    places = model.encode_positions(positions(prompts.valid))
+    layers = tuple(PromptLayer(mask, columns, start) for mask in masks)
+    hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
+    caches = [_from_prompt(sampler, layer, first) for layer in layers]
+    progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
     evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
-    compressed = [_compress_prompt(sampler, cache, evicted_at, moment, layer) for layer, cache in enumerate(caches)]
+    compressed = [_compress_prompt(sampler, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)]
     cache, records = zip(*compressed, strict=True)
-    return Prefilled(hidden[:, -1], moment.start, cache, records)
+    return Prefilled(hidden[:, -1], start, cache, records)
 
 
 def _prefill_chunks(
@@ -87,29 +90,23 @@ def _prefill_chunks(
     tokens, valid = (jnp.pad(x, pad) for x in (prompts.tokens, prompts.valid))
     start, shift = _first_column(sampler, prompts), sampler.prompt_width - width
     compressions = sampler.compressions(chunk)
+    attend = DecodeAttend(sampler.model.shape.attention)
 
     def one(index: Array, carry: tuple[KVCache, tuple[Array, ...], Array]) -> tuple[KVCache, tuple[Array, ...], Any]:
         cache, evicted_at, _ = carry
         token, there = (jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1) for x in (tokens, valid))
         column = (shift + index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
         slots = tuple(jnp.int32(b) if sampler.policy.evicts else index * chunk for b in sampler.budgets)
-        hidden, cache = apply_model(
-            sampler.model,
-            params,
-            token,
-            rope_tables(sampler.model.config, jnp.maximum(column - start[:, None], 0)),
-            jnp.where(there, column, EMPTY),
-            cache,
-            slots,
-            column[0, 0],
-            method=Decoder.decode,
-        )
+        places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
+        columns = jnp.where(there, column, EMPTY)
+        layers = tuple(DecodeLayer(*layer, columns, start, column[0, 0]) for layer in zip(cache, slots, strict=True))
+        hidden, cache = sampler.model.hidden(params, token, places, attend, layers)
         if not sampler.policy.evicts:
             return cache, evicted_at, hidden[:, -1]
         now = column[0, -1] + 1
-        moment = _moment(sampler, prompts, rng, now)
+        progress = _progress(sampler, prompts, rng, now)
         parts = zip(compressions, cache, strict=True)
-        cache, gone = zip(*(f.in_place(layer, moment, now - 1) for f, layer in parts), strict=True)
+        cache, gone = zip(*(f.in_place(layer, progress, now - 1) for f, layer in parts), strict=True)
         noted = [
             record_evictions(before, new.dropped, now[None, None, None])
             for before, new in zip(evicted_at, gone, strict=True)
@@ -119,8 +116,8 @@ def _prefill_chunks(
     # Chunks in which every row is padding are not read.
     first = jnp.min(start - shift) // chunk
     rows = tokens.shape[0]
-    nothing = jnp.full((rows, sampler.model.config.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
-    hidden = jnp.zeros((rows, sampler.model.config.hidden_size), sampler.model.config.dtype)
+    nothing = jnp.full((rows, sampler.model.shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
+    hidden = jnp.zeros((rows, sampler.model.shape.hidden_size), sampler.model.shape.dtype)
     cache = tuple(
         _no_keys(sampler, rows, budget + chunk if sampler.policy.evicts else width) for budget in sampler.budgets
     )
@@ -137,22 +134,19 @@ def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompt
     return missing + jnp.argmax(prompts.valid, axis=1).astype(jnp.int32)
 
 
-def _moment(sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]) -> Moment:
+def _progress(
+    sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]
+) -> RowProgress:
     """A compression within or behind the prompt."""
     start = _first_column(sampler, prompts)
     everywhere = jnp.broadcast_to(boundary, start.shape)
     step = everywhere - sampler.prompt_width
-    return Moment(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
+    return RowProgress(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
 
 
-def _from_prompt(sampler: Sampler, layer: PrefillLayer, valid: Bool[Array, "prompts width"]) -> LayerCache:
-    """A layer's prompt as a cache with a slot for each column, the padding first."""
-    width, quant = valid.shape[1], sampler.config.quant
-    missing = sampler.prompt_width - width
-    column = jnp.where(valid, missing + jnp.arange(width)[None], EMPTY)[:, None]
-    columns = jnp.broadcast_to(column, layer.keys.shape[:3]).astype(jnp.int32)
-    queries = None if layer.queries is None else jnp.roll(layer.queries, missing, axis=2)
-    cache = LayerCache(layer.keys, layer.values, columns, layer.received, queries)
+def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCache:
+    """A prompt's cache, ready to be quantised if it is to be; `missing` columns of the prompt have no slot yet."""
+    quant = sampler.config.quant
     if quant is None:
         return cache
     cache = kv_cache.pad(cache, missing, 0)  # groups of columns are counted from the prompt's end
@@ -160,10 +154,10 @@ def _from_prompt(sampler: Sampler, layer: PrefillLayer, valid: Bool[Array, "prom
 
 
 def _compress_prompt(
-    sampler: Sampler, cache: LayerCache, evicted_at: Array, moment: Moment, layer: int
+    sampler: Sampler, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
 ) -> tuple[LayerCache, PromptRecord]:
     compression = sampler.compressions(sampler.row_buffer)[layer]
-    cache, gone = compression(cache, moment, jnp.int32(sampler.prompt_width - 1))
+    cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1))
     if gone.dropped is not None:
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
     return cache, PromptRecord(evicted_at, gone.parity)
@@ -171,17 +165,9 @@ def _compress_prompt(
 
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     """A layer's cache before anything was read."""
-    c, policy = sampler.model.config, sampler.policy
-    shape = (rows, c.num_kv_heads, slots)
-    keys = jnp.zeros((*shape, c.head_dim), c.dtype)
-    queries = jnp.zeros((rows, c.num_heads, policy.query_window, c.head_dim), c.dtype)
-    return LayerCache(
-        keys=keys,
-        values=keys,
-        columns=jnp.full(shape, EMPTY, jnp.int32),
-        received=jnp.zeros(shape, jnp.promote_types(c.dtype, jnp.float32)) if policy.observes_attention else None,
-        queries=queries if policy.query_window else None,
-    )
+    c = sampler.model.shape
+    shape = CacheShape(rows, c.num_heads, c.num_kv_heads, slots, c.head_dim, c.dtype)
+    return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
 def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import EMPTY, KVCache
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.prefill import Prefilled
 from smd_jax.sampler.static import Sampler
@@ -128,16 +129,5 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
 
 
 def _turn(sampler: Sampler, cache: KVCache, count: Int[Array, ""]) -> KVCache:
-    """Prefilled caches, as if they had been made `count` steps later: queries go by number, and a cache without
-    evictions is a ring, in which the slots before the next to be written have been there for longest."""
-
-    def turn(layer: LayerCache) -> LayerCache:
-        if layer.queries is not None:
-            layer = layer.replace(queries=jnp.roll(layer.queries, count, axis=2))
-        if sampler.compresses:
-            return layer
-        slots = (layer.keys, layer.values, layer.columns)
-        keys, values, columns = (jnp.roll(x, count, axis=2) for x in slots)
-        return layer.replace(keys=keys, values=values, columns=columns)
-
-    return tuple(turn(layer) for layer in cache)
+    """Prefilled caches, as if they had been made `count` steps later. A cache without evictions is a ring."""
+    return tuple(kv_cache.turn(layer, count, ring=not sampler.compresses) for layer in cache)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.cache.compression import Gone, Moment
+from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
-from smd_jax.model.decoder import Decoder, Params, apply_model, rope_tables
+from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.pytrees import any_leaves
+from smd_jax.sampler.attends import DecodeAttend, DecodeLayer
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -34,14 +35,15 @@ class SegmentRecord(struct.PyTreeNode):
     entropy: Float[Array, "rows buffer"]
     emitted: Bool[Array, "rows buffer"]
     kept: Array | None
-    gone: tuple[Gone, ...] | None
+    gone: tuple[CompressionRecord, ...] | None
 
 
 def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
     """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
-    uniforms, angles = _uniforms(sampler, state), _angles(sampler, state)
+    uniforms = _uniforms(sampler, state)
+    places = _positions(sampler, state)
     record = _no_record(sampler, state)
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
@@ -50,23 +52,23 @@ def run_segment(
     def step(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
         state, record, filled = carry
         state, record, token = _draw(sampler, params, state, record, filled, uniforms[:, filled], stop)
-        rope = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, filled, 1, axis=2), angles)
-        return _read(sampler, params, state, token, rope, filled), record, filled + 1
+        place = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, filled, 1, axis=1), places)
+        return _read(sampler, params, state, token, place, filled), record, filled + 1
 
     state, record, filled = jax.lax.while_loop(going_on, step, (state, record, jnp.zeros((), jnp.int32)))
     state = state.replace(count=state.count + filled)
     if not sampler.compresses:
         return state, record
-    moment = Moment(
+    progress = RowProgress(
         start=state.start,
         newest=sampler.prompt_width + record.first + filled - 1,
-        begun=sampler.prompt_width + record.first,
+        segment_start=sampler.prompt_width + record.first,
         step=record.first + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
     number = sampler.prompt_width + state.count - 1
     compressions = sampler.compressions(sampler.config.buffer)
-    compressed = [f.in_place(layer, moment, number) for f, layer in zip(compressions, state.cache, strict=True)]
+    compressed = [f.in_place(layer, progress, number) for f, layer in zip(compressions, state.cache, strict=True)]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
 
@@ -81,17 +83,17 @@ def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffe
     return jax.vmap(jax.vmap(draw, (None, 0)))(token_keys(state.rng), place)
 
 
-def _angles(sampler: Sampler, state: SamplerState) -> tuple[Array, Array]:
-    """cos and sin of every token that the segment may read, `[rows, 1, buffer, head_dim / 2]`."""
+def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
+    """Of every token that the segment may read, arrays `[rows, buffer, ...]`, made before its loop begins."""
     first = sampler.prompt_width + state.drawn - state.start
     places = first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
-    return rope_tables(sampler.model.config, places)
+    return sampler.model.encode_positions(places)
 
 
 def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
     shape = (state.drawn.shape[0], sampler.config.buffer)
-    numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.config.dtype, jnp.float32))
-    kept = kept_form(sampler.config.sampling, sampler.model.config.vocab_size)
+    numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
+    kept = kept_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return SegmentRecord(
         first=state.drawn,
         tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
@@ -114,7 +116,7 @@ def _draw(
 ) -> tuple[SamplerState, SegmentRecord, Int[Array, " rows"]]:
     """Draws the next token of the rows that are not done, and notes it in column `filled`."""
     config, live = sampler.config, ~state.done
-    logits = apply_model(sampler.model, params, state.hidden[:, None], method=Decoder.logits)[:, 0]
+    logits = sampler.model.logits(params, state.hidden[:, None])[:, 0]
     may_end = state.drawn >= config.min_new_tokens
     if config.eos_token_id is not None and config.min_new_tokens:
         logits = forbid(logits, config.eos_token_id, ~may_end)
@@ -151,7 +153,7 @@ def _read(
     params: Params,
     state: SamplerState,
     token: Int[Array, " rows"],
-    rope: tuple[Array, Array],
+    place: EncodedPositions,
     filled: Int[Array, ""],
 ) -> SamplerState:
     """Reads the newest token of the rows that go on into the next slot."""
@@ -161,15 +163,8 @@ def _read(
         slots = tuple(budget + filled for budget in sampler.budgets)
     else:
         slots = (number % sampler.columns,) * len(sampler.budgets)
-    hidden, cache = apply_model(
-        sampler.model,
-        params,
-        token[:, None],
-        rope,
-        jnp.where(state.done, EMPTY, column)[:, None],
-        state.cache,
-        slots,
-        number,
-        method=Decoder.decode,
-    )
+    columns = jnp.where(state.done, EMPTY, column)[:, None]
+    layers = tuple(DecodeLayer(*layer, columns, state.start, number) for layer in zip(state.cache, slots, strict=True))
+    attend = DecodeAttend(sampler.model.shape.attention)
+    hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)

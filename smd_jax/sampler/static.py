@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
 
 
@@ -40,20 +40,20 @@ class Sampler:
         the tokens that end and pad a response are not in its vocabulary.
     """
 
-    model: Decoder
+    model: LanguageModel
     policy: EvictionPolicy
     config: RolloutConfig
     prompt_width: int
 
     def __post_init__(self) -> None:
-        plan(self.policy, self.config, self.model.config.num_layers, self.prompt_width)
-        if self.prompt_width + self.config.max_new_tokens > self.model.config.max_positions:
+        plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
+        if self.prompt_width + self.config.max_new_tokens > self.model.shape.max_positions:
             raise ValueError(
-                f"expected prompt + response within the model's context of {self.model.config.max_positions} tokens; "
+                f"expected prompt + response within the model's context of {self.model.shape.max_positions} tokens; "
                 f"got {self.prompt_width} + {self.config.max_new_tokens}"
             )
 
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.model.shape.vocab_size
         for name, token in (("eos_token_id", self.config.eos_token_id), ("pad_token_id", self.config.pad_token_id)):
             if token is not None and not 0 <= token < vocab_size:
                 raise ValueError(f"expected {name} from 0 to {vocab_size - 1}, the model's vocabulary; got {token}")
@@ -71,7 +71,7 @@ class Sampler:
     @property
     def budgets(self) -> tuple[int, ...]:
         """Slots of each layer at the left of the buffer."""
-        return plan(self.policy, self.config, self.model.config.num_layers, self.prompt_width)[0]
+        return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
         """Of every layer, to so many empty slots beside the budget."""
@@ -84,4 +84,4 @@ class Sampler:
     @property
     def row_buffer(self) -> int:
         """Slots of each layer at the right of the budget."""
-        return plan(self.policy, self.config, self.model.config.num_layers, self.prompt_width)[1]
+        return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]

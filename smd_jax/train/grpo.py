@@ -22,7 +22,7 @@ from smd_jax.learner.update import (
     make_replay,
 )
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 from smd_jax.sharding import shard_batch
 from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
 from smd_jax.trajectory import Trajectory

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
 from smd_jax.metrics import MISMATCH_METRICS, completion_metrics, reward_metrics, token_mean
-from smd_jax.model.decoder import Decoder, Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
@@ -126,7 +126,7 @@ class Loop:
       report: of rollouts with `config.slots`, called after every segment.
     """
 
-    model: Decoder
+    model: LanguageModel
     task: Task
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
@@ -135,7 +135,7 @@ class Loop:
     report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         if self.config.slots is not None:
             self.engine(self.config.policy, self.config.rollout, self.config.slots)  # raises if it cannot be
         check_rows(self.config.rows // self.config.minibatches, self.mesh, "a minibatch")
@@ -179,7 +179,7 @@ class Loop:
     @cached_property
     def stop_table(self) -> StopTable | None:
         """The stop strings, over the tokens of this tokenizer."""
-        strings, vocab_size = self.config.stop_strings, self.model.config.vocab_size
+        strings, vocab_size = self.config.stop_strings, self.model.shape.vocab_size
         return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
 
     def roll(
@@ -192,6 +192,7 @@ class Loop:
         group_size: int,
     ) -> tuple[Trajectory, Metrics]:
         """`group_size` responses to each row's prompt, in one batch or through `config.slots`; and what it took."""
+        params = self.policy_params(params)
         prompts = self.encode(rows, self.config.prompt_width)
         if self.config.slots is not None:
             done = self.engine(policy, config, self.config.slots).run(
@@ -213,6 +214,10 @@ class Loop:
             )
         check_finite(trajectory.logprobs)
         return trajectory, {}
+
+    def policy_params(self, params: Params) -> Params:
+        """Those that the sampler reads: of the model alone."""
+        return params
 
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, slots: int) -> Engine:
         return Engine(self.model, policy, config, slots, self.config.prefill_rows, self.mesh)
@@ -240,7 +245,7 @@ class Loop:
             self.tokenizer,
             texts,
             width=width,
-            max_positions=self.model.config.max_positions,
+            max_positions=self.model.shape.max_positions,
             add_special_tokens=wants_special_tokens(self.tokenizer),
         )
 

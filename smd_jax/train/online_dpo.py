@@ -20,7 +20,7 @@ from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.update import Metrics, TrainState, make_replay
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
-from smd_jax.model.decoder import Params
+from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop, LoopConfig, Samples, over_steps
 from smd_jax.trajectory import Trajectory

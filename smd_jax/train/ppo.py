@@ -30,8 +30,8 @@ from smd_jax.learner.update import (
 )
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.losses.value import ValueConfig
-from smd_jax.model.decoder import Decoder, Params
-from smd_jax.model.value_head import check_value_head, values
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
 from smd_jax.trajectory import Trajectory
 
@@ -74,7 +74,7 @@ class PPOConfig(PolicyConfig):
 
 
 def make_train_batch(
-    model: Decoder, config: PPOConfig
+    model: LanguageModel, config: PPOConfig
 ) -> Callable[[Params, Trajectory, Float[Array, " batch"], Bool[Array, " batch"] | None], tuple[TrainBatch, Metrics]]:
     """The jitted `(params, trajectory, rewards, counts) -> (batch, metrics)`: what a whole rollout has to teach.
 
@@ -100,7 +100,7 @@ def make_train_batch(
 
 
 def _judge(
-    model: Decoder, config: UpdateConfig, params: Params, trajectory: Trajectory
+    model: LanguageModel, config: UpdateConfig, params: Params, trajectory: Trajectory
 ) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
     """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
 
@@ -141,6 +141,10 @@ class PPOLoop(PolicyLoop):
     def check(self, state: TrainState) -> None:
         check_value_head(state.params)
         super().check(state)
+
+    def policy_params(self, params: Params) -> Params:
+        """Without the critic's head."""
+        return drop_value_head(params)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""

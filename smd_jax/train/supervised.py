@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.update import TrainState
 from smd_jax.masks import dense_mask, positions
-from smd_jax.model.decoder import Decoder, Params, apply_model
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
@@ -56,7 +57,7 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     )
 
 
-def cross_entropy(model: Decoder, params: Params, examples: Examples) -> Float[Array, ""]:
+def cross_entropy(model: LanguageModel, params: Params, examples: Examples) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answers' tokens, in nats."""
     logits = apply_model(model, params, examples.tokens, positions(examples.valid), dense_mask(examples.valid))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], examples.tokens[:, 1:])
@@ -65,7 +66,7 @@ def cross_entropy(model: Decoder, params: Params, examples: Examples) -> Float[A
 
 
 def make_supervised_update(
-    model: Decoder, optimizer: optax.GradientTransformation
+    model: LanguageModel, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Examples], tuple[TrainState, Float[Array, ""]]]:
     """The jitted step `(state, examples) -> (state, loss)`; the old state's buffers are donated."""
 

@@ -42,7 +42,7 @@ def segment_memory(engine: smd.Engine, params: Any, width: int) -> SegmentMemory
     sampler = Sampler(engine.model, engine.policy, engine.config, width)
     tokens = jnp.zeros((1, width), jnp.int32)
     prompts = smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
-    params = jax.eval_shape(lambda params: sampler_params(params, engine.model.config.dtype), params)
+    params = jax.eval_shape(lambda params: sampler_params(engine.model, params), params)
     rng = jax.eval_shape(lambda: row_keys(jax.random.key(0), 1))
     prefilled = jax.eval_shape(partial(prefill, sampler), params, prompts, rng)
     state = jax.eval_shape(lambda: empty(prefilled, engine.slots))

@@ -30,7 +30,9 @@ def model_config(tied: bool, max_tokens: int) -> smd.ModelConfig:
     )
 
 
-def max_difference(model: smd.Decoder, params: smd.model.Params, trajectory: smd.Trajectory, rows: int) -> float:
+def max_difference(
+    model: smd.model.LanguageModel, params: smd.model.Params, trajectory: smd.Trajectory, rows: int
+) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over the first `rows` rows.
 
     A few rows are enough to see a difference, and the learner's memory does not grow with the batch.

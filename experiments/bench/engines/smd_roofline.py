@@ -137,7 +137,11 @@ def slot_bytes(sizes: Sizes) -> int:
 def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, weights: int) -> int:
     """What a step has to move: weights once, live keys and values once, the statistic in and out."""
     live = sizes.budget + sizes.buffer / 2
-    watched = 8 * sizes.model.num_layers * sizes.model.num_kv_heads if policy.observes_attention else 0
+    watched = (
+        8 * sizes.model.num_layers * sizes.model.num_kv_heads
+        if smd.eviction.ReceivedAttention() in policy.statistics
+        else 0
+    )
     return int(weights + rows * live * (slot_bytes(sizes) + watched))
 
 

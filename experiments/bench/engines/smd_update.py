@@ -31,7 +31,8 @@ from smd_jax.learner.forward import replay_logits, response_hidden, response_log
 from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
 from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
 from smd_jax.model.attention import attend  # noqa: E402
-from smd_jax.model.decoder import MLP, RMSNorm, rope_tables, rotate  # noqa: E402
+from smd_jax.model.decoder import MLP, RMSNorm  # noqa: E402
+from smd_jax.model.rope import rope_tables, rotate  # noqa: E402
 from smd_jax.testing import random_evictions, random_params  # noqa: E402
 from smd_jax.trajectory import Trajectory  # noqa: E402
 

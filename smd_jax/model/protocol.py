@@ -1,0 +1,151 @@
+"""What the library asks of a language model: five members, and no knowledge of caches, evictions or kernels.
+
+    shape              ModelShape                                        what has to be known before anything runs
+    encode_positions   positions ─► pytree                               RoPE's tables, or the positions themselves
+    hidden             params, tokens, positions ─► states, layers       the one forward pass
+    logits             params, states ─► logits
+    compute_params     params ─► params                                  converted once, not at every token
+
+There is one forward pass. Reading a prompt, decoding and the learner's teacher-forced pass differ in the attention that
+the library hands in:
+
+    hidden(params, tokens, positions, attend, layers)
+        for every layer i:    q, k, v  ─►  out, new[i] = attend(q, k, v, layers[i])
+
+and `layers[i]` is the library's business: a mask when teacher forced, a prompt's mask in prefill, a slotted cache in
+decoding. That is why sampler and learner are one policy: there is nothing in the model that could tell them apart.
+
+A model is a static argument of jitted functions. So it must be hashable, and equal to another one with the same
+configuration: a frozen dataclass is. It holds no arrays; those are in `params`, any pytree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+from smd_jax.config import FloatName
+from smd_jax.model.attention import AttentionConfig
+
+Params = Any  # any pytree of arrays
+EncodedPositions = Any  # any pytree of arrays [batch, tokens, ...]
+LayerState = Any  # a pytree of the library's, which a model passes through
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """Attention of one layer, as the library hands it in. Hashable, so that it may be a static argument of `jax.jit`
+    or `jax.checkpoint` around a layer; `layer` is a pytree, an ordinary argument."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads tokens head_dim"],
+        k: Float[Array, "batch kv_heads tokens head_dim"],
+        v: Float[Array, "batch kv_heads tokens head_dim"],
+        layer: LayerState,
+        /,
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerState]:
+        """softmax(q k^T / sqrt(head_dim)) v over the keys that each query may see, and the layer's new state.
+
+        Queries and keys come with their positions in them, because that is how keys are cached. A model whose scores
+        are scaled by something else multiplies `q` by it, times sqrt(head_dim). Query heads `g * h … g * (h + 1) - 1`
+        share KV head `h`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the library has to know of a model before anything runs.
+
+    Attributes:
+      num_layers, num_heads, num_kv_heads, head_dim: of the attention. hidden_size: of the last hidden state.
+      vocab_size: of the logits. max_positions: tokens of the longest sequence.
+      dtype: of q, k and v, so of the cache. Statistics, softmax and logits are in float32 or wider whatever this is.
+      windows: for each layer, how many of the newest keys a query may see, itself included; None: all of them.
+        Empty: no layer has a window. The library applies them; the model doesn't.
+      attention: how to attend, where there is a choice.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: FloatName = "float32"
+    windows: tuple[int | None, ...] = ()
+    attention: AttentionConfig = AttentionConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"expected {name} >= 1; got {vars(self)[name]}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"expected num_heads to be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}"
+            )
+        check_windows(self.windows, self.num_layers)
+
+    def window(self, layer: int) -> int | None:
+        """Of one layer."""
+        return self.windows[layer] if self.windows else None
+
+
+def check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
+    """Raises ValueError unless there is a window >= 1, or None, for every layer, or none at all."""
+    if windows and len(windows) != num_layers:
+        raise ValueError(f"expected a window, or None, for each of {num_layers} layers; got {len(windows)}")
+    if any(window is not None and window < 1 for window in windows):
+        raise ValueError(f"expected windows >= 1, because a query always sees its own key; got {windows}")
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A decoder-only language model with softmax attention over cached keys and values, in any style.
+
+    All methods are pure functions of their arrays. Hashable and comparable by value, see above.
+    """
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes, windows, and how to attend."""
+        ...
+
+    def encode_positions(self, positions: Int[Array, "batch tokens"]) -> EncodedPositions:
+        """What the forward pass needs of each token's position in its own sequence: arrays `[batch, tokens, ...]`.
+
+        Made for all tokens of a segment before the loop over its steps begins, and cut along the tokens' axis: within
+        the loop, a compiler may compute every sine again in every layer.
+        """
+        ...
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch tokens"],
+        positions: EncodedPositions,
+        attend: Attend,
+        layers: tuple[LayerState, ...],
+    ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
+        """The hidden state from which each token's successor is predicted, and the new state of every layer.
+
+        Tokens may be anything from one a row (decoding) to whole sequences; what they see is up to `attend`. Padding
+        is among them: it has ids, positions and meaningless results.
+        """
+        ...
+
+    def logits(
+        self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]
+    ) -> Float[Array, "batch tokens vocab_size"]:
+        """Logits in float32 or wider, of any of the hidden states; soft caps and the like are in here."""
+        ...
+
+    def compute_params(self, params: Params) -> Params:
+        """Parameters with which the other methods compute the same, to the last bit, and faster: what they would
+        convert at each use is converted. A step of decoding reads every matrix once, and float32 as the optimizer keeps
+        it is twice the bytes of bfloat16. `return params` is right, too."""
+        ...

@@ -1,0 +1,66 @@
+"""Rotary position embeddings (arXiv:2104.09864), plain and stretched, as in transformers' `modeling_rope_utils`."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`)."""
+    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    plain = 1.0 / config.rope_theta**half
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    if isinstance(scaling, LinearRope):
+        return plain / scaling.factor, 1.0
+    if isinstance(scaling, Llama3Rope):
+        return _llama3_frequencies(plain, scaling), 1.0
+    return _yarn_frequencies(plain, scaling, config)
+
+
+def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
+    turns = scaling.original_max_positions * plain / (2 * math.pi)
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig) -> tuple[np.ndarray, float]:
+    def dimension(rotations: float) -> float:
+        length = scaling.original_max_positions / (rotations * 2 * math.pi)
+        return config.head_dim * math.log(length) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
+    ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0.0, 1.0)
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return plain / scaling.factor * ramp + plain * (1 - ramp), factor
+
+
+def rope_tables(
+    config: ModelConfig, positions: Int[Array, "batch tokens"]
+) -> tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]:
+    """cos and sin of every token's angles, `[batch, tokens, head_dim / 2]` in float32 or wider."""
+    frequencies, factor = inverse_frequencies(config)
+    wide = jnp.promote_types(config.dtype, jnp.float32)
+    angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(
+    x: Float[Array, "batch heads tokens head_dim"],
+    rope: tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]],
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """Applies RoPE in the dtype of the tables; first and second half of head_dim are the pairs (Hugging Face)."""
+    cos, sin = rope[0][:, None], rope[1][:, None]
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)

@@ -1,0 +1,73 @@
+"""The teacher-forced pass of any model: all tokens of a sequence at once, under an explicit mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask
+from smd_jax.model.attention import AttentionConfig, attend
+from smd_jax.model.protocol import LanguageModel, ModelShape, Params
+
+
+@dataclass(frozen=True)
+class TeacherForced:
+    """The attention of a teacher-forced pass; a layer's state is its mask, and nothing comes of it."""
+
+    attention: AttentionConfig
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads tokens head_dim"],
+        k: Float[Array, "batch kv_heads tokens head_dim"],
+        v: Float[Array, "batch kv_heads tokens head_dim"],
+        layer: LayerMask,
+        /,
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], None]:
+        return attend(q, k, v, layer, self.attention.impl, self.attention.sizes), None
+
+
+def layer_masks(shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mask) -> tuple[LayerMask, ...]:
+    """What the queries of each layer see: the mask, within the layer's window.
+
+    Raises:
+      ValueError: if the mask has another shape, or there are more tokens than the model has positions.
+    """
+    rows, columns = tokens.shape
+    if columns > shape.max_positions:
+        raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {columns}")
+    check_mask(mask, batch=rows, layers=shape.num_layers, kv_heads=shape.num_kv_heads, columns=columns)
+    return tuple(layer_mask(mask, index) for index in range(shape.num_layers))
+
+
+def hidden_states(
+    model: LanguageModel,
+    params: Params,
+    tokens: Int[Array, "batch tokens"],
+    positions: Int[Array, "batch tokens"],
+    mask: Mask,
+) -> Float[Array, "batch tokens hidden"]:
+    """The hidden state from which each token's successor is predicted.
+
+    Args:
+      tokens: ids. positions: place of each token in its own sequence, see `smd_jax.masks.positions`.
+      mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
+
+    Raises:
+      ValueError: if the mask has another shape, or there are more tokens than the model has positions.
+    """
+    layers = layer_masks(model.shape, tokens, mask)
+    attention = TeacherForced(model.shape.attention)
+    return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
+
+
+def apply_model(
+    model: LanguageModel,
+    params: Params,
+    tokens: Int[Array, "batch tokens"],
+    positions: Int[Array, "batch tokens"],
+    mask: Mask,
+) -> Float[Array, "batch tokens vocab"]:
+    """Logits of every token's successor, in float32 or wider; arguments and errors as `hidden_states`."""
+    return model.logits(params, hidden_states(model, params, tokens, positions, mask))

@@ -1,0 +1,142 @@
+"""What a layer does with its q, k and v when it reads a prompt, and when it reads a token against its cache.
+
+The model calls these in every layer, see `smd_jax.model.protocol`; it never sees a cache, a policy or a kernel. What is
+the same in all layers and all steps is a static field; what changes is in the layer's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from smd_jax.cache import row_parts
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import LayerCache
+from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
+from smd_jax.masks import LayerMask, to_visible
+from smd_jax.model.attention import AttentionConfig, attend, decode
+from smd_jax.pytrees import any_leaves
+from smd_kernels.observed import attend_and_observe
+
+
+@any_leaves
+class PromptLayer(struct.PyTreeNode):
+    """What the queries of a prompt see in one layer, and where its tokens are.
+
+    Attributes:
+      mask: of the layer.
+      columns: `[batch, tokens]` ascending; -1 for padding.
+      start: `[batch]` column of the first token.
+    """
+
+    mask: LayerMask
+    columns: Int[Array, "batch tokens"]
+    start: Int[Array, " batch"]
+
+
+@dataclass(frozen=True)
+class PrefillAttend:
+    """Of a whole prompt; a layer's state is a PromptLayer, and becomes a LayerCache with a slot for every column.
+
+    Attributes:
+      statistics: those of the eviction policy. first: column of the first token, padding or not.
+    """
+
+    attention: AttentionConfig
+    statistics: tuple[Statistic[Any], ...]
+    first: int
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads tokens head_dim"],
+        k: Float[Array, "batch kv_heads tokens head_dim"],
+        v: Float[Array, "batch kv_heads tokens head_dim"],
+        layer: PromptLayer,
+        /,
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
+        if kv_cache.needs_attention(self.statistics):  # tokens × tokens weights exist, of a few rows at a time
+            out, states = row_parts.apart(self._observed, q, k, v, layer)
+        else:
+            out = attend(q, k, v, layer.mask, self.attention.impl, self.attention.sizes)
+            states = self._states(q, k, v, layer, None)
+        columns = jnp.broadcast_to(layer.columns[:, None], k.shape[:3])
+        return out, LayerCache(k, v, columns, states=states, statistics=self.statistics)
+
+    def _observed(self, q: Array, k: Array, v: Array, layer: PromptLayer) -> tuple[Array, tuple[Any, ...]]:
+        out, received = attend_and_observe(q, k, v, to_visible(layer.mask))
+        return out, self._states(q, k, v, layer, received)
+
+    def _states(self, q: Array, k: Array, v: Array, layer: PromptLayer, received: Array | None) -> tuple[Any, ...]:
+        rows, heads, tokens, head_dim = q.shape
+        shape = CacheShape(rows, heads, k.shape[1], tokens, head_dim, k.dtype)
+        cache = kv_cache.no_keys(self.statistics, shape)
+        seen = Observation(
+            queries=q,
+            query_columns=layer.columns,
+            keys=k,
+            values=v,
+            columns=jnp.broadcast_to(layer.columns[:, None], k.shape[:3]),
+            start=layer.start,
+            received=received,
+            number=jnp.int32(self.first),
+            slot=jnp.int32(0),
+        )
+        return kv_cache.observe(cache, seen).states
+
+
+@any_leaves
+class DecodeLayer(struct.PyTreeNode):
+    """A layer's cache, and where in it the next tokens go.
+
+    Attributes:
+      cache: of the layer.
+      slot: of the first token's key; the others' follow.
+      columns: `[batch, tokens]` ascending; -1 for tokens that are not there (padding, rows that have ended).
+      start: `[batch]` column of the first token of each row.
+      number: of the first query, see `Observation.number`.
+    """
+
+    cache: LayerCache
+    slot: Int[Array, ""]
+    columns: Int[Array, "batch tokens"]
+    start: Int[Array, " batch"]
+    number: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class DecodeAttend:
+    """Of a token of a response or a chunk of a prompt: writes the keys to their slots, and attends to every live key,
+    those included. A layer's state is a DecodeLayer, and becomes its LayerCache."""
+
+    attention: AttentionConfig
+
+    def __call__(
+        self,
+        q: Float[Array, "batch heads tokens head_dim"],
+        k: Float[Array, "batch kv_heads tokens head_dim"],
+        v: Float[Array, "batch kv_heads tokens head_dim"],
+        layer: DecodeLayer,
+        /,
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
+        cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
+        keys, values = kv_cache.full_precision(cache)
+        if q.shape[2] == 1:
+            out, received = decode(q, keys, values, cache.valid, self.attention.decode_impl)
+        else:
+            out, received = attend_and_observe(q, keys, values, kv_cache.visible(cache, layer.columns))
+        seen = Observation(
+            queries=q,
+            query_columns=layer.columns,
+            keys=keys,
+            values=values,
+            columns=cache.columns,
+            start=layer.start,
+            received=received if kv_cache.needs_attention(cache.statistics) else None,
+            number=layer.number,
+            slot=layer.slot,
+        )
+        return out, kv_cache.observe(cache, seen)
