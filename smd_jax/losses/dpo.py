@@ -187,7 +187,7 @@ def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: 
     """
     check_pair_correction(correction)
     terms = correction.terms(_as_one_response(chosen, rejected))
-    # One number a response, 0 and false outside.
+    # All tokens of a pair have one weight and one fate, and 0 and false stand outside: the largest is the pair's.
     return PairTerms(terms.weights.max(axis=1), terms.counted.any(axis=1))
 
 

@@ -26,6 +26,7 @@ def terminal_rewards(rewards: Float[Array, " batch"], mask: Bool[Array, "batch R
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("rewards", rewards, (mask.shape[0],))
+    # Summed from the right: the last token of a response is the one from which on there is one token.
     following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
     return jnp.where(mask & (following == 1), rewards[:, None], 0.0)
 
@@ -67,6 +68,7 @@ def gae(
         return earlier, jnp.where(inside, advantage, 0.0)
 
     nothing = jnp.zeros(mask.shape[0], wide)
+    # From the last column to the first, over [R, batch]: scan runs over the leading axis.
     _, columns = jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)
     return columns.T, columns.T + values
 

@@ -115,6 +115,7 @@ class Clip(Surrogate):
             high = high * inputs.high_scale
         clipped_low = (ratio < low) & (advantages < 0)
         clipped_high = (ratio > high) & (advantages > 0)
+        # After the comparisons: what delta cuts is not reported as clipped, as in TRL.
         if self.delta is not None:
             ratio = jnp.where(advantages < 0, jnp.minimum(ratio, self.delta), ratio)
         return SurrogateTerms(
@@ -146,6 +147,7 @@ class ClipWeight(Surrogate):
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         high = 1 + self.epsilon_high
+        # No gradient through the ratio: it comes from the log-probability, whatever the bound did.
         weight = jax.lax.stop_gradient(jnp.minimum(inputs.ratio, high))
         return SurrogateTerms(
             objective=weight * inputs.advantages * inputs.logprobs,

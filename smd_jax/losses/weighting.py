@@ -49,6 +49,7 @@ class TokenMean(TokenWeighting):
     ) -> Float[Array, "batch R"]:
         _check(mask, counted_rows)
         tokens = mask.astype(jnp.float32)
+        # At least 1: a minibatch without tokens has weights of 0 and no NaN.
         return tokens / jnp.maximum(tokens.sum(), 1.0)
 
 
