@@ -237,7 +237,7 @@ def report(
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
     shape = loop.model.shape
-    sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.rows)
+    sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.completions_per_step)
     kept, full = (cache_bytes(shape, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",

@@ -1,6 +1,7 @@
 """What runs log about their tokens: how far sampler and learner are apart, what a correction did, lengths, rewards.
 
-Names follow TRL, so that runs can be laid side by side. All logarithms are natural, lengths are in tokens.
+Where a number is TRL's it has TRL's name, so that runs can be laid side by side. All logarithms are natural, lengths
+are in tokens.
 
 Definitions of `rollout_corr/*` follow verl (verl/trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics and
 compute_is_metrics) but for two things: responses without tokens are left out of means over responses, so that padding
@@ -15,12 +16,24 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile
 
+DIFFERENCE_METRICS: dict[str, str] = {
+    "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
+    "sampling/sampling_logp_difference/max": "maximum of the same, nats",
+    "sampling/token_ratio/min": "minimum over response tokens of p_learner / p_sampler, before any correction",
+    "sampling/token_ratio/mean": "mean of the same",
+    "sampling/token_ratio/max": "maximum of the same",
+    "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
+}
+
 MISMATCH_METRICS: dict[str, str] = {
     "rollout_corr/chi2_token": "mean over tokens of xi^2, minus 1; xi = p_learner / p_sampler",
     "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
     "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
     "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
 }
+
+# All that compares the sampler with the learner at the rollout's parameters, whatever is done about the difference.
+SAMPLER_LEARNER_METRICS: dict[str, str] = DIFFERENCE_METRICS | MISMATCH_METRICS
 
 CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
@@ -31,6 +44,16 @@ CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_rs_seq_masked_fraction": "share of responses that lose at least one token",
     "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
+
+
+def sampler_learner_metrics(
+    sampler_logprobs: Float[Array, "batch response"],
+    learner_logprobs: Float[Array, "batch response"],
+    mask: Bool[Array, "batch response"],
+) -> dict[str, Float[Array, ""]]:
+    """`SAMPLER_LEARNER_METRICS`, over the tokens in `mask`: `mismatch_metrics` and `chi2_metrics`."""
+    differences = mismatch_metrics(sampler_logprobs, learner_logprobs, mask)
+    return differences | chi2_metrics(sampler_logprobs, learner_logprobs, mask)
 
 
 def mismatch_metrics(
@@ -45,7 +68,9 @@ def mismatch_metrics(
       mask: the tokens that count. With none, the differences and `mismatch_kl` are 0 and the ratios are 1.
 
     Returns:
-      The `sampling/*` metrics and `mismatch_kl`, the mean of `ratio - 1 - log ratio`; ratio = p_learner / p_sampler.
+      `DIFFERENCE_METRICS`; `mismatch_kl` is the mean of `ratio - 1 - log ratio`, ratio = p_learner / p_sampler. What
+      TRL logs as sampling/importance_sampling_ratio is another number, the ratio after its truncation: here the
+      weights that a correction applies are `rollout_corr/rollout_is_*`.
     """
     # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
     delta = jnp.where(mask, learner_logprobs, 0.0) - jnp.where(mask, sampler_logprobs, 0.0)
@@ -54,9 +79,9 @@ def mismatch_metrics(
     return {
         "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(delta), mask),
         "sampling/sampling_logp_difference/max": jnp.abs(delta).max(initial=0.0),
-        "sampling/importance_sampling_ratio/min": jnp.where(empty, 1.0, ratio.min(initial=jnp.inf, where=mask)),
-        "sampling/importance_sampling_ratio/mean": jnp.where(empty, 1.0, token_mean(ratio, mask)),
-        "sampling/importance_sampling_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
+        "sampling/token_ratio/min": jnp.where(empty, 1.0, ratio.min(initial=jnp.inf, where=mask)),
+        "sampling/token_ratio/mean": jnp.where(empty, 1.0, token_mean(ratio, mask)),
+        "sampling/token_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
         "mismatch_kl": token_mean(jnp.expm1(delta) - delta, mask),
     }
 

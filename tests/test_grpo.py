@@ -14,12 +14,13 @@ import pytest
 from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state
+from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.task import Prompt, Row, batch_indices
@@ -45,6 +46,7 @@ from tests.toy_loop import (
 from tests.under_test import bos_tokenizer
 
 # TRL's names, from its GRPOTrainer, but for those that only its own set-up has, and `kl`, which needs a reference.
+# `sampling/token_ratio/*` is ours: TRL logs the ratio after truncation.
 NAMES = {
     "reward",
     "reward_std",
@@ -59,9 +61,9 @@ NAMES = {
     "completions/clipped_ratio",
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
-    "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean",
-    "sampling/importance_sampling_ratio/max",
+    "sampling/token_ratio/min",
+    "sampling/token_ratio/mean",
+    "sampling/token_ratio/max",
     "mismatch_kl",
     "grad_norm",
     "step_time",
@@ -116,7 +118,7 @@ def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
 
 def test_rewards_belong_to_their_completions():
     loop, state = new_loop(), new_state()
-    samples = loop.sample(state, step=5)
+    samples = loop.collect(state, 5)
     trajectory, rewards = samples.trajectory, samples.rewards
     texts = [
         bytes(row[keep & (row < 256)].tolist()).decode(errors="replace")
@@ -134,7 +136,7 @@ def test_rewards_belong_to_their_completions():
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
-    samples = loop.sample(new_state(), 0)
+    samples = loop.collect(new_state(), 0)
     trajectory = samples.trajectory
     rewards = np.array([1, 0, 0, 0, 2, 5, 3, 2], np.float32)
     groups = rewards.reshape(2, 4)
@@ -153,8 +155,10 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
     for name, value in metrics.items():
-        compares = name == "mismatch_kl" or name.startswith(("sampling/", "rollout_corr/"))
-        expected = steps[0][name] if compares else np.mean([of_step[name] for of_step in steps])
+        if minibatches == 2 and name in SAMPLER_LEARNER_METRICS:
+            continue  # of the whole rollout, see below
+        over = {"rollout_corr/rollout_is_min": np.min, "rollout_corr/rollout_is_max": np.max}.get(name, np.mean)
+        expected = over([of_step[name] for of_step in steps])
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
         assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"
@@ -162,21 +166,97 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
 
 def test_several_passes_over_a_rollout():
     config = dataclasses.replace(CONFIG, num_iterations=3)
-    samples = new_loop(config).sample(new_state(), 0)
+    samples = new_loop(config).collect(new_state(), 0)
     state, metrics = new_loop(config).learn(new_state(), samples)
     assert int(state.step) == 3 and metrics["mismatch_kl"] <= 1e-6, "sampler and learner are compared before any step"
     expected, once = new_state(), new_loop()
     for _ in range(3):
         expected, _ = once.learn(expected, samples)
     assert_bitwise_equal(state.params, expected.params)  # the sampler stays the old policy of all three
-    following = new_loop(config).sample(state, int(state.step) // 3)
-    np.testing.assert_array_equal(following.trajectory.tokens[:, :9], once.sample(state, 1).trajectory.tokens[:, :9])
+    following = new_loop(config).collect(state, int(state.step) // 3)
+    np.testing.assert_array_equal(following.trajectory.tokens[:, :9], once.collect(state, 1).trajectory.tokens[:, :9])
 
 
-def test_minibatches_are_whole_groups():
-    config = dataclasses.replace(CONFIG, prompts_per_step=4, minibatches=2)
-    parts = list(new_loop(config).batches({"group": np.repeat(np.arange(4), 4)}))
-    assert [part["group"].tolist() for part in parts] == [[0] * 4 + [2] * 4, [1] * 4 + [3] * 4]
+@pytest.mark.parametrize("visibility", ["shadow", "dense"])
+def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
+    """Against the sampler's log-probabilities of rows that the second minibatch has, or of those of the first."""
+    update = UpdateConfig(visibility, correction=Shadow() if visibility == "shadow" else TIS())
+    loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2, update=update))
+    drawn = loop.collect(new_state(), 0)
+    mask = np.asarray(drawn.trajectory.response_mask)
+    of_learner = drawn.trajectory.mask if visibility == "shadow" else drawn.trajectory.dense_mask()
+    learner = np.asarray(
+        jax.jit(lambda mask: replay(MODEL, warm_params(), drawn.trajectory, mask).logprobs)(of_learner)
+    )
+    for first_row in (0, 4):
+        off = np.zeros_like(mask)
+        off[first_row : first_row + 4] = True
+        sampler = np.where(off, drawn.trajectory.logprobs - 0.5, drawn.trajectory.logprobs)
+        altered = drawn._replace(trajectory=drawn.trajectory.replace(logprobs=jnp.asarray(sampler)))
+        _, metrics = loop.learn(new_state(), altered)
+        delta = (learner - sampler)[mask].astype(np.float64)
+        ratio = np.exp(delta)
+        of_rows = np.exp(np.where(mask, learner - sampler, 0.0).sum(1))
+        expected = {
+            "sampling/sampling_logp_difference/mean": np.abs(delta).mean(),
+            "sampling/sampling_logp_difference/max": np.abs(delta).max(),
+            "sampling/token_ratio/min": ratio.min(),
+            "sampling/token_ratio/mean": ratio.mean(),
+            "sampling/token_ratio/max": ratio.max(),
+            "mismatch_kl": (np.expm1(delta) - delta).mean(),
+            "rollout_corr/chi2_token": (ratio**2).mean() - 1,
+            "rollout_corr/chi2_seq": (of_rows**2).mean() - 1,
+            "rollout_corr/eff_sample_size": ratio.mean() ** 2 / (ratio**2).mean(),
+            "rollout_corr/agreement_p5": np.percentile(np.minimum(ratio, 1), 5),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def minibatches_of(loop: GRPOLoop, state: TrainState, counted_groups: Sequence[bool] | None = None) -> list[list[int]]:
+    """The groups that each optimizer step of one rollout sees, by the number that stands in their advantages."""
+    seen = []
+
+    def update(state: TrainState, part: TrainBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        groups = np.asarray(part.advantages).reshape(-1, 4)
+        assert (groups == groups[:, :1]).all(), "a group was split"
+        seen.append(groups[:, 0].astype(int).tolist())
+        return state.replace(step=state.step + 1), {}
+
+    drawn = loop.collect(state, int(state.step) // loop.config.steps_per_rollout)
+    if counted_groups is not None:
+        drawn = drawn._replace(counted_rows=np.repeat(counted_groups, 4))
+    loop.__dict__["update"] = update  # in place of the cached one
+    loop.__dict__["advantages"] = lambda rewards: jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
+    loop.learn(state, drawn)
+    return seen
+
+
+MANY_PASSES = dataclasses.replace(CONFIG, prompts_per_step=8, minibatches=4, num_iterations=3)
+
+
+def test_minibatches_are_whole_groups_in_another_order_in_every_pass():
+    seen = minibatches_of(new_loop(MANY_PASSES), new_state())
+    assert seen[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    passes = [seen[first : first + 4] for first in (0, 4, 8)]
+    for of_pass in passes:
+        assert sorted(sum(of_pass, [])) == list(range(8))
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+
+
+def test_the_order_of_minibatches_depends_on_key_step_and_pass_alone():
+    def orders(seed: int, rollouts_before: int) -> list[list[int]]:
+        state = new_state(seed)
+        return minibatches_of(new_loop(MANY_PASSES), state.replace(step=state.step + 12 * rollouts_before))
+
+    assert orders(1, 2) == orders(1, 2)
+    assert orders(1, 2)[4:] != orders(1, 3)[4:] and orders(1, 2)[4:] != orders(2, 2)[4:]
+
+
+def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
+    counted = [True] * 4 + [False] * 4
+    for groups in minibatches_of(new_loop(MANY_PASSES), new_state(), counted):
+        assert sum(counted[group] for group in groups) == 1
 
 
 def test_advantages_of_rloo():
@@ -204,10 +284,10 @@ class Uneven:
 
 def test_dynamic_sampling_draws_until_the_batch_is_full():
     config = dataclasses.replace(CONFIG, dynamic_sampling=20)
-    samples = new_loop(config, Uneven()).sample(new_state(), 0)
-    assert samples.counts is not None and samples.counts.all() and samples.counts.shape == (8,)
+    samples = new_loop(config, Uneven()).collect(new_state(), 0)
+    assert samples.counted_rows is not None and samples.counted_rows.all() and samples.counted_rows.shape == (8,)
     assert samples.rewards.tolist() == [0, 1, 0, 1] * 2
-    indices = [row["index"] for row in samples.rows]
+    indices = [row["index"] for row in samples.task_rows]
     assert all(index % 3 == 0 for index in indices) and indices[0] != indices[4]
     prompts = [bytes(row[row != PAD].tolist()).decode() for row in np.asarray(samples.trajectory.tokens[:, :9])]
     assert prompts == [TASK[index]["prompt"] for index in indices], "trajectories and rows must stay together"
@@ -223,12 +303,12 @@ def test_dynamic_sampling_without_further_rollouts_drops_only():
 
     config = dataclasses.replace(CONFIG, dynamic_sampling=0)
     first = int(batch_indices(50, 2, 0, CONFIG.seed)[1])
-    samples = new_loop(config, OneInThree()).sample(new_state(), 0)
-    assert samples.counts is not None and samples.counts.tolist() == [True] * 4 + [False] * 4
+    samples = new_loop(config, OneInThree()).collect(new_state(), 0)
+    assert samples.counted_rows is not None and samples.counted_rows.tolist() == [True] * 4 + [False] * 4
     state, metrics = new_loop(config, OneInThree()).learn(new_state(), samples)
     assert int(state.step) == 1
     # Advantages of ±0.87 cancel; with the dropped group in the denominator the gradient would be half.
-    kept = samples._replace(counts=None)
+    kept = samples._replace(counted_rows=None)
     _, diluted = new_loop(config, OneInThree()).learn(new_state(), kept)
     tokens = np.asarray(samples.trajectory.lengths())
     ratio = tokens.sum() / tokens[:4].sum()
@@ -252,14 +332,14 @@ def test_a_step_without_signal_leaves_the_parameters_alone():
     config = dataclasses.replace(CONFIG, dynamic_sampling=0, minibatches=2)
     state, _ = run(new_loop(config), new_state(), 1)
     params = jax.tree.map(jnp.copy, state.params)
-    samples = new_loop(config).sample(state, 1)
-    learned, metrics = new_loop(config).learn(state, samples._replace(counts=np.zeros(8, bool)))
+    samples = new_loop(config).collect(state, 1)
+    learned, metrics = new_loop(config).learn(state, samples._replace(counted_rows=np.zeros(8, bool)))
     assert_bitwise_equal(learned.params, params)
     assert int(learned.step) == 4 and metrics == {}
 
 
 def test_who_the_old_policy_is():
-    trajectory = new_loop().sample(new_state(), 0).trajectory
+    trajectory = new_loop().collect(new_state(), 0).trajectory
     dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
     assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
@@ -285,7 +365,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
         orders.append(visited)
     assert orders[0] == orders[1], "the order of the rows must not depend on the number of optimizer steps"
     assert len(set(orders[0])) == 6
-    first, second = (loop.sample(new_state(), step).trajectory for step in (0, 1))
+    first, second = (loop.collect(new_state(), step).trajectory for step in (0, 1))
     np.testing.assert_array_equal(first.tokens[:, :9], second.tokens[:, :9])
     assert (first.tokens != second.tokens).any()
 
@@ -416,7 +496,7 @@ def test_a_tokenizer_of_another_model():
 
 def test_a_reference_that_is_missing(monkeypatch):
     """Said before the rollout."""
-    monkeypatch.setattr(GRPOLoop, "draw", None)
+    monkeypatch.setattr(GRPOLoop, "graded_rollout", None)
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
     with pytest.raises(ValueError, match="expected reference parameters in the train state"):
         new_loop(config).step(new_state())

@@ -25,9 +25,9 @@ def test_mismatch_by_hand():
     expected = {
         "sampling/sampling_logp_difference/mean": 2 * log2 / 3,
         "sampling/sampling_logp_difference/max": log2,
-        "sampling/importance_sampling_ratio/min": 0.5,
-        "sampling/importance_sampling_ratio/mean": 3.5 / 3,
-        "sampling/importance_sampling_ratio/max": 2.0,
+        "sampling/token_ratio/min": 0.5,
+        "sampling/token_ratio/mean": 3.5 / 3,
+        "sampling/token_ratio/max": 2.0,
         "mismatch_kl": ((2 - 1 - log2) + (0.5 - 1 + log2) + 0) / 3,
     }
     assert got.keys() == expected.keys()

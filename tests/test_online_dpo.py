@@ -48,7 +48,7 @@ def new_state(seed: int = 0) -> TrainState:
 
 @functools.cache
 def samples() -> Samples:
-    return plain_loop().sample(new_state(), 0)
+    return plain_loop().collect(new_state(), 0)
 
 
 def most_of(symbol: str) -> Judge:
@@ -90,9 +90,15 @@ def test_several_steps_per_rollout():
 def test_the_minibatches_of_a_rollout():
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2))
     pairs = loop.pairs(samples())
-    parts = list(loop.batches(loop.batch(warm_params(), samples().trajectory, pairs)))
+    parts = list(loop.minibatches(loop.batch(warm_params(), samples().trajectory, pairs), new_state()))
     tokens = np.asarray(samples().trajectory.tokens)
-    for part, groups in zip(parts, ([0, 2], [1, 3], [0, 2], [1, 3]), strict=True):
+    again = [
+        tokens[np.asarray(pairs.chosen)].tolist().index(row.tolist())
+        for part in parts[2:]
+        for row in part.chosen.tokens
+    ]
+    assert sorted(again) == [0, 1, 2, 3]
+    for part, groups in zip(parts, ([0, 2], [1, 3], again[:2], again[2:]), strict=True):
         np.testing.assert_array_equal(part.chosen.tokens, tokens[np.asarray(pairs.chosen)[groups]])
         np.testing.assert_array_equal(part.rejected.tokens, tokens[np.asarray(pairs.rejected)[groups]])
         np.testing.assert_array_equal(part.signal, np.asarray(pairs.signal)[groups])
@@ -168,7 +174,7 @@ def test_a_judge_chooses():
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 11, 15], [2, 6, 10, 14])
     assert pairs.signal.all()
     ((prompts, completions),) = asked
-    assert prompts == [row["prompt"] for row in samples().rows[::4]] and len(set(prompts)) == 4
+    assert prompts == [row["prompt"] for row in samples().task_rows[::4]] and len(set(prompts)) == 4
     assert sum(completions, []) == samples().completions
 
 
@@ -181,7 +187,7 @@ def test_what_the_judge_likes_becomes_frequent():
     loop, state = new_loop(config, judge=most_of("7")), new_state()
 
     def share(state: TrainState) -> float:
-        texts = loop.sample(state, 99).completions
+        texts = loop.collect(state, 99).completions
         return sum(text.count("7") for text in texts) / sum(map(len, texts))
 
     before = share(state)

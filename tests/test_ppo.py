@@ -179,7 +179,7 @@ def test_whitening_is_over_the_tokens_that_count():
     config = config_of(mask_truncated_completions=True)
     counts = jnp.arange(ROWS) != 3
     batch, _ = estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
-    np.testing.assert_array_equal(batch.counts, counts)
+    np.testing.assert_array_equal(batch.counted_rows, counts)
     counted = np.asarray(trajectory().response_mask & (trajectory().terminated & counts)[:, None])
     assert 0 < counted.any(1).sum() < ROWS - 1
     advantages = np.asarray(batch.advantages)

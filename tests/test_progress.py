@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from smd_jax.sampler.engine import Progress
 from smd_jax.train.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
@@ -16,14 +15,28 @@ from smd_jax.train.progress import format_cell, rollout_line, rollout_report, st
 METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
 
 
-def file_console(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+def file_and_bytes(encoding: str = "utf-8") -> tuple[io.TextIOWrapper, io.BytesIO]:
     raw = io.BytesIO()
-    return Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=60), raw
+    return io.TextIOWrapper(raw, encoding=encoding, write_through=True), raw
+
+
+class Terminal(io.StringIO):
+    """A file that says that somebody is looking."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def without_rich(monkeypatch):
+    """Of rich only a part is missing: Flax needs the rest."""
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    monkeypatch.delitem(sys.modules, "smd_jax.train.rich_output", raising=False)
 
 
 def test_plain_lines_away_from_a_terminal():
-    console, raw = file_console()
-    with training_progress(25, every=10, console=console) as report:
+    file, raw = file_and_bytes()
+    with training_progress(25, every=10, file=file) as report:
         for step in range(1, 26):
             report(step, METRICS)
     lines = raw.getvalue().decode().splitlines()
@@ -34,27 +47,40 @@ def test_plain_lines_away_from_a_terminal():
 
 
 def test_plain_lines_are_not_wrapped_and_keep_brackets():
-    console, raw = file_console()
-    with training_progress(1, name="[bold]" + "x" * 80, console=console) as report:
+    file, raw = file_and_bytes()
+    with training_progress(1, name="[bold]" + "x" * 80, file=file) as report:
         report(1, METRICS)
     (line,) = raw.getvalue().decode().splitlines()
     assert line.startswith("[bold]" + "x" * 80 + " 1/1 reward")
 
 
 def test_plain_lines_in_ascii():
-    console, raw = file_console("ascii")
-    with training_progress(1, console=console) as report:
+    file, raw = file_and_bytes("ascii")
+    with training_progress(1, file=file) as report:
         report(1, METRICS)
     assert b"|dlogp| 2.1e-06" in raw.getvalue()
 
 
-def test_bar_on_a_terminal():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, color_system=None, legacy_windows=False)
-    with training_progress(200, start=30, console=console) as report:
+def test_bar_on_a_terminal(monkeypatch):
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    with training_progress(200, start=30, file=terminal) as report:
         report(34, METRICS)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert re.search(r"train +34/200 .*reward 0\.550 \|Δlogp\| 2\.1e-06 0:00:0\d", shown), shown
+
+
+@pytest.mark.usefixtures("without_rich")
+def test_without_rich_a_terminal_gets_plain_lines():
+    terminal = Terminal()
+    with training_progress(2, every=1, file=terminal) as report:
+        report(1, METRICS)
+        report(2, METRICS)
+    lines = terminal.getvalue().splitlines()
+    assert [re.sub(r"0:00:0\d", "-", line) for line in lines] == [
+        f"train {step}/2 reward 0.550 |Δlogp| 2.1e-06 -" for step in (1, 2)
+    ]
 
 
 def test_status_shows_what_there_is():
@@ -64,8 +90,8 @@ def test_status_shows_what_there_is():
 
 
 def test_line_without_status_has_no_gap():
-    console, raw = file_console()
-    with training_progress(1, name="warm start", console=console) as report:
+    file, raw = file_and_bytes()
+    with training_progress(1, name="warm start", file=file) as report:
         report(1, {})
     assert re.fullmatch(r"warm start 1/1 0:00:0\d", raw.getvalue().decode().strip())
 
@@ -91,19 +117,19 @@ def test_a_line_about_a_rollout():
 def test_rollout_lines_come_now_and_then():
     """At the first segment, after ten seconds, and at the end; the next rollout begins anew."""
     output = io.StringIO()
-    report = rollout_report(console=Console(file=output, width=20))
+    report = rollout_report(file=output)
     for seconds, finished in [(1.0, 0), (8.0, 5), (11.5, 9), (12.0, 128), (0.5, 1)]:
         report(HALFWAY._replace(seconds=seconds, finished=finished))
     assert re.findall(r"rollout (\d+)/128", output.getvalue()) == ["0", "9", "128", "1"]
 
 
 def test_summary_table():
-    console, raw = file_console()
+    file, raw = file_and_bytes()
     summary_table(
         "Result [seed 0]",
         ["decoding", "before", "after"],
         [["sparse [budget]", 0.2, 0.45678], ["dense", None, 1], ["cache bytes", 1234567, True]],
-        console=console,
+        file=file,
     )
     text = raw.getvalue().decode()
     rows = [re.split(r"\s*[│┃]\s*", line.strip()) for line in text.splitlines()]
@@ -114,27 +140,36 @@ def test_summary_table():
     assert ["", "cache bytes", "1,234,567", "True", ""] in rows
 
 
+@pytest.mark.usefixtures("without_rich")
+def test_summary_table_without_rich():
+    file, raw = file_and_bytes()
+    summary_table("Result [seed 0]", ["decoding", "before"], [["sparse", 0.45678], ["dense", None]], file=file)
+    assert raw.getvalue().decode().splitlines() == [
+        "Result [seed 0]",
+        "decoding  before",
+        "sparse    0.4568",
+        "dense          -",
+    ]
+
+
 def test_summary_table_refuses_ragged_rows():
     with pytest.raises(ValueError, match=r"row 1: expected 2 cells; got 1: \['dense'\]"):
-        summary_table("t", ["a", "b"], [["x", 1], ["dense"]], console=file_console()[0])
+        summary_table("t", ["a", "b"], [["x", 1], ["dense"]], file=file_and_bytes()[0])
 
 
 def test_small_numbers_keep_their_digits():
     assert format_cell(2.123456e-6) == "2.123e-06"
 
 
-@pytest.mark.parametrize(
-    ("module", "needs", "missing"), [("progress", "rich", "rich.progress"), ("plots", "matplotlib", "matplotlib")]
-)
-def test_missing_extra_is_named(module, needs, missing):
-    """Of rich only a part is missing: Flax needs the rest."""
-    code = f"import sys; sys.modules[{missing!r}] = None; import smd_jax.train.{module}"
+def test_missing_extra_is_named():
+    code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.train.plots"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"smd_jax.train.{module} needs {needs}; install it with: pip install smd_jax[experiments]" in done.stderr
+    assert "smd_jax.train.plots needs matplotlib; install it with: pip install smd_jax[experiments]" in done.stderr
 
 
 def test_the_library_itself_needs_neither():
-    extras = {"rich.progress", "matplotlib", "smd_jax.train.plots", "smd_jax.train.progress", "smd_jax.train.run"}
-    code = f"import smd_jax, sys; found = {extras} & set(sys.modules); assert not found, found"
+    """Also not to train, and to keep the run."""
+    extras = {"rich.progress", "matplotlib", "smd_jax.train.plots", "smd_jax.train.rich_output"}
+    code = f"import smd_jax, smd_jax.train.run, sys; found = {extras} & set(sys.modules); assert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -168,7 +168,7 @@ def test_a_new_run_in_a_used_directory(tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "rows" / "metrics.jsonl")
     for used in ("run", "rows"):  # only checkpoints here, only metrics there
-        with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with --resume"):
+        with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with resume=True"):
             start(tmp_path / used, 1)
         check_directory(tmp_path / used, resume=True)
 

@@ -157,7 +157,7 @@ def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
     counts = np.array([True, False, True, True, False, False, True, True])
     left = jax.tree.map(lambda x: x[counts], batch())
     one, expected = metrics_and_gradients(config, left)
-    other, found = metrics_and_gradients(config, batch().replace(counts=jnp.asarray(counts)))
+    other, found = metrics_and_gradients(config, batch().replace(counted_rows=jnp.asarray(counts)))
     assert distance(found, expected) < 1e-5
     for name, value in one.items():
         np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -169,7 +169,7 @@ def test_truncated_completions_are_left_out():
     config = UpdateConfig(mask_truncated_completions=True, microbatch_size=4)
     metrics, found = metrics_and_gradients(config)
     # A mean over tokens: rows that have none left change nothing.
-    _, expected = metrics_and_gradients(UpdateConfig(), batch().replace(counts=jnp.asarray(terminated)))
+    _, expected = metrics_and_gradients(UpdateConfig(), batch().replace(counted_rows=jnp.asarray(terminated)))
     assert distance(found, expected) < 1e-5
     assert metrics["clip_ratio/region_mean"] == 0
 

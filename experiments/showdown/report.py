@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.train.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
@@ -245,9 +244,9 @@ def metrics_between(run: Run, low: float, high: float) -> list[str]:
 
 
 def show(pilot: Sequence[Run], reported: Sequence[Run]) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    width = None if sys.stdout.isatty() else 160
     for table in tables(pilot, reported):
-        summary_table(*table, console)
+        summary_table(*table, width=width)
 
 
 def write(folder: Path, pilot: Sequence[Run], reported: Sequence[Run]) -> None:

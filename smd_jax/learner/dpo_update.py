@@ -111,9 +111,12 @@ class _Terms(struct.PyTreeNode):
     loss: DPOTerms
 
 
+DPOUpdate = Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]
+
+
 def make_dpo_update(
     model: LanguageModel, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
-) -> Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]:
+) -> DPOUpdate:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.

@@ -151,7 +151,8 @@ class TrainBatch(struct.PyTreeNode):
       trajectory: `[batch, ...]`.
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
       old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
-      counts: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows count.
+      counted_rows: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows
+        count.
       old_values, returns: `[batch, R]` the critic's values at the rollout's parameters, and what it should have said;
         None without a critic.
     """
@@ -159,7 +160,7 @@ class TrainBatch(struct.PyTreeNode):
     trajectory: Trajectory
     advantages: Float[Array, " batch"] | Float[Array, "batch R"]
     old_logprobs: Float[Array, "batch R"] | None
-    counts: Bool[Array, " batch"] | None = None
+    counted_rows: Bool[Array, " batch"] | None = None
     old_values: Float[Array, "batch R"] | None = None
     returns: Float[Array, "batch R"] | None = None
 
@@ -197,6 +198,10 @@ class TokenTerms(struct.PyTreeNode):
     agreement: Agreement | None
 
 
+Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
+
+
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
@@ -205,9 +210,7 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
 
 
-def make_update(
-    model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]:
+def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
@@ -240,9 +243,7 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def make_replay(
-    model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None
-) -> Callable[[Params, Trajectory], Array]:
+def make_replay(model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None) -> ReplayFunction:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
     sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
 
@@ -269,19 +270,19 @@ def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
 
 
 def counted_tokens(
-    config: UpdateConfig, trajectory: Trajectory, counts: Bool[Array, " batch"] | None
+    config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
 ) -> Bool[Array, "batch R"]:
-    """The response tokens that a step learns from; `counts` as in TrainBatch."""
+    """The response tokens that a step learns from; `counted_rows` as in TrainBatch."""
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
         mask = mask_truncated_completions(mask, trajectory.terminated)
-    return mask if counts is None else mask & counts[:, None]
+    return mask if counted_rows is None else mask & counted_rows[:, None]
 
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
     """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
     trajectory = batch.trajectory
-    mask = counted_tokens(config, trajectory, batch.counts)
+    mask = counted_tokens(config, trajectory, batch.counted_rows)
     early = split_by_time(config.correction)[0]
     if early.traits.uses_mismatch and batch.old_logprobs is None:
         present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
@@ -291,7 +292,7 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         batch,
         mask,
         correction,
-        weights=config.loss.weighting.weights(correction.counted, batch.counts),
+        weights=config.loss.weighting.weights(correction.counted, batch.counted_rows),
         value_weights=TokenMean().weights(mask),
         distill_weights=TokenMean().weights(trajectory.response_mask),
     )
@@ -304,6 +305,14 @@ def correction_inputs(
     sampler = batch.trajectory.logprobs
     old = sampler if batch.old_logprobs is None else batch.old_logprobs
     return CorrectionInputs(sampler, old, logprobs, batch.advantages, mask)
+
+
+def takes_sampler_for_old(config: UpdateConfig) -> bool:
+    """Whether the log-probabilities that the sampler recorded stand for the learner's at the rollout's parameters.
+
+    With shadow masks the two are the same, unless a correction is to measure that they are.
+    """
+    return config.visibility == "shadow" and not config.correction.traits.uses_mismatch
 
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
@@ -410,7 +419,7 @@ def _metrics(config: UpdateConfig, prepared: Prepared, terms: TokenTerms) -> Met
     sampler = prepared.batch.trajectory.logprobs
     return {
         "entropy": token_mean(terms.entropy, mask),
-        **surrogate_metrics(terms.loss, counted, config.loss, prepared.batch.counts),
+        **surrogate_metrics(terms.loss, counted, config.loss, prepared.batch.counted_rows),
         **mismatch_metrics(sampler, terms.logprobs, mask),
         **chi2_metrics(sampler, terms.logprobs, mask),
         **correction_metrics(terms.correction_weights, counted, mask),

@@ -48,7 +48,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig, plan
 from smd_jax.sampler.params import sampler_params
-from smd_jax.train.loop import PolicyLoop
+from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
 
@@ -282,7 +282,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         config.policy,
         config.rollout,
         config.prompt_width,
-        config.rows,
+        config.completions_per_step,
         optimizer=loop.optimizer,
         reference=update.needs_reference,
         prefill_rows=config.prompts_per_step if config.slots is None else config.prefill_rows,

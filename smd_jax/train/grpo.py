@@ -7,7 +7,6 @@ RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
 import jax
@@ -19,12 +18,13 @@ from smd_jax.learner.update import (
     Metrics,
     TrainBatch,
     TrainState,
-    make_replay,
+    takes_sampler_for_old,
 )
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import shard_batch
-from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
+from smd_jax.train.loop import Samples
+from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.trajectory import Trajectory
 
 Estimator = Literal["group_relative", "leave_one_out"]
@@ -81,43 +81,31 @@ class GRPOLoop(PolicyLoop):
 
     config: GRPOConfig
 
-    @cached_property
-    def replay(self):
-        return make_replay(self.model, self.config.update.visibility, self.config.update.microbatch_size)
-
-    def sample(self, state: TrainState, step: int) -> Samples:
+    def collect(self, state: TrainState, index: int) -> Samples:
         """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
-        signal. What is still without is there, but does not count."""
+        signal. Groups that are still without are there, but do not count."""
         if self.config.dynamic_sampling is None:
-            return super().sample(state, step)
-        most, key = 1 + self.config.dynamic_sampling, jax.random.fold_in(state.key, step)
-        drawn, found = list[Samples](), 0
-        while len(drawn) < most and found < self.config.prompts_per_step:
-            drawn.append(self.draw(state.params, jax.random.fold_in(key, len(drawn)), step * most + len(drawn)))
-            found += self.signal(drawn[-1])
-        samples = fullest(drawn, self.config.group_size, self.config.prompts_per_step)
+            return super().collect(state, index)
+        most = 1 + self.config.dynamic_sampling
+        key = jax.random.fold_in(state.key, index)
+        rollouts = list[Samples]()
+        groups_found = 0
+        while len(rollouts) < most and groups_found < self.config.prompts_per_step:
+            number = len(rollouts)
+            rollouts.append(self.graded_rollout(state.params, jax.random.fold_in(key, number), index * most + number))
+            rewards = jnp.asarray(rollouts[-1].rewards)
+            groups_found += int(groups_with_signal(rewards, self.config.group_size).sum())
+        samples = fullest(rollouts, self.config.group_size, self.config.prompts_per_step)
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
-    def signal(self, samples: Samples) -> int:
-        """Groups that have a gradient."""
-        return int(groups_with_signal(jnp.asarray(samples.rewards), self.config.group_size).sum())
-
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout. One in which nothing counts leaves the parameters alone, as momentum and
-        weight decay would not."""
+        """The optimizer steps of one rollout."""
         trajectory = samples.trajectory
-        counts = None if samples.counts is None else jnp.asarray(samples.counts)
+        counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
             old = self.old_logprobs(state.params, trajectory)
-            batch = TrainBatch(trajectory, self.advantages(samples.rewards), old, counts)
-            steps = []
-            for part in self.batches(batch):
-                if part.counts is not None and not bool(part.counts.any()):
-                    state = state.replace(step=state.step + 1)
-                    continue
-                state, metrics = self.update(state, part)
-                steps.append(metrics)
-        return state, over_steps(steps)
+            batch = TrainBatch(trajectory, self.advantages(samples.rewards), old, counted_rows)
+            return self.take_steps(state, batch)
 
     def advantages(self, rewards: np.ndarray) -> jax.Array:
         config = self.config
@@ -131,35 +119,35 @@ class GRPOLoop(PolicyLoop):
         update = self.config.update
         if not update.correction.traits.needs_old:
             return None
-        if update.visibility == "shadow" and not update.correction.traits.uses_mismatch:
+        if takes_sampler_for_old(update):
             return trajectory.logprobs
         return self.replay(params, trajectory) if self.config.steps_per_rollout > 1 else None
 
 
-def fullest(drawn: list[Samples], group_size: int, groups: int) -> Samples:
+def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
     """The first `groups` groups of several rollouts that have signal, and after them others, which do not count.
 
-    Rewards and lengths in the metrics are those of all that was drawn.
+    Rewards and lengths in the metrics are those of all rollouts.
     """
-    rewards = np.concatenate([samples.rewards for samples in drawn])
+    rewards = np.concatenate([samples.rewards for samples in rollouts])
     signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
     chosen = np.argsort(~signal, kind="stable")[:groups]
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
-    trajectories = [samples.trajectory for samples in drawn]
-    trajectory = jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories)
-    every_row = [row for samples in drawn for row in samples.rows]
-    every_completion = [text for samples in drawn for text in samples.completions]
-    metrics = {name: _of_draws(name, [samples.metrics[name] for samples in drawn]) for name in drawn[0].metrics}
+    trajectories = [samples.trajectory for samples in rollouts]
+    every_row = [row for samples in rollouts for row in samples.task_rows]
+    every_completion = [text for samples in rollouts for text in samples.completions]
+    names = rollouts[0].metrics
+    metrics = {name: _over_rollouts(name, [samples.metrics[name] for samples in rollouts]) for name in names}
     return Samples(
-        trajectory,
-        rewards[rows],
-        [every_row[i] for i in rows],
-        [every_completion[i] for i in rows],
-        np.repeat(signal[chosen], group_size),
-        metrics | {"dynamic_sampling/rollouts": jnp.float32(len(drawn))},
+        trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories),
+        rewards=rewards[rows],
+        task_rows=[every_row[i] for i in rows],
+        completions=[every_completion[i] for i in rows],
+        counted_rows=np.repeat(signal[chosen], group_size),
+        metrics=metrics | {"dynamic_sampling/rollouts": jnp.float32(len(rollouts))},
     )
 
 
-def _of_draws(name: str, values: list[jax.Array]) -> jax.Array:
-    over = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}.get(name, jnp.mean)
-    return over(jnp.stack(values))
+def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
+    reductions = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}
+    return reductions.get(name, jnp.mean)(jnp.stack(values))

@@ -10,7 +10,7 @@ A step depends on the state alone (its step gives the rows and the random number
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ import optax
 from jax.sharding import Mesh
 
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.learner.update import Metrics, TrainState, UpdateConfig, check_reference, check_rows_of, make_update
-from smd_jax.metrics import MISMATCH_METRICS, completion_metrics, reward_metrics, token_mean
+from smd_jax.learner.update import Metrics, TrainState
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
@@ -57,8 +57,8 @@ class LoopConfig:
       prefill_rows: with slots, prompts that are read at the same time.
       stop_strings: texts that end a completion, and stay in it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
-      num_iterations: passes over a rollout.
-      seed: order of the rows.
+      num_iterations: passes over a rollout; every further one has the groups in another order.
+      seed: order of the task's rows.
     """
 
     prompts_per_step: int
@@ -89,7 +89,7 @@ class LoopConfig:
             )
 
     @property
-    def rows(self) -> int:
+    def completions_per_step(self) -> int:
         """Completions of one rollout."""
         return self.prompts_per_step * self.group_size
 
@@ -104,16 +104,16 @@ class Samples(NamedTuple):
 
     Attributes:
       trajectory: `[batch, ...]`. rewards: float32 `[batch]`.
-      rows: of the task, one per completion. completions: their texts.
-      counts: `[batch]` false for completions to leave out of the update; None: all count.
+      task_rows: the row of the task that each completion belongs to. completions: their texts.
+      counted_rows: `[batch]` false for completions to leave out of the update; None: all count.
       metrics: of everything that was drawn, also of what is left out.
     """
 
     trajectory: Trajectory
     rewards: np.ndarray
-    rows: list[Row]
+    task_rows: list[Row]
     completions: list[str]
-    counts: np.ndarray | None
+    counted_rows: np.ndarray | None
     metrics: dict[str, Any]
 
 
@@ -138,7 +138,7 @@ class Loop:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         if self.config.slots is not None:
             self.engine(self.config.policy, self.config.rollout, self.config.slots)  # raises if it cannot be
-        check_rows(self.config.rows // self.config.minibatches, self.mesh, "a minibatch")
+        check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
@@ -146,12 +146,12 @@ class Loop:
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
-        learner (`mismatch_kl`, `sampling/*`, MISMATCH_METRICS) are of the first optimizer step, before it; the others
-        are means over the optimizer steps."""
+        learner (SAMPLER_LEARNER_METRICS) are over all tokens of the rollout, before the first optimizer step; the
+        others are over the optimizer steps, see `over_steps`."""
         started = time.perf_counter()
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
-        samples = self.sample(state, int(state.step) // self.config.steps_per_rollout)
+        samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
         state, metrics = self.learn(state, samples)
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         return state, host | {"step_time": time.perf_counter() - started}
@@ -159,15 +159,15 @@ class Loop:
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""
 
-    def sample(self, state: TrainState, step: int) -> Samples:
-        """One rollout of prompts that no other step has."""
-        return self.draw(state.params, jax.random.fold_in(state.key, step), step)
+    def collect(self, state: TrainState, index: int) -> Samples:
+        """What rollout number `index` gives the learner: by default one rollout, of prompts that no other has."""
+        return self.graded_rollout(state.params, jax.random.fold_in(state.key, index), index)
 
-    def draw(self, params: Params, key: jax.Array, index: int) -> Samples:
-        """The rollout of the task's batch number `index`; the key is consumed."""
+    def graded_rollout(self, params: Params, key: jax.Array, index: int) -> Samples:
+        """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
         rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
-        trajectory, took = self.roll(params, rows, key, config.policy, config.rollout, config.group_size)
+        trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
         repeated = repeat_each(rows, config.group_size)
         completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
         metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
@@ -182,7 +182,7 @@ class Loop:
         strings, vocab_size = self.config.stop_strings, self.model.shape.vocab_size
         return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
 
-    def roll(
+    def respond(
         self,
         params: Params,
         rows: Sequence[Row],
@@ -230,14 +230,25 @@ class Loop:
         )
         return next(fits, group_size)
 
-    def batches(self, batch: Any) -> Iterator[Any]:
-        """The minibatches of one rollout, as often as `num_iterations` says; each has whole groups. `batch` has
-        equally many rows of every group, contiguous: all its completions, or one pair."""
+    def minibatches(self, batch: Any, state: TrainState, counted_rows: np.ndarray | None = None) -> Iterator[Any]:
+        """The minibatches of one rollout, in as many passes as `num_iterations` says; each has whole groups.
+
+        Args:
+          batch: a pytree of equally many rows of every group, contiguous: all its completions, or one pair.
+          state: before the first step of this rollout. The order of a pass follows from its key and step alone.
+          counted_rows: `[rows]` which of them count; None: all.
+        """
         config = self.config
         groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
-        parts = [groups[index :: config.minibatches].reshape(-1) for index in range(config.minibatches)]
-        for rows in parts * config.num_iterations:
-            yield shard_batch(batch if len(parts) == 1 else _rows(batch, rows), self.mesh)
+        counted_groups = None if counted_rows is None else np.any(counted_rows[groups], axis=1)
+        # Read now: by the second minibatch the state's buffers belong to the step that took them.
+        seed = [*np.asarray(jax.random.key_data(state.key)).ravel().tolist(), int(state.step)]
+        for number in range(config.num_iterations):
+            order = order_of_pass(config.prompts_per_step, number, seed, counted_groups)
+            for first in range(config.minibatches):
+                rows = groups[order[first :: config.minibatches]].reshape(-1)
+                # A minibatch of everything stays as it lies: another order would only change rounding.
+                yield shard_batch(batch if config.minibatches == 1 else _rows(batch, rows), self.mesh)
 
     def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
         texts = [prompt_text(row, self.tokenizer) for row in rows]
@@ -254,55 +265,50 @@ class Loop:
     ) -> float:
         """Mean reward over all rows of `task`, one completion each, decoded under any policy."""
         rows = [task[i] for i in range(len(task))]
-        trajectory, _ = self.roll(params, rows, key, policy, config, group_size=1)
+        trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
         return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
-
-
-@dataclass(frozen=True)
-class PolicyConfig(LoopConfig):
-    """A run of an algorithm with a policy loss; the other attributes are those of LoopConfig.
-
-    Attributes:
-      update: the learner.
-    """
-
-    update: UpdateConfig = UpdateConfig()
-
-
-@dataclass(frozen=True)
-class PolicyLoop(Loop):
-    """What GRPO, RLOO and PPO share: the update of `smd_jax.learner.update`."""
-
-    config: PolicyConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config, minibatch = self.config, self.config.rows // self.config.minibatches
-        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
-        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
-
-    @cached_property
-    def update(self):
-        return make_update(self.model, self.optimizer, self.config.update)
-
-    def check(self, state: TrainState) -> None:
-        check_reference(self.config.update, state)
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
 
 
-def over_steps(steps: Iterable[Metrics]) -> Metrics:
-    """The metrics of a rollout from those of its optimizer steps: what compares sampler and learner is of the first.
-    None without any step."""
-    steps = list(steps)
-    return {} if not steps else {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+def order_of_pass(
+    groups: int, number: int, seed: Sequence[int], counted_groups: np.ndarray | None = None
+) -> np.ndarray:
+    """The order of the groups in one pass over a rollout; minibatch i of n takes places i, i + n, ….
+
+    Args:
+      number: of the pass. The first keeps the order of the rollout, whose prompts come at random.
+      seed: what the order depends on, with the number.
+      counted_groups: `[groups]`; those that count come first, so that every minibatch has its share of them.
+    """
+    if number == 0:
+        return np.arange(groups)
+    order = np.random.default_rng([*seed, number]).permutation(groups)
+    return order if counted_groups is None else order[np.argsort(~counted_groups[order], kind="stable")]
+
+
+def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
+    """The metrics of a rollout from those of its optimizer steps; none without any step.
+
+    Args:
+      before: of the whole rollout before the first step, in place of the steps' own. Without them
+        SAMPLER_LEARNER_METRICS are those of the first step, which must have seen the whole rollout.
+
+    Returns:
+      Smallest and largest weights of a correction as such; means over the steps of everything else.
+    """
+    if not steps:
+        return {}
+    first = {name: value for name, value in steps[0].items() if name in SAMPLER_LEARNER_METRICS}
+    over = {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0].keys() - first.keys()}
+    return over | (before or first)
 
 
 def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
-    before_any = name == "mismatch_kl" or name.startswith("sampling/") or name in MISMATCH_METRICS
-    return values[0] if before_any or len(values) == 1 else jnp.mean(jnp.stack(values))
+    reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
+    return values[0] if len(values) == 1 else reductions.get(name, jnp.mean)(jnp.stack(values))
 
 
 def grade(

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.value import VALUE_METRICS
-from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
+from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
@@ -35,14 +35,8 @@ METRICS: dict[str, str] = {
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
-    "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
-    "sampling/sampling_logp_difference/max": "maximum of the same, nats",
-    "sampling/importance_sampling_ratio/min": "minimum over response tokens of p_learner / p_sampler",
-    "sampling/importance_sampling_ratio/mean": "mean of the same",
-    "sampling/importance_sampling_ratio/max": "maximum of the same",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `slots`",
-    "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
     "loss": "policy loss, and weighted distillation and value loss",
@@ -52,7 +46,7 @@ METRICS: dict[str, str] = {
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
-    **MISMATCH_METRICS,
+    **SAMPLER_LEARNER_METRICS,
     **CORRECTION_METRICS,
     **DPO_METRICS,
     **VALUE_METRICS,

@@ -15,11 +15,13 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from smd_jax.learner.accumulation import count_parts
-from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
-from smd_jax.learner.update import Metrics, TrainState, make_replay
+from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
+from smd_jax.learner.update import Metrics, ReplayFunction, TrainState, make_replay
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
+from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop, LoopConfig, Samples, over_steps
@@ -72,12 +74,15 @@ class OnlineDPOLoop(Loop):
             )
 
     @cached_property
-    def update(self):
+    def update(self) -> DPOUpdate:
         return make_dpo_update(self.model, self.optimizer, self.config.update)
 
     @cached_property
-    def replay(self):
-        return make_replay(self.model, self.config.update.visibility, self.config.update.microbatch_size)
+    def replay(self) -> ReplayFunction:
+        """No more rows at a time than the update has pairs."""
+        config = self.config
+        rows = config.update.microbatch_size or config.prompts_per_step // config.minibatches
+        return make_replay(self.model, config.update.visibility, rows)
 
     def check(self, state: TrainState) -> None:
         check_reference(state)
@@ -86,18 +91,24 @@ class OnlineDPOLoop(Loop):
         """The optimizer steps of one rollout."""
         pairs = self.pairs(samples)
         with jax.set_mesh(self.mesh):
+            batch = self.batch(state.params, samples.trajectory, pairs)
+            before = self.before_any_step(state.params, batch)
             steps = []
-            for part in self.batches(self.batch(state.params, samples.trajectory, pairs)):
+            for part in self.minibatches(batch, state):
                 state, metrics = self.update(state, part)
                 steps.append(metrics)
-        return state, over_steps(steps)
+        return state, over_steps(steps, before)
 
     def pairs(self, samples: Samples) -> Pairs:
         """One pair of every group, as the judge or the rewards have it."""
         config, size = self.config, self.config.group_size
         if self.judge is not None:
-            groups = [samples.completions[first : first + size] for first in range(0, config.rows, size)]
-            return pairs_of_ranks(judged_ranks(self.judge, [row["prompt"] for row in samples.rows[::size]], groups))
+            groups = [
+                samples.completions[first : first + size] for first in range(0, config.completions_per_step, size)
+            ]
+            return pairs_of_ranks(
+                judged_ranks(self.judge, [row["prompt"] for row in samples.task_rows[::size]], groups)
+            )
         rewards = samples.rewards
         if config.missing_eos_penalty is not None:
             cut_off = ~np.asarray(samples.trajectory.terminated)
@@ -117,3 +128,28 @@ class OnlineDPOLoop(Loop):
         return batch.replace(
             old_chosen_logprobs=self.replay(params, chosen), old_rejected_logprobs=self.replay(params, rejected)
         )
+
+    def before_any_step(self, params: Params, batch: PairBatch) -> Metrics:
+        """SAMPLER_LEARNER_METRICS of all pairs; {} where the first step sees all of them and has them itself."""
+        if self.config.minibatches == 1:
+            return {}
+        chosen = batch.old_chosen_logprobs
+        rejected = batch.old_rejected_logprobs
+        if chosen is None or rejected is None:
+            chosen = self.replay(params, batch.chosen)
+            rejected = self.replay(params, batch.rejected)
+        return compare_pairs(batch, chosen, rejected)
+
+
+@jax.jit
+def compare_pairs(
+    batch: PairBatch, chosen_logprobs: Float[Array, "pairs R"], rejected_logprobs: Float[Array, "pairs R"]
+) -> Metrics:
+    """SAMPLER_LEARNER_METRICS over the tokens of both responses, from the learner's log-probabilities."""
+    chosen = batch.chosen
+    rejected = batch.rejected
+    return sampler_learner_metrics(
+        jnp.concatenate([chosen.logprobs, rejected.logprobs]),
+        jnp.concatenate([chosen_logprobs, rejected_logprobs]),
+        jnp.concatenate([chosen.response_mask, rejected.response_mask]),
+    )

@@ -27,13 +27,21 @@ from smd_jax.learner.update import (
     UpdateConfig,
     counted_tokens,
     learner_mask,
+    takes_sampler_for_old,
 )
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.losses.value import ValueConfig
+from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
-from smd_jax.train.loop import PolicyConfig, PolicyLoop, Samples, over_steps
+from smd_jax.train.loop import Samples
+from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.trajectory import Trajectory
+
+# (params, trajectory, rewards [batch], counted_rows [batch] or None) -> (batch, metrics of the critic)
+MakeTrainBatch = Callable[
+    [Params, Trajectory, Float[Array, " batch"], Bool[Array, " batch"] | None], tuple[TrainBatch, Metrics]
+]
 
 
 @dataclass(frozen=True)
@@ -73,27 +81,25 @@ class PPOConfig(PolicyConfig):
             )
 
 
-def make_train_batch(
-    model: LanguageModel, config: PPOConfig
-) -> Callable[[Params, Trajectory, Float[Array, " batch"], Bool[Array, " batch"] | None], tuple[TrainBatch, Metrics]]:
-    """The jitted `(params, trajectory, rewards, counts) -> (batch, metrics)`: what a whole rollout has to teach.
+def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
+    """The jitted `(params, trajectory, rewards, counted_rows) -> (batch, metrics)`: what a whole rollout has to teach.
 
     The returned function raises ValueError for parameters without a value head, a trajectory whose probabilities no
     learner can reproduce, and rows that do not divide into microbatches.
     """
 
     def train_batch(
-        params: Params, trajectory: Trajectory, rewards: Array, counts: Array | None
+        params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)
         parts = count_parts(rewards.shape[0], config.update.microbatch_size)
         judged, logprobs = in_parts(lambda part: _judge(model, config.update, params, part), trajectory, parts)
         mask = trajectory.response_mask
         advantages, returns = gae(terminal_rewards(rewards, mask), judged, mask, config.gamma, config.lam)
-        counted = counted_tokens(config.update, trajectory, counts)
+        counted = counted_tokens(config.update, trajectory, counted_rows)
         if config.whiten_advantages:
             advantages = whiten(advantages, counted)
-        batch = TrainBatch(trajectory, advantages, logprobs, counts, judged, returns)
+        batch = TrainBatch(trajectory, advantages, logprobs, counted_rows, judged, returns)
         return batch, _critic_metrics(judged, returns, counted)
 
     return jax.jit(train_batch)
@@ -111,7 +117,7 @@ def _judge(
     judged = values(params, hidden)
     if not config.correction.traits.needs_old:
         return judged, None
-    if config.visibility == "shadow" and not config.correction.traits.uses_mismatch:
+    if takes_sampler_for_old(config):
         return judged, trajectory.logprobs
     logits = response_logits(model, params, hidden, trajectory)
     return judged, replay_logits(logits, trajectory).logprobs
@@ -120,10 +126,9 @@ def _judge(
 def _critic_metrics(
     values: Float[Array, "batch R"], returns: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> Metrics:
-    tokens = jnp.maximum(mask.sum(), 1)
     return {
-        "critic/values/mean": jnp.where(mask, values, 0.0).sum() / tokens,
-        "critic/returns/mean": jnp.where(mask, returns, 0.0).sum() / tokens,
+        "critic/values/mean": token_mean(values, mask),
+        "critic/returns/mean": token_mean(returns, mask),
         "critic/vf_explained_var": explained_variance(values, returns, mask),
     }
 
@@ -135,7 +140,7 @@ class PPOLoop(PolicyLoop):
     config: PPOConfig
 
     @cached_property
-    def train_batch(self):
+    def train_batch(self) -> MakeTrainBatch:
         return make_train_batch(self.model, self.config)
 
     def check(self, state: TrainState) -> None:
@@ -149,11 +154,8 @@ class PPOLoop(PolicyLoop):
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
         rewards = jnp.asarray(samples.rewards)
-        counts = None if samples.counts is None else jnp.asarray(samples.counts)
+        counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
-            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counts)
-            steps = []
-            for part in self.batches(batch):
-                state, metrics = self.update(state, part)
-                steps.append(metrics)
-        return state, over_steps(steps) | of_critic
+            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows)
+            state, metrics = self.take_steps(state, batch)
+        return state, metrics | of_critic

@@ -1,32 +1,20 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere, a table at the end.
 
-Needs `rich`: `pip install smd_jax[experiments]`. Of the library only `smd_jax.train.run` imports this module.
+The bar and the table's frame need `rich`. Without it there are plain lines and a table of plain text.
 """
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-try:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Table
-    from rich.text import Text
-except ImportError as error:
-    raise ImportError("smd_jax.train.progress needs rich; install it with: pip install smd_jax[experiments]") from error
-
 Report = Callable[[int, Mapping[str, float]], None]
 Cell = str | float | int | None
+TextFile = io.TextIOWrapper | io.StringIO
 
 _REWARD = "reward"
 _MISMATCH = "sampling/sampling_logp_difference/mean"
@@ -34,19 +22,19 @@ _MISMATCH = "sampling/sampling_logp_difference/mean"
 
 @contextmanager
 def training_progress(
-    total: int, *, start: int = 0, every: int = 10, name: str = "train", console: Console | None = None
+    total: int, *, start: int = 0, every: int = 10, name: str = "train", file: TextFile | None = None
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
     Shows `reward` and the mean mismatch |Δ log p| when `metrics` (host numbers) has them. On a terminal this is one
-    bar, otherwise one plain line every `every` steps and at the last one:
+    bar, if rich is installed; otherwise one plain line every `every` steps and at the last one:
 
         train 34/200 reward 0.550 |Δlogp| 2.1e-06 0:01:20
 
     Args:
       total: the last step of the run. start: steps that were finished before (a resumed run).
       every: distance of two plain lines, in steps. name: the word in front.
-      console: where to print, standard output when None.
+      file: where to print, standard output when None.
 
     Raises:
       ValueError: `every` below 1 or `start` outside 0 … `total`.
@@ -55,13 +43,17 @@ def training_progress(
         raise ValueError(f"every must be at least 1 step; got {every}")
     if not 0 <= start <= total:
         raise ValueError(f"start must lie in 0 … total = {total}; got {start}")
-    console = console or Console()
-    if not console.is_terminal:
-        yield _plain_report(console, name, total, every)
-        return
-    with _progress_bar(console) as bar:
-        task = bar.add_task(name, total=total, completed=start, status="")
-        yield lambda step, metrics: bar.update(task, completed=step, status=status(metrics, _label(console)))
+    label = _mismatch_label(file)
+    if (file or sys.stdout).isatty():
+        try:
+            from smd_jax.train.rich_output import progress_bar
+        except ImportError:
+            pass  # rich is an extra: plain lines do as well
+        else:
+            with progress_bar(name, total, start, file) as update:
+                yield lambda step, metrics: update(step, status(metrics, label))
+            return
+    yield _plain_report(file, name, total, every, label)
 
 
 def status(metrics: Mapping[str, float], mismatch_label: str = "|Δlogp|") -> str:
@@ -101,14 +93,14 @@ class RolloutState(Protocol):
 
 
 def rollout_report(
-    *, every: float = 10.0, name: str = "rollout", console: Console | None = None
+    *, every: float = 10.0, name: str = "rollout", file: TextFile | None = None
 ) -> Callable[[RolloutState], None]:
     """For `Engine.run` and `Loop.report`, which call it after every segment: a plain line every `every` seconds and
     at a rollout's end, above the bar of a training run if there is one.
 
         rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,127 tokens/s, 0:00:08, 0:00:03 left
     """
-    console, said = console or Console(), -every
+    said = -every
 
     def report(progress: RolloutState) -> None:
         nonlocal said
@@ -116,7 +108,7 @@ def rollout_report(
             said = -every
         if progress.seconds - said >= every or progress.finished == progress.rows:
             said = progress.seconds
-            console.print(Text(rollout_line(name, progress)), soft_wrap=True)
+            _print_line(rollout_line(name, progress), file)
 
     return report
 
@@ -134,21 +126,32 @@ def rollout_line(name: str, progress: RolloutState) -> str:
 
 
 def summary_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], console: Console | None = None
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    file: TextFile | None = None,
+    width: int | None = None,
 ) -> None:
     """Prints a table: first column to the left, the others to the right, floats with four significant digits.
+
+    Args:
+      file: where to print, standard output when None.
+      width: columns of a framed table; None: as the terminal has them.
 
     Raises:
       ValueError: a row has another number of cells than there are columns.
     """
-    table = Table(title=Text(title, style="bold"))
-    for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left")
     for number, row in enumerate(rows):
         if len(row) != len(columns):
             raise ValueError(f"row {number}: expected {len(columns)} cells; got {len(row)}: {list(row)}")
-        table.add_row(*(Text(format_cell(cell)) for cell in row))
-    (console or Console()).print(table)
+    texts = [[format_cell(cell) for cell in row] for row in rows]
+    try:
+        from smd_jax.train.rich_output import print_table
+    except ImportError:
+        _print_plain_table(title, columns, texts, file)
+    else:
+        print_table(title, columns, texts, file, width)
 
 
 def format_cell(cell: Cell) -> str:
@@ -160,35 +163,37 @@ def format_cell(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
-def _plain_report(console: Console, name: str, total: int, every: int) -> Report:
+def _plain_report(file: TextFile | None, name: str, total: int, every: int, label: str) -> Report:
     began = time.monotonic()
 
     def report(step: int, metrics: Mapping[str, float]) -> None:
         if step % every == 0 or step == total:
-            parts = [name, f"{step}/{total}", status(metrics, _label(console)), _clock(time.monotonic() - began)]
-            # Not wrapped and not coloured: these lines go to files and to other programs.
-            console.print(Text(" ".join(filter(None, parts))), soft_wrap=True)
+            parts = [name, f"{step}/{total}", status(metrics, label), _clock(time.monotonic() - began)]
+            _print_line(" ".join(filter(None, parts)), file)
 
     return report
 
 
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[status]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left", style="dim"),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-    )
+def _print_line(line: str, file: TextFile | None) -> None:
+    # Standard output is looked up at every line: while there is a bar, rich puts a file in its place that prints above.
+    print(line, file=file or sys.stdout, flush=True)
 
 
-def _label(console: Console) -> str:
-    # A terminal that is not Unicode would fail on the Greek letter.
-    return "|Δlogp|" if console.encoding.startswith("utf") else "|dlogp|"
+def _print_plain_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextFile | None
+) -> None:
+    widths = [max(len(text) for text in column) for column in zip(columns, *rows, strict=True)]
+    lines = [title]
+    for first, *others in [columns, *rows]:
+        aligned = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
+    _print_line("\n".join(lines), file)
+
+
+def _mismatch_label(file: TextFile | None) -> str:
+    # A terminal or file that is not Unicode would fail on the Greek letter. One without an encoding takes any text.
+    encoding = (file or sys.stdout).encoding or "utf-8"
+    return "|Δlogp|" if encoding.lower().startswith("utf") else "|dlogp|"
 
 
 def _clock(seconds: float) -> str:

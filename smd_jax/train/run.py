@@ -99,8 +99,7 @@ def check_directory(directory: str | Path, resume: bool) -> None:
     begun = metrics.exists() and metrics.stat().st_size > 0
     if not resume and (begun or checkpoint.latest_step(directory / "checkpoints") is not None):
         raise FileExistsError(
-            f"expected no earlier run in {directory}; got one. Continue it with --resume, or name another directory "
-            f"with --runs"
+            f"expected no earlier run in {directory}; got one. Continue it with resume=True, or name another directory"
         )
 
 

@@ -1,0 +1,101 @@
+"""What GRPO, RLOO and PPO share: a policy loss, its optimizer steps, and the comparison of sampler and learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from smd_jax.learner.update import (
+    Metrics,
+    ReplayFunction,
+    TrainBatch,
+    TrainState,
+    Update,
+    UpdateConfig,
+    check_reference,
+    check_rows_of,
+    counted_tokens,
+    make_replay,
+    make_update,
+    takes_sampler_for_old,
+)
+from smd_jax.metrics import sampler_learner_metrics
+from smd_jax.model.protocol import Params
+from smd_jax.sharding import check_rows
+from smd_jax.train.loop import Loop, LoopConfig, over_steps
+
+
+@dataclass(frozen=True)
+class PolicyConfig(LoopConfig):
+    """A run of an algorithm with a policy loss; the other attributes are those of LoopConfig.
+
+    Attributes:
+      update: the learner.
+    """
+
+    update: UpdateConfig = UpdateConfig()
+
+
+@dataclass(frozen=True)
+class PolicyLoop(Loop):
+    """What GRPO, RLOO and PPO share: the update of `smd_jax.learner.update`."""
+
+    config: PolicyConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
+        minibatch = config.completions_per_step // config.minibatches
+        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
+        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
+
+    @cached_property
+    def update(self) -> Update:
+        return make_update(self.model, self.optimizer, self.config.update)
+
+    @cached_property
+    def replay(self) -> ReplayFunction:
+        """No more rows at a time than the update has."""
+        config = self.config
+        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
+        return make_replay(self.model, config.update.visibility, rows)
+
+    @cached_property
+    def compare(self) -> Callable[[TrainBatch, Float[Array, "batch R"]], Metrics]:
+        """The jitted SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
+
+        def compare(batch: TrainBatch, logprobs: Float[Array, "batch R"]) -> Metrics:
+            mask = counted_tokens(self.config.update, batch.trajectory, batch.counted_rows)
+            return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
+
+        return jax.jit(compare)
+
+    def check(self, state: TrainState) -> None:
+        check_reference(self.config.update, state)
+
+    def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        """The optimizer steps on what a whole rollout has to teach. A minibatch in which nothing counts leaves the
+        parameters alone, as momentum and weight decay would not."""
+        counted_rows = None if batch.counted_rows is None else np.asarray(batch.counted_rows)
+        before = self.before_any_step(state.params, batch)
+        steps = []
+        for part in self.minibatches(batch, state, counted_rows):
+            if part.counted_rows is not None and not bool(part.counted_rows.any()):
+                state = state.replace(step=state.step + 1)
+                continue
+            state, metrics = self.update(state, part)
+            steps.append(metrics)
+        return state, over_steps(steps, before)
+
+    def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
+        """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the first step sees all of it and has them itself."""
+        if self.config.minibatches == 1:
+            return {}
+        # The guard must see every token, so a learner that takes the sampler's word for the old policy is asked itself.
+        known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs
+        return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
