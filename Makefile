@@ -58,9 +58,10 @@ study: $(STAMP)
 	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
 	$(BIN)/python $(STUDY) $(ARGS)
 
+# Whole files to each worker, so that programs which the tests of a file share are compiled by one of them only.
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Pages of docs/ and a reference from the docstrings, into site/. Strict: a broken link or reference is an error.
 docs: export NO_MKDOCS_2_WARNING := 1
