@@ -31,9 +31,10 @@ from smd_jax.losses.policy import (
     LossTerms,
     mask_truncated_completions,
     policy_loss,
-    token_weights,
+    surrogate_metrics,
 )
 from smd_jax.losses.value import ValueConfig, value_loss
+from smd_jax.losses.weighting import TokenMean
 from smd_jax.masks import Mask
 from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
@@ -93,12 +94,12 @@ class UpdateConfig:
         check_correction(self.correction, self.visibility)
         if not self.correction.traits.clips and not self.loss.clips_plainly:
             raise ValueError(
-                f"expected the plain token ratio (not cispo, not sequence level, no delta) with "
+                f"expected the plain token ratio (Clip without delta, ratio_level 'token') with "
                 f"{type(self.correction).__name__}, which replaces its clipping; got {self.loss}"
             )
-        if self.correction.traits.scales_bounds and not self.loss.clips_tokens:
+        if self.correction.traits.scales_bounds and not self.loss.takes_high_scale:
             raise ValueError(
-                f"expected a loss that clips the ratio of single tokens (not cispo, not sequence level) with "
+                f"expected a loss that clips the ratio of single tokens (Clip, ratio_level 'token') with "
                 f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
             )
 
@@ -228,7 +229,7 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
         loss, grads, sums, terms = accumulate(objective, state.params, prepared, count)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = constrain_tree(optax.apply_updates(state.params, updates))
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(prepared, terms)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums, **_metrics(config, prepared, terms)}
         if config.loss.beta:
             metrics["kl"] = token_mean(terms.loss.kl, prepared.correction.counted)
         if config.distill is not None:
@@ -291,9 +292,9 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         batch,
         mask,
         correction,
-        weights=token_weights(correction.counted, config.loss.loss_type, counts=batch.counted_rows),
-        value_weights=token_weights(mask, "bnpo"),
-        distill_weights=token_weights(trajectory.response_mask, "bnpo"),
+        weights=config.loss.weighting.weights(correction.counted, batch.counted_rows),
+        value_weights=TokenMean().weights(mask),
+        distill_weights=TokenMean().weights(trajectory.response_mask),
     )
 
 
@@ -355,7 +356,7 @@ def _objective(model: LanguageModel, config: UpdateConfig, state: TrainState) ->
             correction_weights=weights,
             high_scale=part.correction.high_scale,
         )
-        loss, terms = policy_loss(inputs, config.loss, clip=config.correction.traits.clips)
+        loss, terms = policy_loss(inputs, policy_loss_of(config))
         loss, sums, values_clipped, agreement = config.policy_coef * loss, {}, None, None
         if config.distill is not None:
             second = (model, config.distill, params, state.reference, state.step)
@@ -368,6 +369,11 @@ def _objective(model: LanguageModel, config: UpdateConfig, state: TrainState) ->
         return loss, jax.lax.stop_gradient((sums, kept))
 
     return objective
+
+
+def policy_loss_of(config: UpdateConfig) -> LossConfig:
+    """The policy loss, without its clipping where the correction brings a trust region of its own."""
+    return config.loss if config.correction.traits.clips else config.loss.unclipped()
 
 
 def _value_loss(
@@ -406,18 +412,14 @@ def _reference_logprobs(
     return jax.lax.stop_gradient(replay(model, state.reference, trajectory, mask).logprobs)
 
 
-def _metrics(prepared: Prepared, terms: TokenTerms) -> Metrics:
+def _metrics(config: UpdateConfig, prepared: Prepared, terms: TokenTerms) -> Metrics:
     """Token means over the response, and how far the learner is from the sampler."""
     mask = prepared.mask
     counted = prepared.correction.counted
     sampler = prepared.batch.trajectory.logprobs
-    low = token_mean(terms.loss.clipped_low, counted)
-    high = token_mean(terms.loss.clipped_high, counted)
     return {
         "entropy": token_mean(terms.entropy, mask),
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low + high,
+        **surrogate_metrics(terms.loss, counted, config.loss, prepared.batch.counted_rows),
         **mismatch_metrics(sampler, terms.logprobs, mask),
         **chi2_metrics(sampler, terms.logprobs, mask),
         **correction_metrics(terms.correction_weights, counted, mask),

@@ -74,10 +74,10 @@ class PPOConfig(PolicyConfig):
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
             )
-        if self.update.loss.importance_sampling_level == "sequence":
+        if self.update.loss.ratio_level != "token":
             raise ValueError(
-                "expected importance_sampling_level 'token' with PPO, because under the ratio of a sequence all its "
-                "tokens have one gradient, and their own advantages are lost; got 'sequence'"
+                "expected ratio_level 'token' with PPO, because under the ratio of a response all its tokens have one "
+                f"gradient, and their own advantages are lost; got {self.update.loss.ratio_level!r}"
             )
 
 
