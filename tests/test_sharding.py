@@ -163,8 +163,8 @@ def test_axes_that_do_not_divide_are_left_out():
     assert param_spec(["q_proj", "kernel"], (8, 6), mesh) == P("fsdp", "tensor")
     assert param_spec(["q_proj", "kernel"], (6, 6), mesh) == P(None, "tensor")
     assert param_spec(["q_proj", "kernel"], (8, 5), mesh) == P("fsdp", None)
-    assert param_spec(["somewhere", "kernel"], (8, 8), mesh) == P()
-    assert param_spec(["kernel"], (8, 8), mesh) == P()
+    assert param_spec(["somewhere", "kernel"], (8, 8), mesh) == P("fsdp", None)
+    assert param_spec(["kernel"], (8, 8), mesh) == P("fsdp", None)
     placed = shard_tree({"q_proj": {"kernel": jnp.zeros((6, 6))}}, mesh)
     assert shard_shape(placed["q_proj"]["kernel"]) == (6, 3)
 
