@@ -1,5 +1,6 @@
 # Two commands are enough: `make run` and `make test`. Each makes the environment first, if it is missing or out of date.
 #   make run ARGS="--seeds 3"      make test ARGS="-k masks"      make study NAME=identity ARGS="--json"
+#   make compile-kernels           takes ARGS="--target h100" too; by default --quick
 #   make setup PYTHON=python3.12   chooses the interpreter of a new environment (3.11 or newer)
 PYTHON ?= python3
 ARGS ?=
@@ -57,9 +58,10 @@ study: $(STAMP)
 	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
 	$(BIN)/python $(STUDY) $(ARGS)
 
+# Whole files to each worker, so that programs which the tests of a file share are compiled by one of them only.
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Pages of docs/ and a reference from the docstrings, into site/. Strict: a broken link or reference is an error.
 docs: export NO_MKDOCS_2_WARNING := 1
@@ -81,9 +83,7 @@ wheel: $(STAMP)
 
 # Every kernel, for Hopper GPUs and for TPUs, to machine code, on a machine that has neither.
 compile-kernels: $(COMPILERS_STAMP)
-	$(COMPILERS)/bin/python experiments/compile_gpu.py
-	$(COMPILERS)/bin/python experiments/compile_tpu.py --quick
-	$(COMPILERS)/bin/python experiments/compile_decode.py
+	$(COMPILERS)/bin/python experiments/compile_kernels.py $(if $(ARGS),$(ARGS),--quick)
 
 $(COMPILERS_STAMP): pyproject.toml constraints.txt constraints-compilers.txt
 	rm -rf $(COMPILERS)

@@ -26,6 +26,7 @@ import tyro
 from transformers import AutoTokenizer
 
 import smd_jax as smd
+from flags import explained
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
@@ -112,11 +113,13 @@ class Args:
 
 
 def main(args: Args) -> None:
-    check_directory(args.runs, args.resume)
+    with explained(Args):
+        check_directory(args.runs, args.resume)
     with jax.default_device(jax.devices("cpu")[0]):  # no single accelerator need hold the whole model
         config, params = smd.load_checkpoint(args.model)
-    loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
-    loop, plan = fit_loop(loop, params, memory_of(args))
+    with explained(Args):
+        loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
+        loop, plan = fit_loop(loop, params, memory_of(args))
     summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
     loop = replace(loop, report=rollout_report())
     params = shard_tree(params, loop.mesh)
@@ -185,7 +188,8 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mappin
     task = load_gsm8k(args.eval)
     held_out = Gsm8kTask(task.rows[: args.eval_rows])
     full = replace(loop.config.rollout, quant=None, prefill_chunk=None)
-    dense = fit_evaluation(loop, params, memory_of(args), policy=smd.eviction.Dense(), config=full)
+    with explained(Args):  # a dense cache needs more than the budgeted one that fits
+        dense = fit_evaluation(loop, params, memory_of(args), policy=smd.eviction.Dense(), config=full)
     key = jax.random.key(args.seed + 1)
     return {
         name: arm.evaluate(params, held_out, key, policy=arm.config.policy, config=arm.config.rollout)

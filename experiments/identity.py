@@ -3,6 +3,7 @@
 Question   Under every eviction policy: how far is log p of a sampled token in the learner's teacher-forced pass with
            the replayed shadow mask from log p under which the sampler drew it? And in a dense learner?
            The same with the cache in 8, 4 and 2 bits: replayed with the sampler's parities, and without them.
+           And in a model from outside of the library, some of whose layers have a sliding window (--model outside)?
 Command    python experiments/identity.py            (--json: one object a line and policy)
 Cost       about three minutes on two CPU cores
 Result     float32: below 2e-5, at every number of bits; float64: below 1e-10; a dense learner is off by whole nats.
@@ -21,6 +22,7 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
+from outside_model import OutsideModel
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train.progress import summary_table
 
@@ -44,6 +46,7 @@ POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
 class Args:
     """Compares sampler and learner, policy by policy."""
 
+    model: Literal["decoder", "outside"] = "decoder"  # the library's, or that of experiments/outside_model.py
     policy: tuple[str, ...] = tuple(POLICIES)  # names; all by default
     quantized: tuple[str, ...] = ("dense", "streaming_llm", "h2o", "rkv")  # names, with a quantised cache
     bits: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)  # of the quantised caches
@@ -91,17 +94,14 @@ def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
 
 
 def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
-    config = replace(
-        tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16), dtype=args.dtype
-    )
-    model = smd.Decoder(config)
+    model, fresh = make_model(args)
     wide = jnp.float64 if args.dtype == "float64" else jnp.float32
     # A little sharper than at initialisation, so that it matters which keys are seen.
-    params = jax.tree.map(lambda x: 1.5 * x.astype(wide), random_params(config, args.seed))
+    params = jax.tree.map(lambda x: 1.5 * x.astype(wide), fresh)
     trajectory = smd.rollout(
         model,
         params,
-        prompts(args.seed, config.vocab_size),
+        prompts(args.seed, model.shape.vocab_size),
         jax.random.key(args.seed + 1),
         policy=POLICIES[name],
         config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quantization(bits, args)),
@@ -118,6 +118,18 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     shadow, dense = difference(recorded), difference(trajectory.dense_mask())
     sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
     return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()), no_parity)
+
+
+def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
+    """The model with fresh parameters. Of the outside one, every other layer has a window, of half the budget."""
+    if args.model == "outside":
+        windows = tuple(None if layer % 2 else max(args.budget // 2, 1) for layer in range(args.layers))
+        outside = OutsideModel(hidden_size=64, mlp_size=128, head_dim=16, windows=windows, dtype=args.dtype)
+        return outside, outside.init(jax.random.key(args.seed))
+    config = replace(
+        tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16), dtype=args.dtype
+    )
+    return smd.Decoder(config), random_params(config, args.seed)
 
 
 def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig | None:

@@ -7,7 +7,10 @@ Steps      1. Warm start: supervised, dense, until the model sorts with its full
               teacher is the warm start with its full context ("anchor").
 Command    make run            or    python experiments/quickstart.py [--correction none] [--seeds 3] [--help]
 Cost       about 3 minutes a seed on two CPU cores
-Result     experiments/results/quickstart.json and the table in the README; a run's own files lie under runs/quickstart.
+Result     experiments/results/quickstart.json and docs/results.md; a run's own files lie under runs/quickstart.
+           The committed rows were made on 2026-11-21 by code from before commit 603eaf4, as each row says, on a CPU
+           that was not recorded. Since then tokens are drawn by inverse CDF: the same keys draw other tokens, and later
+           code gives other rewards: seed 0 starts at 0.242 in sparse decoding, where the committed rows have 0.217.
 
 `--correction none` is the naive baseline: the same sparse sampler, a dense learner that pretends nothing was evicted.
 """
@@ -15,8 +18,6 @@ Result     experiments/results/quickstart.json and the table in the README; a ru
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,8 @@ import optax
 import tyro
 
 import smd_jax as smd
+from flags import explained
+from provenance import provenance
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
@@ -41,8 +44,10 @@ from smd_jax.train.progress import summary_table, training_progress
 from smd_jax.train.run import RunConfig, check_directory, train
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
-DIGITS, DISTRACTORS = 8, 16
-PROMPT, RESPONSE = DIGITS + DISTRACTORS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
+DIGITS = 8
+DISTRACTORS = 16
+PROMPT = DIGITS + DISTRACTORS + 1  # ends with "="
+RESPONSE = DIGITS + 1  # ends with the end of sequence
 TOKENIZER = byte_tokenizer(chat=False)
 EVALUATION_ROWS = 512
 
@@ -87,11 +92,17 @@ class Result:
     max_abs_dlogp: float
     mean_abs_dlogp: float
     command: str
+    date: str
+    commit: str
+    cpu: str
+    versions: dict[str, str]
+    device: str
 
 
 def main(args: Args) -> None:
-    for seed in range(args.seeds):
-        check_directory(directory_of(args, seed), args.resume)
+    with explained(Args):
+        for seed in range(args.seeds):
+            check_directory(directory_of(args, seed), args.resume)
     rows = [run_seed(args, seed) for seed in range(args.seeds)]
     columns = ("sparse_before", "sparse_after", "dense_before", "dense_after")
     cells = [(str(row.seed), *(asdict(row)[column] for column in columns)) for row in rows]
@@ -105,8 +116,9 @@ def run_seed(args: Args, seed: int) -> Result:
     """One policy: warm start, GRPO, evaluation before and after."""
     directory = directory_of(args, seed)
     model = smd.Decoder(model_config())
-    memory = None if args.memory is None else parse_bytes(args.memory)
-    loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
+    with explained(Args):
+        memory = None if args.memory is None else parse_bytes(args.memory)
+        loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
     summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
@@ -255,11 +267,21 @@ def report(
         ],
     )
     print(f"metrics, plot and checkpoints: {directory}")
-    command = "python " + shlex.join(sys.argv)
-    rewards = (before[0], after[0], before[1], after[1])
-    distill = direction_of(args) or "none"
-    correction = args.correction if args.policy == "h2o" else "dense cache"
-    return Result(correction, distill, seed, *rewards, args.steps, args.learning_rate, largest, mean, command)
+    return Result(
+        correction=args.correction if args.policy == "h2o" else "dense cache",
+        distill=direction_of(args) or "none",
+        seed=seed,
+        sparse_before=before[0],
+        sparse_after=after[0],
+        dense_before=before[1],
+        dense_after=after[1],
+        steps=args.steps,
+        learning_rate=args.learning_rate,
+        max_abs_dlogp=largest,
+        mean_abs_dlogp=mean,
+        device=jax.devices()[0].device_kind,
+        **provenance(),
+    )
 
 
 def merge_results(path: Path, rows: list[Result]) -> None:
@@ -277,7 +299,4 @@ def merge_results(path: Path, rows: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except FileExistsError as error:
-        raise SystemExit(f"{error}") from error
+    main(tyro.cli(Args))

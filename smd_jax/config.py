@@ -6,8 +6,9 @@ are made, so a wrong value fails before anything is compiled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -78,6 +79,8 @@ class ModelConfig:
       rope_theta: RoPE base. rope_scaling: how RoPE is stretched, None for plain.
       norm_eps: epsilon of every RMSNorm.
       qkv_bias: biases on the q, k and v projections (Qwen2). qk_norm: RMSNorm per head on q and k (Qwen3).
+      sliding_windows: for each layer, how many of the newest keys a query sees, itself included, or None for all;
+        empty: no layer has a window.
       tie_embeddings: the output projection is the transposed embedding.
       dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
         computed in float32 or wider whatever this is.
@@ -97,12 +100,33 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
     dtype: FloatName = "float32"
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}"
-            )
+        check_whole("intermediate_size", self.intermediate_size, 1)
+        check_model_sizes(vars(self))
+        check_windows(self.sliding_windows, self.num_layers)
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE; got {self.head_dim}")
+            raise ValueError(f"expected an even head_dim, because RoPE rotates pairs; got {self.head_dim}")
+
+
+def check_model_sizes(sizes: Mapping[str, Any]) -> None:
+    """Raises ValueError for sizes below 1, heads that are no multiple of KV heads, and a dtype that is no float's; of
+    the fields that ModelConfig shares with `smd_jax.model.protocol.ModelShape`."""
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+        check_whole(name, sizes[name], 1)
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ValueError(
+            f"expected num_heads to be a multiple of num_kv_heads; got {sizes['num_heads']} and {sizes['num_kv_heads']}"
+        )
+    check_choice("dtype", sizes["dtype"], get_args(FloatName))
+
+
+def check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
+    """Raises ValueError unless there is a window >= 1, or None, for every layer, or none at all."""
+    if windows and len(windows) != num_layers:
+        raise ValueError(f"expected a window, or None, for each of {num_layers} layers; got {len(windows)}")
+    for window in windows:
+        if window is not None:
+            check_whole("a window", window, 1, "a query always sees its own key")

@@ -18,6 +18,8 @@ Six tokens; key 0 is padding (evicted_at 0), key 2 was evicted after query 3 (ev
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -179,6 +181,33 @@ def layer_mask(mask: Mask, index: int) -> LayerMask:
     return mask[:, min(index, mask.shape[1] - 1)]
 
 
+def windowed(mask: LayerMask, window: int | None) -> LayerMask:
+    """One layer's mask, of which every query sees the `window` newest columns alone, its own included; None: all.
+
+    A sliding window is an eviction known in advance, and has the same form: `evicted_at <= s + window`. So whatever
+    attends under a mask honours windows, too. To apply the same window twice changes nothing.
+
+    Raises:
+      ValueError: for a window that does not even hold the query's own key.
+    """
+    if window is None:
+        return mask
+    if window < 1:
+        raise ValueError(f"expected a window >= 1, because a query always sees its own key; got {window}")
+    key = jnp.arange(mask.evicted_at.shape[-1] if isinstance(mask, KeyInterval) else mask.shape[-1], dtype=jnp.int32)
+    if not isinstance(mask, KeyInterval):
+        query = jnp.arange(mask.shape[-2], dtype=jnp.int32)
+        return mask & (query[None, None, :, None] < key[None, None, None] + window)
+    # Padding stays 0. At a boundary a window shows fewer than `window` earlier keys: segments may be promised less.
+    segments = mask.segments
+    if segments is not None:
+        segments = dataclasses.replace(segments, budget=min(segments.budget, window))
+    elif mask.quantized is None:
+        segments = Segments(first=window, length=window, budget=window)
+    evicted_at = jnp.minimum(mask.evicted_at, key[None, None] + window)
+    return mask.replace(evicted_at=evicted_at, segments=segments)
+
+
 def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
     """One layer's mask as booleans."""
     return mask.to_boolean() if isinstance(mask, KeyInterval) else mask
@@ -221,4 +250,5 @@ __all__ = [
     "positions",
     "record_evictions",
     "to_visible",
+    "windowed",
 ]

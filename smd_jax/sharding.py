@@ -22,7 +22,8 @@ from jaxtyping import Array
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
 
-# Parameter name -> spec of its kernel; the last two names of the path decide.
+# Parameter name -> spec of its kernel; the last two names of the path decide. These are the Decoder's. Matrices of
+# other models have names that nobody knows: they are split over fsdp alone, see `param_spec`.
 RULES: dict[tuple[str, str], P] = {
     ("embed", "embedding"): P("tensor", "fsdp"),
     ("lm_head", "kernel"): P("fsdp", "tensor"),
@@ -53,9 +54,20 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[A
 
 
 def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
-    """The spec of one parameter (or of optimizer state of its shape). Axes that do not divide a side are left out."""
-    rule = RULES.get((path[-2], path[-1]), P()) if len(shape) == 2 and len(path) > 1 else P()
-    return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
+    """The spec of one parameter (or of optimizer state of its shape). Axes that do not divide a side are left out.
+
+    What the table does not name, and has at least two sides longer than 1, lies on fsdp with its longest side that fsdp
+    divides, the first of equals: right for any model, because parameters are gathered where they are used. The tensor
+    axis has to know what a matrix does; without a name in the table it holds copies.
+    """
+    if len(shape) == 2 and len(path) > 1 and (path[-2], path[-1]) in RULES:
+        rule = RULES[path[-2], path[-1]]
+        return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
+    divided = [i for i, side in enumerate(shape) if side > 1 and side % mesh.shape["fsdp"] == 0]
+    if not divided or sum(side > 1 for side in shape) < 2:
+        return P()
+    longest = max(divided, key=lambda i: shape[i])
+    return P(*("fsdp" if i == longest else None for i in range(len(shape))))
 
 
 def _leaf_spec(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> P:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,21 +81,48 @@ def cases(draw: Any) -> Drawn:
     return Drawn(shape, tokens, head_dim, segments, padding, draw(st.booleans()), draw(st.integers(0, 999)))
 
 
-def with_gradients(f: Any, case: Case, dtype: Any = np.float32) -> list[np.ndarray]:
-    """out, dq, dk, dv."""
+# Sizes of which each is a case of its own: one token; a prompt alone, with room for more keys than there are; eviction
+# at every step; no prompt; groups of query heads; padding. Few, so that programs are compiled once for many masks.
+FEW_SIZES: tuple[tuple[tuple[int, int, int], int, int, Segments], ...] = (
+    ((1, 1, 1), 1, 64, Segments(first=1, length=1, budget=1)),
+    ((1, 2, 3), 29, 64, Segments(first=29, length=3, budget=34)),
+    ((1, 1, 1), 24, 128, Segments(first=3, length=1, budget=1)),
+    ((1, 2, 3), 60, 128, Segments(first=0, length=20, budget=16)),
+    ((2, 2, 1), 37, 64, Segments(first=9, length=5, budget=7)),
+    ((2, 1, 4), 53, 64, Segments(first=12, length=7, budget=2)),
+)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        out, pull = jax.vjp(f, q, k, v)
-        return out, *pull(d_out)
 
-    given = case.arrays(dtype)
-    compiled = jax.jit(run).lower(*given).compile(QUICK)
-    first, second = compiled(*given), compiled(*given)
+@st.composite
+def masks_of_few_sizes(draw: Any) -> Drawn:
+    """As `cases`: any mask and padding, but of six sizes."""
+    shape, tokens, head_dim, segments = draw(st.sampled_from(FEW_SIZES))
+    padding = tuple(draw(st.integers(0, tokens)) for _ in range(shape[0]))
+    return Drawn(shape, tokens, head_dim, segments, padding, draw(st.booleans()), draw(st.integers(0, 999)))
+
+
+@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def _run(f: Any, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, given: Any) -> Any:
+    out, pull = jax.vjp(lambda q, k, v: f(q, k, v, *given), q, k, v)
+    return out, *pull(d_out)
+
+
+def with_gradients(f: Any, case: Case, dtype: Any = np.float32, given: Any = ()) -> list[np.ndarray]:
+    """out, dq, dk, dv, and that a second run gives the same bits.
+
+    Args:
+      f: `f(q, k, v, *given)`; compiled once for every function, so one that is defined once is compiled once.
+    """
+    arrays = case.arrays(dtype)
+    first, second = _run(f, *arrays, given), _run(f, *arrays, given)
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
     return [np.asarray(x, np.float64) for x in first]
 
 
+def _by_reference(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> jax.Array:
+    return reference.attention(q, k, v, reference.interval_mask(evicted_at))
+
+
 def expected(case: Case) -> list[np.ndarray]:
-    visible = reference.interval_mask(jnp.asarray(case.evicted_at))
-    return with_gradients(lambda q, k, v: reference.attention(q, k, v, visible), case)
+    return with_gradients(_by_reference, case, given=(jnp.asarray(case.evicted_at),))

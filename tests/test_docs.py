@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
+import json
 import re
 import sys
 import tomllib
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 
@@ -159,3 +162,41 @@ def test_reference_has_every_package():
     assert "::: smd_jax.eviction" in pages["eviction"] and "H2O" in pages["eviction"]
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert not [name for name in pages if f"reference/{name}.md" not in nav], "mkdocs.yml lists every page"
+
+
+# --- numbers that README and docs/results.md quote, made again from the committed rows
+
+RESULTS = ROOT / "experiments" / "results"
+QUOTED = re.compile(r"([+−]\d\.\d{3}) ± (\d\.\d{3})")
+T_975 = {2: 4.302653, 4: 2.776445}  # 97.5 % quantiles of Student's t, by degrees of freedom
+
+
+def difference(after: np.ndarray, before: np.ndarray) -> str:
+    """Mean and half of the 95 % interval of paired differences, as the pages write them."""
+    paired = after - before
+    half = T_975[len(paired) - 1] * paired.std(ddof=1) / len(paired) ** 0.5
+    return f"{paired.mean():+.3f} ± {half:.3f}".replace("-", "−")
+
+
+def differences(rows: list[dict[str, Any]], arm_of: tuple[str, ...]) -> set[str]:
+    """Every difference of two arms, and of an arm to its start, in either way of decoding."""
+    arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        arms.setdefault(tuple(row[name] for name in arm_of), []).append(row)
+    found = set()
+    for decoding in ("sparse", "dense"):
+        ends = [np.array([row.get(f"{decoding}_after", row.get(decoding)) for row in runs]) for runs in arms.values()]
+        starts = [np.array([row[f"{decoding}_before"] for row in runs]) for runs in arms.values()]
+        found |= {difference(after, before) for after, before in itertools.permutations(ends, 2)}
+        found |= {difference(after, before) for after, before in zip(ends, starts, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "results.md"], ids=lambda path: path.name)
+def test_quoted_intervals_come_from_the_rows(page: Path):
+    quickstart = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    showdown = json.loads((RESULTS / "showdown.json").read_text(encoding="utf-8"))
+    known = differences(quickstart, ("correction", "distill", "learning_rate")) | differences(showdown, ("arm",))
+    quoted = {match[0] for match in QUOTED.finditer(page.read_text(encoding="utf-8"))}
+    assert len(quoted) >= 6
+    assert quoted <= known, f"{page.name} quotes {sorted(quoted - known)}, which no rows give"

@@ -14,6 +14,7 @@ import pytest
 from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
+from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from tests import numpy_decoder
 from tests.under_test import SHAPES, left_padded, make_params
@@ -183,3 +184,76 @@ def test_too_many_tokens():
     config = replace(CONFIGS["GQA"], max_positions=T - 1)
     with pytest.raises(ValueError, match=f"at most {T - 1} tokens .*; got {T}"):
         apply(params_of(CONFIGS["GQA"]), Decoder(config), dense_mask(prompts().valid), prompts())
+
+
+# --- precision, windows, and what is refused
+
+
+def precisions(jaxpr: Any) -> list[Any]:
+    """Of every matrix product of a program, also in the functions that it calls."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(equation.params["precision"])
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                found += precisions(inner)
+    return found
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla", "interval"])
+def test_float32_is_multiplied_as_float32(impl: Any):
+    """Accelerators would do it in fewer bits, in another order here than there; a CPU shows it in the program alone.
+    Whatever `jax.default_matmul_precision` says, forward and backward ask for the highest."""
+    config = replace(CONFIGS["GQA"], tie_embeddings=False)
+    mask = ShadowMask(jnp.array(evicted_at(config)))
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.make_jaxpr(jax.grad(loss), static_argnums=1)(params_of(config), Decoder(config, impl=impl), mask)
+    found = precisions(program.jaxpr)
+    assert len(found) > 10 * config.num_layers
+    highest = jax.lax.Precision.HIGHEST
+    assert set(found) == {(highest, highest)}
+
+
+def test_bfloat16_is_multiplied_as_it_is():
+    config = replace(CONFIGS["GQA"], dtype="bfloat16")
+    mask = ShadowMask(jnp.array(evicted_at(config)))
+    program = jax.make_jaxpr(loss, static_argnums=1)(params_of(CONFIGS["GQA"]), Decoder(config), mask)
+    assert set(precisions(program.jaxpr)) == {None}
+
+
+def test_sliding_windows():
+    """The first layer sees the three newest columns, its own included; the second all."""
+    config = CONFIGS["GQA"]
+    windowed = Decoder(replace(config, sliding_windows=(3, None)))
+    near = np.tri(T, dtype=bool) & ~np.tri(T, k=-3, dtype=bool)
+    window = np.stack([near, np.ones_like(near)])[None, :, None]
+    for mask in (jnp.array(no_interval(config)), ShadowMask(jnp.array(evicted_at(config)))):
+        booleans = np.asarray(mask.to_boolean() if isinstance(mask, ShadowMask) else mask)
+        expected = logits(Decoder(config), jnp.array(booleans & window))
+        np.testing.assert_allclose(logits(windowed, mask), expected, atol=3e-6)
+        assert np.abs(expected - logits(Decoder(config), mask)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": -1}, "expected vocab_size >= 1.*got -1"),
+        ({"num_layers": 0}, "expected num_layers >= 1.*got 0"),
+        ({"intermediate_size": 2.5}, "expected intermediate_size >= 1, a whole number; got 2.5"),
+        ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, float64; got 'int8'"),
+        ({"num_kv_heads": 3}, "expected num_heads to be a multiple of num_kv_heads; got 4 and 3"),
+        ({"head_dim": 7}, "expected an even head_dim.*got 7"),
+        ({"sliding_windows": (4,)}, "a window, or None, for each of 2 layers; got 1"),
+        ({"sliding_windows": (4, 0)}, "a window >= 1.*own key.*got 0"),
+    ],
+)
+def test_what_no_model_is(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        tiny_model_config(**change)
+
+
+def test_float64_without_64_bits():
+    model = Decoder(replace(CONFIGS["GQA"], dtype="float64"))
+    with pytest.raises(ValueError, match="expected 64-bit numbers to be enabled.*jax_enable_x64"):
+        apply(params_of(CONFIGS["GQA"]), model, dense_mask(prompts().valid), prompts())

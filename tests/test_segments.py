@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
 from smd_kernels.tpu import MosaicTpuKernel
 from smd_kernels.xla import XlaKernel
-from tests.attention_cases import Case, Drawn, cases, evict_at_every_step, expected, with_gradients
+from tests.attention_cases import Case, Drawn, cases, evict_at_every_step, expected, masks_of_few_sizes, with_gradients
 from tests.under_test import QUICK
 
 # Tiles and groups far smaller than the problems, so that every loop goes round more than once.
@@ -29,26 +29,34 @@ SMALL = XlaKernel(BlockSizes(rows=16, keys=8, scores=300))
 WHOLE = XlaKernel()
 
 
-PORTABLE = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+PORTABLE = settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@cache
+def over_intervals(kernel: XlaKernel) -> Any:
+    """One function for every kernel, so that it is compiled once for all masks of a size."""
+    return partial(interval_attention, kernel=kernel)
+
+
+@cache
+def over_segments(segments: Segments, kernel: XlaKernel, blocks_at_once: int) -> Any:
+    return partial(segment_attention, segments=segments, kernel=kernel, blocks_at_once=blocks_at_once)
 
 
 @PORTABLE
-@given(cases(), st.sampled_from([SMALL, WHOLE]))
+@given(masks_of_few_sizes(), st.sampled_from([SMALL, WHOLE]))
 def test_interval_attention(drawn: Drawn, kernel: XlaKernel):
     case = drawn.case()
-    evicted_at = jnp.asarray(case.evicted_at)
-    got = with_gradients(lambda q, k, v: interval_attention(q, k, v, evicted_at, kernel), case)
+    got = with_gradients(over_intervals(kernel), case, given=(jnp.asarray(case.evicted_at),))
     for x, y in zip(got, expected(case), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 @PORTABLE
-@given(cases(), st.sampled_from([SMALL, WHOLE]), st.sampled_from([1, 8, 100]))
-def test_segment_attention(drawn: Drawn, kernel: XlaKernel, blocks_at_once: int):
+@given(masks_of_few_sizes(), st.sampled_from([(SMALL, 1), (SMALL, 8), (WHOLE, 100)]))
+def test_segment_attention(drawn: Drawn, how: tuple[XlaKernel, int]):
     case = drawn.case()
-    evicted_at = jnp.asarray(case.evicted_at)
-    attend = partial(segment_attention, segments=case.segments, kernel=kernel, blocks_at_once=blocks_at_once)
-    got = with_gradients(lambda q, k, v: attend(q, k, v, evicted_at), case)
+    got = with_gradients(over_segments(case.segments, *how), case, given=(jnp.asarray(case.evicted_at),))
     for x, y in zip(got, expected(case), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 

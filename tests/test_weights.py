@@ -424,6 +424,15 @@ def test_yarn(rope: dict[str, Any], expected: YarnRope):
     assert model_config_from_hf(SMALL | {"rope_scaling": {"type": "yarn", **rope}}).rope_scaling == expected
 
 
+@pytest.mark.parametrize(("given", "expected"), [(32_768, 131_072), (40_960, 131_072), (262_144, 262_144)])
+def test_yarn_lengthens_the_context(given: int, expected: int):
+    """Qwen2.5's cards add the scaling to a file whose `max_position_embeddings` stays as it was."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = SMALL | {"max_position_embeddings": given, "rope_scaling": scaling}
+    assert model_config_from_hf(config).max_positions == expected
+    assert model_config_from_hf(config | {"rope_scaling": None}).max_positions == given
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -18,8 +18,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import ShadowMask
-from smd_jax.model.decoder import Decoder
-from smd_jax.model.protocol import Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
@@ -57,7 +56,13 @@ QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 def quick_rollout(
-    model: Decoder, params: Params, prompts: PromptBatch, key: Any, *, policy: EvictionPolicy, config: RolloutConfig
+    model: LanguageModel,
+    params: Params,
+    prompts: PromptBatch,
+    key: Any,
+    *,
+    policy: EvictionPolicy,
+    config: RolloutConfig,
 ) -> Trajectory:
     """`rollout`, compiled in half the time."""
     lowered = rollout_program.lower(model, params, prompts, key, policy=policy, config=config)

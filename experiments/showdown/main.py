@@ -15,15 +15,25 @@ Rates      Every arm has the same grid of learning rates (`RATES`). Fixed before
            "dense_first" in the rows is the dense reward after the first rollout: in those runs within two points of the
            start at 3e-4, and 16 to 22 points below it at 1e-3.
 Rewards    On 512 other held-out prompts, decoded at the sampler's temperature under the budget ("sparse") and with the
-           full cache ("dense"). Intervals: 95 % bootstrap of the mean over seeds. Over so few seeds it is a weak
-           interval: it says how far these seeds are apart, and covers the true mean less often than 95 %.
+           full cache ("dense"). Intervals: 95 % t intervals of the mean over seeds, and of differences within seeds.
 Command    make study NAME=showdown    or    python experiments/showdown/main.py [--quick] [--arms …] [--seeds …]
            A run that has ended is kept under --runs, and not run again when the study is continued after a stop.
+           --tables runs nothing, and makes tables and picture again from the committed rows.
 Cost       45 minutes on two CPU cores on which other programs ran too: 132 runs, a process and a core each
 Result     experiments/results/showdown.md, .png, .json (the reported runs, each with a command that makes it alone),
            showdown_grid.json (the pilot), showdown_curves.json (of the reported runs). Made on 2026-11-21 by commit
-           5fe08d1 with Python 3.11, jax 0.10.2; the tables by later code from the same runs. Later code gives the same
-           rewards but for arms with a second track, where another sum is rounded otherwise.
+           5fe08d1 with Python 3.11, jax 0.10.2, on a CPU that was not recorded; the tables by later code from the same
+           runs. Since commit 603eaf4 tokens are drawn by inverse CDF, from the same keys other tokens: with later code
+           the same commands give other rewards, from the start on.
+Says       TIS, IcePop and Sparse-RL's correction end above naive and above shadow masks alone, in both ways of decoding
+           (TIS - shadow: 0.014 ± 0.013 sparse, 0.060 ± 0.034 dense). Shadow masks alone are level with naive in sparse
+           decoding (+0.004 ± 0.016), and above it in dense (+0.028 ± 0.018).
+           A frozen dense teacher ("anchor") has the highest mean in sparse decoding, but two seeds of five make it:
+           neither its lead over naive (0.142 ± 0.179) nor that over TIS (0.124 ± 0.186) is established.
+           That a live teacher costs dense decoding is not established either: all three intervals of the gain hold 0.
+           With `forward` the loss comes in the first rollout, and four seeds of five do not make it good.
+           At 1e-3 every arm of the pilot loses 14 to 33 points of dense decoding in the first rollout, distillation
+           alone more than 45. Sparse-RL, bypass and `published` are those that have not come back at the end.
 """
 
 from __future__ import annotations
@@ -53,6 +63,7 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
+from provenance import provenance
 from showdown import report
 from showdown.plot import draw
 from showdown.task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
@@ -143,6 +154,7 @@ class Args:
     runs: Path | None = None  # folder of the single runs; default: runs/showdown, with --quick runs/showdown-quick
     results: Path | None = None  # of the tables; default: experiments/results for the whole study, else as --runs
     workers: int = 2  # processes, one core each
+    tables: bool = False  # run nothing: make tables and picture again from the rows under --results
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,9 @@ class Job:
 
 
 def main(args: Args) -> None:
+    if args.tables:
+        make_tables(args.results or RESULTS)
+        return
     plan = make_plan(args)
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")  # JAX must not be forked
@@ -198,11 +213,20 @@ def main(args: Args) -> None:
         starts = [(seed, plan.sizes, plan.runs) for seed in (*plan.pilot_seeds, *plan.seeds)]
         pool.starmap(warm_start, starts, chunksize=1)
         by_arm = dict(pool.imap_unordered(functools.partial(study_arm, plan), plan.arms))
-    pilot, reported = ([run for arm in plan.arms for run in by_arm[arm.name][part]] for part in (0, 1))
+    pilot = [run for arm in plan.arms for run in by_arm[arm.name][0]]
+    reported = [run for arm in plan.arms for run in by_arm[arm.name][1]]
     report.write(plan.results, pilot, reported)
     draw(report.by_arm(reported), plan.results / "showdown.png")
     report.show(pilot, reported)
     print(f"{len(pilot) + len(reported)} runs, {time.monotonic() - began:.0f} s; tables and picture: {plan.results}")
+
+
+def make_tables(folder: Path) -> None:
+    """showdown.md and showdown.png from the rows beside them."""
+    pilot, reported = report.read(folder)
+    report.write_tables(folder, pilot, reported)
+    draw(report.by_arm(reported), folder / "showdown.png")
+    report.show(pilot, reported)
 
 
 def make_plan(args: Args) -> Plan:
@@ -305,6 +329,8 @@ def execute(job: Job) -> report.Run:
     identity = {"arm": job.arm.name, "seed": job.seed, "command": job.command, "learning_rate": job.learning_rate}
     row = identity | {"steps": sizes.rollouts} | report.summary(history)
     row |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
+    origin = provenance()
+    row |= {name: origin[name] for name in ("date", "commit", "cpu", "versions")}  # a row has a command of its own
     return report.Run(row, report.thin_curve(history))
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from showdown.report import DECODINGS, Run, bootstrap, values_of
+from showdown.report import DECODINGS, Run, interval, values_of
 from smd_jax.train.plots import COLOURS
 
 Runs = Sequence[Run]
@@ -48,12 +48,13 @@ def draw_rewards(axes: Axes, arms: Mapping[str, Runs]) -> None:
         for place, runs in enumerate(arms.values()):
             values = values_of(runs, kind)
             axes.plot(values, [place + shift] * len(values), ".", color=colour, alpha=0.35, markersize=4)
-            axes.plot(bootstrap(values), [place + shift] * 2, color=colour, linewidth=1.4)
+            if len(values) > 1:  # one seed has no interval
+                axes.plot(interval(values), [place + shift] * 2, color=colour, linewidth=1.4)
             axes.plot(np.mean(values), place + shift, "o", color=colour, markersize=5, label=None if place else kind)
     axes.set_yticks(range(len(arms)), list(arms))
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=7)
-    style(axes, "Final reward, 95 % interval over seeds")
+    style(axes, "Final reward, 95 % t interval over seeds")
 
 
 def draw_mismatch(axes: Axes, arms: Mapping[str, Runs]) -> None:

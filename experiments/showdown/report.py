@@ -1,6 +1,7 @@
 """What `main.py` says about its runs: rows, curves, tables, and what happened where a reward fell.
 
-Nothing here trains: where all runs are kept, `python experiments/showdown/main.py` makes the tables again at once.
+Nothing here trains. `python experiments/showdown/main.py --tables` makes tables and picture again from the rows in
+experiments/results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import t as student_t
 
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.train.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
@@ -21,14 +23,15 @@ from smd_jax.train.progress import Cell, summary_table
 
 History = Sequence[Mapping[str, Any]]
 
+IDENTITY = ("arm", "seed", "cpu")  # in a row of showdown_curves.json, beside the values
+
 OF_STEPS = ("entropy", "grad_norm", "clip_ratio/region_mean")
 MEASURED = ("mismatch_kl", MISMATCH_MAX, *MISMATCH_METRICS, *CORRECTION_METRICS, *OF_STEPS)
 BINS = 30  # points of a curve that is kept
 FALL = 0.03  # a reward that ends further below its start than this has fallen: more than noise of 512 prompts
-RESAMPLES = 10_000
 
 DECODINGS = {"sparse": EVAL_SPARSE, "dense": EVAL_DENSE}
-BASELINE = "naive"  # the arm that the others are compared with
+BASELINES = ("naive", "tis")  # the arms that the others are compared with, seed by seed
 
 
 class Run(NamedTuple):
@@ -88,11 +91,19 @@ def number(value: float) -> float | None:
 # --- tables
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean over seeds; always the same for the same values."""
-    drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
-    low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % t interval of the mean, of two values or more: mean ± t(0.975, n - 1) · s / √n.
+
+    Over five seeds a percentile bootstrap is about half as wide, because it takes the spread of the five for that of
+    all seeds. For differences of two arms, give the differences within each seed: what a seed does to both cancels.
+    The ends may lie outside of what a reward can be.
+    """
+    count = len(values)
+    if count < 2:
+        raise ValueError(f"expected two values or more; got {count}")
+    half = student_t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
+    middle = float(np.mean(values))
+    return middle - float(half), middle + float(half)
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -106,7 +117,9 @@ def values_of(runs: Sequence[Run], name: str) -> list[float]:
 
 
 def tables(pilot: Sequence[Run], reported: Sequence[Run]) -> list[Table]:
-    made = [reward_table(reported), paired_table(reported), mismatch_table(reported)]
+    made = [reward_table(reported), gain_table(reported)]
+    made += [lead_table(reported, baseline) for baseline in BASELINES if baseline in by_arm(reported)]
+    made.append(mismatch_table(reported))
     return [*made, *([pilot_table(pilot, reported)] if pilot else []), fall_table(pilot, reported)]
 
 
@@ -117,7 +130,7 @@ def reward_table(reported: Sequence[Run]) -> Table:
     for name, runs in by_arm(reported).items():
         cells = [cell for kind in DECODINGS for cell in mean_cells(values_of(runs, kind))]
         rows.append((name, runs[0].row["learning_rate"], *cells))
-    title = f"Final reward: mean over seeds {seeds} and 95 % bootstrap interval; before training: {start}"
+    title = f"Final reward: mean over seeds {seeds} and 95 % t interval; before training: {start}"
     return Table(title, ("arm", "learning rate", "sparse", "interval", "dense", "interval"), rows)
 
 
@@ -125,25 +138,37 @@ def mean_cells(values: Sequence[float], form: str = ".3f") -> tuple[str, str]:
     """Mean and interval; one value has no interval, and no value has neither."""
     if not values:
         return "-", "-"
-    interval = "-" if len(values) == 1 else " … ".join(format(end, form) for end in bootstrap(values))
-    return format(np.mean(values), form), interval
+    ends = "-" if len(values) == 1 else " … ".join(format(end, form) for end in interval(values))
+    return format(np.mean(values), form), ends
 
 
-def paired_table(reported: Sequence[Run]) -> Table:
+def gain_table(reported: Sequence[Run]) -> Table:
+    """Final rewards minus those of the same policy before training."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, runs in by_arm(reported).items():
+        cells = [cell for kind in DECODINGS for cell in mean_cells(gains(runs, kind), "+.3f")]
+        rows.append((name, *cells))
+    title = (
+        "Gain over the start: final reward minus that of the same seed before training; mean over seeds and 95 % "
+        "paired t interval"
+    )
+    return Table(title, ("arm", "sparse gain", "interval", "dense gain", "interval"), rows)
+
+
+def lead_table(reported: Sequence[Run], baseline: str) -> Table:
     """Arms of a seed share their start: differences within a seed are free of how far apart the starts are."""
     arms = by_arm(reported)
-    baseline = arms.get(BASELINE, [])
     rows: list[tuple[Cell, ...]] = []
     for name, runs in arms.items():
-        differences = [gains(runs, kind) for kind in DECODINGS]
-        differences += [leads(runs, [] if name == BASELINE else baseline, kind) for kind in DECODINGS]
-        rows.append((name, *(cell for values in differences for cell in mean_cells(values, "+.3f"))))
+        if name != baseline:
+            cells = [cell for kind in DECODINGS for cell in mean_cells(leads(runs, arms[baseline], kind), "+.3f")]
+            rows.append((name, *cells))
     title = (
-        f"Gain over the start, and difference to {BASELINE}: final reward minus that of the same seed before training, "
-        f"and minus the final one of {BASELINE} from the same seed; mean over seeds and 95 % bootstrap interval"
+        f"Difference to {baseline}: final reward minus the one of {baseline} from the same seed; mean over seeds and "
+        "95 % paired t interval, each for one comparison: of twenty that are made, one misses by chance. A difference "
+        "whose interval holds 0 is not established"
     )
-    names = (*(f"{kind} gain" for kind in DECODINGS), *(f"{kind} − {BASELINE}" for kind in DECODINGS))
-    return Table(title, ("arm", *(column for name in names for column in (name, "interval"))), rows)
+    return Table(title, ("arm", f"sparse − {baseline}", "interval", f"dense − {baseline}", "interval"), rows)
 
 
 def gains(runs: Sequence[Run], kind: str) -> list[float]:
@@ -216,6 +241,9 @@ def fall_table(pilot: Sequence[Run], reported: Sequence[Run]) -> Table:
 
 
 def falls(run: Run, kind: str) -> list[tuple[Cell, ...]]:
+    """A row for each way of decoding that fell. Rows of the pilot, whose curves are not committed, bring theirs."""
+    if "falls" in run.row:
+        return [tuple(cells) for cells in run.row["falls"]]
     found = []
     for decoding, metric in DECODINGS.items():
         rewards, steps = np.array(run.curve[metric]), run.curve["eval/step"]
@@ -252,12 +280,44 @@ def show(pilot: Sequence[Run], reported: Sequence[Run]) -> None:
 def write(folder: Path, pilot: Sequence[Run], reported: Sequence[Run]) -> None:
     """showdown.json, showdown_grid.json, showdown_curves.json, showdown.md."""
     chosen = {run.row["arm"]: run.row["learning_rate"] for run in reported}
-    grid = [run.row | {"chosen": run.row["learning_rate"] == chosen[run.row["arm"]]} for run in pilot]
+    grid = []
+    for run in pilot:
+        is_chosen = run.row["learning_rate"] == chosen[run.row["arm"]]
+        grid.append(run.row | {"chosen": is_chosen, "falls": falls(run, "pilot")})
+    curves = []
+    for run in reported:
+        identity = {name: run.row[name] for name in IDENTITY}
+        curves.append(identity | compact(run.curve))
     write_text(folder / "showdown.json", json_lines([run.row for run in reported]))
     write_text(folder / "showdown_grid.json", json_lines(grid))
-    curves = [{"arm": run.row["arm"], "seed": run.row["seed"]} | compact(run.curve) for run in reported]
     write_text(folder / "showdown_curves.json", json_lines(curves))
-    write_text(folder / "showdown.md", "\n".join(markdown(table) for table in tables(pilot, reported)))
+    write_tables(folder, pilot, reported)
+
+
+def write_tables(folder: Path, pilot: Sequence[Run], reported: Sequence[Run]) -> None:
+    """showdown.md."""
+    parts = [*(markdown(table) for table in tables(pilot, reported)), origin([*pilot, *reported])]
+    write_text(folder / "showdown.md", "\n".join(parts))
+
+
+def read(folder: Path) -> tuple[list[Run], list[Run]]:
+    """The runs of the pilot and the reported ones, as `write` wrote them."""
+    rows, grid, curves = (
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("showdown.json", "showdown_grid.json", "showdown_curves.json")
+    )
+    reported = []
+    for row, stored in zip(rows, curves, strict=True):
+        assert (row["arm"], row["seed"]) == (stored["arm"], stored["seed"])
+        reported.append(Run(row, {name: values for name, values in stored.items() if name not in IDENTITY}))
+    return [Run(row, {}) for row in grid], reported
+
+
+def origin(runs: Sequence[Run]) -> str:
+    """Which code and which machine the runs are of."""
+    machines = {(run.row["commit"], run.row["date"], run.row["cpu"]) for run in runs}
+    lines = [f"Runs of commit {commit}, {date}, CPU: {cpu}." for commit, date, cpu in sorted(machines)]
+    return "\n".join([*lines, ""])
 
 
 def compact(thin: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:

@@ -33,7 +33,7 @@ class MosaicGpuKernel:
 
     Attributes:
       sizes: tiles, multiples of 64. `rows`, `rows_dq` and `keys_dkv` have a warpgroup for each 64; the others take
-        registers, and where these do not suffice the compiler spills (`experiments/compile_gpu.py` finds out).
+        registers, and where these do not suffice the compiler spills (`experiments/compile_kernels.py` finds out).
       interpret: False, or the parameters of JAX's interpreter for GPU kernels, for tests on a machine without one.
     """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels.reference import masked_softmax
+from smd_kernels.reference import masked_softmax, product_precision
 
 
 def attend_and_observe(
@@ -19,9 +21,10 @@ def attend_and_observe(
     Matrices are multiplied in the dtype of the inputs; scores, softmax and sums are float32 or wider.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = partial(jnp.einsum, precision=product_precision(q.dtype), preferred_element_type=wide)
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim)
-    scores = jnp.einsum("bhgtd,bhsd->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
+    scores = product("bhgtd,bhsd->bhgts", grouped, k) * head_dim**-0.5
     weights = masked_softmax(scores, jnp.broadcast_to(visible[:, :, None], scores.shape))
-    out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v, preferred_element_type=wide)
+    out = product("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum((2, 3))

@@ -7,9 +7,17 @@ query heads `g * h … g * (h + 1) - 1` share KV head `h`. A query that sees no 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+
+def product_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Of products of numbers of this type: float32 means float32. By default, accelerators would multiply it as
+    TensorFloat-32 or bfloat16, in another order here than there; narrower types are multiplied as they are."""
+    return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
 def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ...]:
@@ -38,7 +46,8 @@ def attention_weights(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim).astype(wide)
-    scores = jnp.einsum("bhgtd,bhsd->bhgts", grouped, k.astype(wide)) * head_dim**-0.5
+    precision = product_precision(wide)
+    scores = jnp.einsum("bhgtd,bhsd->bhgts", grouped, k.astype(wide), precision=precision) * head_dim**-0.5
     return masked_softmax(scores, jnp.broadcast_to(mask[:, :, None], scores.shape))
 
 
@@ -50,7 +59,8 @@ def attention(
 ) -> Float[Array, "batch heads queries head_dim"]:
     """Masked attention; computed in float32 or wider, returned in the dtype of `q`."""
     weights = attention_weights(q, k, mask)
-    out = jnp.einsum("bhgts,bhsd->bhgtd", weights, v.astype(weights.dtype))
+    precision = product_precision(weights.dtype)
+    out = jnp.einsum("bhgts,bhsd->bhgtd", weights, v.astype(weights.dtype), precision=precision)
     return out.reshape(q.shape).astype(q.dtype)
 
 

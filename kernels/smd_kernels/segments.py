@@ -79,8 +79,11 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     column = jnp.arange(tokens, dtype=jnp.int32)[None]
     # Boundary i is at column first + i * length; a key is kept at the boundaries enters <= i < leaves.
     enters = jnp.maximum(column - segments.first + segments.length, 0) // segments.length
+    # A key enters at the end of its own segment, which sees it directly. Leaving is rounded up: a key that goes exactly
+    # at a boundary is not seen by the query that stands there.
     leaves = jnp.clip(-((segments.first - evicted_at) // segments.length), 0, count)
     is_kept = enters < leaves
+    # The first `budget` keys to come find free slots; the n-th after them takes the slot of the n-th to go.
     order = jnp.cumsum(is_kept, axis=1, dtype=jnp.int32) - 1
     goes = jnp.argsort(jnp.where(is_kept, leaves, count + 1), axis=1, stable=True).astype(jnp.int32)
     before = jnp.take_along_axis(goes, jnp.maximum(order - budget, 0), axis=1)
@@ -92,6 +95,7 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     block = jnp.arange(evicted_at.shape[0])[:, None]
     arrivals = jnp.full((evicted_at.shape[0], count, budget), EMPTY, jnp.int32)
     arrivals = arrivals.at[block, jnp.broadcast_to(enters, slot.shape), slot].set(column, mode="drop")
+    # Columns grow, so the largest so far is the newest arrival in a slot; whether it is still there is asked below.
     kept = jax.lax.cummax(arrivals, axis=1)
     boundary = jnp.arange(count, dtype=jnp.int32)[None, :, None]
     last = jnp.take_along_axis(leaves, jnp.maximum(kept, 0).reshape(kept.shape[0], -1), axis=1).reshape(kept.shape)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
+from smd_kernels.reference import product_precision
 
 # Measured on two cores with 512 KiB of cache each: longer tiles fall out of the cache, and more keys skip fewer tiles.
 CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=8)
@@ -74,6 +75,11 @@ def _wide(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    """Summed in float32 or wider, of inputs that are multiplied as what they are."""
+    return jnp.einsum(subscripts, a, b, precision=product_precision(a.dtype), preferred_element_type=_wide(a))
+
+
 def _visible(blocks: Blocks) -> Bool[Array, "blocks rows keys"]:
     column = blocks.column[:, :, None]
     return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
@@ -81,7 +87,7 @@ def _visible(blocks: Blocks) -> Bool[Array, "blocks rows keys"]:
 
 def _scores(blocks: Blocks) -> Float[Array, "blocks rows keys"]:
     """Scaled scores, -inf where a row does not see a key."""
-    scores = jnp.einsum("nrd,nsd->nrs", blocks.q, blocks.k, preferred_element_type=_wide(blocks.q))
+    scores = _product("nrd,nsd->nrs", blocks.q, blocks.k)
     return jnp.where(_visible(blocks), scores * blocks.q.shape[-1] ** -0.5, -jnp.inf)
 
 
@@ -101,7 +107,7 @@ def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
     scores = _scores(blocks)
     highest = _finite(scores.max(-1))
     weights = jnp.exp(scores - highest[..., None])
-    out = jnp.einsum("nrs,nsd->nrd", weights.astype(blocks.v.dtype), blocks.v, preferred_element_type=scores.dtype)
+    out = _product("nrs,nsd->nrd", weights.astype(blocks.v.dtype), blocks.v)
     return _finish(weights.sum(-1), highest, out, blocks.q.dtype)
 
 
@@ -112,13 +118,13 @@ def _whole_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> t
 
 def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
     """All three in float32 or wider."""
-    wide, narrow = lse.dtype, blocks.q.dtype
+    narrow = blocks.q.dtype
     weights = jnp.exp(_scores(blocks) - lse[..., None])
-    d_weights = jnp.einsum("nrd,nsd->nrs", d_out, blocks.v, preferred_element_type=wide)
+    d_weights = _product("nrd,nsd->nrs", d_out, blocks.v)
     d_scores = (weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5).astype(narrow)
-    dq = jnp.einsum("nrs,nsd->nrd", d_scores, blocks.k, preferred_element_type=wide)
-    dk = jnp.einsum("nrs,nrd->nsd", d_scores, blocks.q, preferred_element_type=wide)
-    dv = jnp.einsum("nrs,nrd->nsd", weights.astype(narrow), d_out, preferred_element_type=wide)
+    dq = _product("nrs,nsd->nrd", d_scores, blocks.k)
+    dk = _product("nrs,nrd->nsd", d_scores, blocks.q)
+    dv = _product("nrs,nrd->nsd", weights.astype(narrow), d_out)
     return dq, dk, dv
 
 
@@ -146,7 +152,7 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
             new = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - _finite(new)[..., None])
             shrink = jnp.exp(highest - _finite(new))
-            seen = jnp.einsum("nrs,nsd->nrd", weights.astype(tile.v.dtype), tile.v, preferred_element_type=wide)
+            seen = _product("nrs,nsd->nrd", weights.astype(tile.v.dtype), tile.v)
             return new, total * shrink + weights.sum(-1), out * shrink[..., None] + seen
 
         nothing = jnp.full((count, size.rows), -jnp.inf, wide), jnp.zeros((count, size.rows), wide)

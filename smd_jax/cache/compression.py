@@ -64,6 +64,7 @@ class Compression:
     Attributes:
       policy: scores the keys. budget: how many stay. buffer: empty slots to put at their right.
       layer: index of the layer. record_parity: of a quantised cache.
+      window: newest columns that a query of this layer sees; None: all.
     """
 
     policy: EvictionPolicy
@@ -71,6 +72,7 @@ class Compression:
     buffer: int
     layer: int
     record_parity: bool = False
+    window: int | None = None
 
     def __call__(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
@@ -113,14 +115,23 @@ class Compression:
             cache, parity = self._quantize(cache, progress)
             return kv_cache.pad(cache, -rest, self.buffer), CompressionRecord(None, parity)
         if self.policy.evicts:
-            scores = self.policy.score(self._view(cache, progress, number))
-            kept, gone = kv_cache.select(scores, cache.valid, self.budget)
-            dropped = jnp.take_along_axis(cache.columns, gone, axis=2)
+            seen = self._within_window(cache, progress)
+            scores = self.policy.score(self._view(seen, progress, number))
+            kept, gone = kv_cache.select(scores, seen.valid, self.budget)
+            dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
         else:  # the oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
         cache, parity = self._quantize(cache, progress)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity)
+
+    def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
+        """Slots whose keys no query to come will see count as empty, so that they go first. When their keys became
+        invisible is known without a record: `smd_jax.masks.windowed`."""
+        if self.window is None:
+            return cache
+        next_query = (progress.newest + 1)[:, None, None]
+        return cache.replace(columns=jnp.where(next_query < cache.columns + self.window, cache.columns, EMPTY))
 
     def _quantize(self, cache: LayerCache, progress: RowProgress) -> tuple[LayerCache, Parity | None]:
         """Quantises what a layer holds in full precision, if it is to be."""

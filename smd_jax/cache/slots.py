@@ -115,9 +115,15 @@ def full_precision(
     return keys, values
 
 
-def visible(cache: LayerCache, columns: Int[Array, "batch queries"]) -> Bool[Array, "batch kv_heads queries slots"]:
-    """Which keys the queries of these columns see: every live one but their successors'."""
-    return cache.valid[:, :, None] & (cache.columns[:, :, None] <= columns[:, None, :, None])
+def visible(
+    cache: LayerCache, columns: Int[Array, "batch queries"], window: int | None = None
+) -> Bool[Array, "batch kv_heads queries slots"]:
+    """Which keys the queries of these columns see: every live one but their successors', of the `window` newest
+    columns if there is a window."""
+    key = cache.columns[:, :, None]
+    query = columns[:, None, :, None]
+    seen = cache.valid[:, :, None] & (key <= query)
+    return seen if window is None else seen & (query < key + window)
 
 
 def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity]:

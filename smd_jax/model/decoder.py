@@ -24,6 +24,7 @@ and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -38,6 +39,7 @@ from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
 from smd_jax.model.rope import rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_jax.sharding import constrain, gathered_embedding
+from smd_kernels.reference import product_precision
 
 Rope = tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]  # cos and sin
 
@@ -67,10 +69,11 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.q_proj = nn.Dense(c.num_heads * c.head_dim, use_bias=c.qkv_bias, dtype=c.dtype)
-        self.k_proj = nn.Dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias, dtype=c.dtype)
-        self.v_proj = nn.Dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias, dtype=c.dtype)
-        self.o_proj = nn.Dense(c.hidden_size, use_bias=False, dtype=c.dtype)
+        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
+        self.q_proj = dense(c.num_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.k_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.v_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.o_proj = dense(c.hidden_size, use_bias=False)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.norm_eps)
             self.k_norm = RMSNorm(c.norm_eps)
@@ -95,9 +98,10 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.gate_proj = nn.Dense(c.intermediate_size, use_bias=False, dtype=c.dtype)
-        self.up_proj = nn.Dense(c.intermediate_size, use_bias=False, dtype=c.dtype)
-        self.down_proj = nn.Dense(c.hidden_size, use_bias=False, dtype=c.dtype)
+        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
+        self.gate_proj = dense(c.intermediate_size, use_bias=False)
+        self.up_proj = dense(c.intermediate_size, use_bias=False)
+        self.down_proj = dense(c.hidden_size, use_bias=False)
 
     def __call__(self, x: Array) -> Array:
         tokens = flat(x)
@@ -189,7 +193,8 @@ class Decoder(nn.Module):
     def _logits(self, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
         table = self.embed.embedding.T if self.config.tie_embeddings else self.lm_head()
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
-        return jnp.einsum("btd,dv->btv", hidden, table.astype(hidden.dtype), preferred_element_type=wide)
+        product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
+        return product("btd,dv->btv", hidden, table.astype(hidden.dtype))
 
     # The protocol: pure functions of the parameters, which Flax must not wrap.
 
@@ -205,6 +210,7 @@ class Decoder(nn.Module):
             vocab_size=c.vocab_size,
             max_positions=c.max_positions,
             dtype=c.dtype,
+            windows=c.sliding_windows,
             attention=AttentionConfig(self.impl, self.sizes, self.decode_impl),
         )
 

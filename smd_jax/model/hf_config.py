@@ -84,7 +84,7 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=_head_dim(config, model_type),
-        max_positions=_required(config, "max_position_embeddings"),
+        max_positions=_max_positions(config, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -101,6 +101,11 @@ def model_type_of(config: ModelConfig) -> ModelType:
     Raises:
       ValueError: none does.
     """
+    if config.sliding_windows:
+        raise ValueError(
+            f"expected a model without sliding windows, which is all that config.json is written for here; got "
+            f"sliding_windows={config.sliding_windows}"
+        )
     if config.qkv_bias and config.qk_norm:
         raise ValueError(
             "no Hugging Face model type of Llama, Qwen2 and Qwen3 has both q/k/v biases and q/k norms; "
@@ -198,6 +203,15 @@ def _head_dim(config: dict[str, Any], model_type: ModelType) -> int:
             f"hidden_size must be a multiple of num_attention_heads, or head_dim given; got {hidden}, {heads}"
         )
     return hidden // heads
+
+
+def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
+    """The context. Under YaRN it may be longer than the file says: Qwen2.5's cards tell users to add `rope_scaling`
+    with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before."""
+    given = _required(config, "max_position_embeddings")
+    if not isinstance(rope_scaling, YarnRope):
+        return given
+    return max(given, int(rope_scaling.factor * rope_scaling.original_max_positions))
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -24,9 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import FloatName
+from smd_jax.config import FloatName, check_model_sizes, check_windows
 from smd_jax.model.attention import AttentionConfig
 
 Params = Any  # any pytree of arrays
@@ -81,26 +82,17 @@ class ModelShape:
     attention: AttentionConfig = AttentionConfig()
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"expected {name} >= 1; got {vars(self)[name]}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"expected num_heads to be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}"
-            )
+        check_model_sizes(vars(self))
         check_windows(self.windows, self.num_layers)
+        if self.dtype == "float64" and jax.dtypes.canonicalize_dtype("float64") != "float64":
+            raise ValueError(
+                "expected 64-bit numbers to be enabled for a model in float64, jax.config.update('jax_enable_x64', "
+                "True), because JAX would compute in float32 without a word; got jax_enable_x64 False"
+            )
 
     def window(self, layer: int) -> int | None:
         """Of one layer."""
         return self.windows[layer] if self.windows else None
-
-
-def check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
-    """Raises ValueError unless there is a window >= 1, or None, for every layer, or none at all."""
-    if windows and len(windows) != num_layers:
-        raise ValueError(f"expected a window, or None, for each of {num_layers} layers; got {len(windows)}")
-    if any(window is not None and window < 1 for window in windows):
-        raise ValueError(f"expected windows >= 1, because a query always sees its own key; got {windows}")
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask
+from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.attention import AttentionConfig, attend
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 
@@ -38,7 +38,7 @@ def layer_masks(shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mas
     if columns > shape.max_positions:
         raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {columns}")
     check_mask(mask, batch=rows, layers=shape.num_layers, kv_heads=shape.num_kv_heads, columns=columns)
-    return tuple(layer_mask(mask, index) for index in range(shape.num_layers))
+    return tuple(windowed(layer_mask(mask, index), shape.window(index)) for index in range(shape.num_layers))
 
 
 def hidden_states(

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
-from smd_jax.cache.slots import LayerCache
+from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
 from smd_jax.masks import LayerMask, to_visible
 from smd_jax.model.attention import AttentionConfig, attend, decode
+from smd_jax.model.protocol import ModelShape
 from smd_jax.pytrees import any_leaves
 from smd_kernels.observed import attend_and_observe
 
@@ -98,6 +99,7 @@ class DecodeLayer(struct.PyTreeNode):
       columns: `[batch, tokens]` ascending; -1 for tokens that are not there (padding, rows that have ended).
       start: `[batch]` column of the first token of each row.
       number: of the first query, see `Observation.number`.
+      window: newest columns that a query sees, see `ModelShape.windows`. Static.
     """
 
     cache: LayerCache
@@ -105,6 +107,7 @@ class DecodeLayer(struct.PyTreeNode):
     columns: Int[Array, "batch tokens"]
     start: Int[Array, " batch"]
     number: Int[Array, ""]
+    window: int | None = struct.field(pytree_node=False, default=None)
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,14 @@ class DecodeAttend:
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
-            out, received = decode(q, keys, values, cache.valid, self.attention.decode_impl)
+            # Of a row that has ended (column -1) nobody reads what it sees.
+            valid = cache.valid
+            if layer.window is not None:
+                valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
+            out, received = decode(q, keys, values, valid, self.attention.decode_impl)
         else:
-            out, received = attend_and_observe(q, keys, values, kv_cache.visible(cache, layer.columns))
+            visible = kv_cache.visible(cache, layer.columns, layer.window)
+            out, received = attend_and_observe(q, keys, values, visible)
         seen = Observation(
             queries=q,
             query_columns=layer.columns,
@@ -140,3 +148,16 @@ class DecodeAttend:
             slot=layer.slot,
         )
         return out, kv_cache.observe(cache, seen)
+
+
+def decode_layers(
+    shape: ModelShape,
+    cache: KVCache,
+    slots: tuple[Int[Array, ""], ...],
+    columns: Int[Array, "batch tokens"],
+    start: Int[Array, " batch"],
+    number: Int[Array, ""],
+) -> tuple[DecodeLayer, ...]:
+    """The state of every layer; arguments as DecodeLayer's, `slots` one for each layer."""
+    layers = zip(cache, slots, strict=True)
+    return tuple(DecodeLayer(*layer, columns, start, number, shape.window(index)) for index, layer in enumerate(layers))

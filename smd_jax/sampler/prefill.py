@@ -24,7 +24,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
-from smd_jax.sampler.attends import DecodeAttend, DecodeLayer, PrefillAttend, PromptLayer
+from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer, decode_layers
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.static import Sampler
@@ -99,7 +99,7 @@ def _prefill_chunks(
         slots = tuple(jnp.int32(b) if sampler.policy.evicts else index * chunk for b in sampler.budgets)
         places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
         columns = jnp.where(there, column, EMPTY)
-        layers = tuple(DecodeLayer(*layer, columns, start, column[0, 0]) for layer in zip(cache, slots, strict=True))
+        layers = decode_layers(sampler.model.shape, cache, slots, columns, start, column[0, 0])
         hidden, cache = sampler.model.hidden(params, token, places, attend, layers)
         if not sampler.policy.evicts:
             return cache, evicted_at, hidden[:, -1]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from smd_jax.cache.slots import EMPTY
 from smd_jax.kept_tokens import KeptTokens
-from smd_jax.masks import NEVER, Segments, ShadowMask, record_evictions
+from smd_jax.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
 from smd_jax.quantization import Parity, QuantizedReplay
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.prefill import PromptRecord
@@ -99,9 +99,18 @@ def _evicted_at(
         now = jnp.repeat(boundary, rest)[None, None]
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
-    evicted_at = jnp.stack([one(*layer) for layer in zip(read, gone, strict=True)], axis=1)
+    layers = [one(*layer) for layer in zip(read, gone, strict=True)]
+    # A window's evictions are in no record, because they need none; the mask says them, so that it says the truth.
+    layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
+    evicted_at = jnp.stack(layers, axis=1)
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
     return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
+
+
+def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None) -> Int[Array, "rows kv_heads T"]:
+    mask = windowed(KeyInterval(evicted_at), window)
+    assert isinstance(mask, KeyInterval)
+    return mask.evicted_at
 
 
 def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:

@@ -11,7 +11,7 @@ from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
 from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, DecodeLayer
+from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -164,7 +164,7 @@ def _read(
     else:
         slots = (number % sampler.columns,) * len(sampler.budgets)
     columns = jnp.where(state.done, EMPTY, column)[:, None]
-    layers = tuple(DecodeLayer(*layer, columns, state.start, number) for layer in zip(state.cache, slots, strict=True))
+    layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, number)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)

@@ -77,8 +77,10 @@ class Sampler:
         """Of every layer, to so many empty slots beside the budget."""
         quant = self.config.quant
         record_parity = quant is not None and quant.record_parity
+        window = self.model.shape.window
         return tuple(
-            Compression(self.policy, budget, buffer, layer, record_parity) for layer, budget in enumerate(self.budgets)
+            Compression(self.policy, budget, buffer, layer, record_parity, window(layer))
+            for layer, budget in enumerate(self.budgets)
         )
 
     @property

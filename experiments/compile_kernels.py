@@ -1,0 +1,490 @@
+"""Do the kernels compile to what they should, for accelerators that are not there?
+
+Question   For an H100 and a TPU: does every kernel compile, do its registers suffice, does it use the matrix units?
+           How much memory does the attention of a whole layer take at 32,768 tokens, 64 query and 8 KV heads, head_dim
+           128 and a budget of 1,024 + 128, forward and backward? Does the loop of a rollout leave its cache in place,
+           or does an operation in it write a cache's worth of bytes at every token?
+Command    make compile-kernels        (makes an environment with the compilers, 1.5 GB; no GPU, no TPU)
+           .venv-compilers/bin/python experiments/compile_kernels.py [--target h100] [--quick]
+Cost       with --quick three minutes on two quiet CPU cores; without it, eight
+Result     one JSON object a line and program. Exit status 1 if a program of ours does not compile; if a kernel spills,
+           has no matrix instruction, or waits for every single one (`serialized`); if the layer takes more than 2.5 GB;
+           or if a loop writes its cache.
+
+Fields     `temp_bytes` is main memory beside arguments and results. `registers`, `spill_bytes`, `serialized`, `wgmma`
+           (tensor core instructions) and `mxu` (the TPU's, by kernel): see `assembler.py`. `flops` is XLA's number:
+           every tile of scores counts as live. Of loops, `cache_bytes` are those of one layer's keys, `cache_writes`
+           the operations of innermost loops that write as much, in-place updates aside: see `hlo.py`.
+
+Splash attention, which ships with JAX, stands beside our TPU kernels on gathered segments. It masks with a static
+causal offset and segment ids, so it can stand in only where keys are evicted at segment boundaries alone; it knows
+nothing of intervals. Reported, not required.
+
+The description of the H100, experiments/targets/h100.txtpb, is XLA's own, as a machine with one reports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+# Read when JAX and the compilers are loaded. Nothing can be timed here, so XLA must not choose kernels by their speed.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+# There is no TPU: no metadata server to be asked about it, no lock to be held on it.
+os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import assembler
+import hlo
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.slots import LayerCache
+from smd_jax.config import ModelConfig
+from smd_jax.eviction.policies import H2O
+from smd_jax.eviction.statistics import Observation, ReceivedAttention
+from smd_jax.model import attention
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
+from smd_jax.text.prompts import PromptBatch
+from smd_kernels.blocks import Blocks, BlockSizes
+from smd_kernels.decode import Implementation, decode_attention
+from smd_kernels.gpu import MosaicGpuKernel
+from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_decode
+from smd_kernels.segments import Segments, segment_attention
+from smd_kernels.tpu import MosaicTpuKernel
+
+# ---------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+      platform: as JAX calls it.
+      topology: one device of it lies in this.
+      decode: its own decode kernel; none: only attention is compiled for it.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    decode: Implementation | None = None
+
+    def sharding(self) -> NamedSharding:
+        """Everything on one device."""
+        if self.platform == "tpu":
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)
+        else:
+            description = Path(__file__).parent / "targets" / f"{self.name}.txtpb"
+            topology = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=self.name,
+                target_config=description.read_text(encoding="utf-8"),
+                topology=self.topology,
+            )
+        return NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())
+
+
+TARGETS = {
+    "h100": Target("h100", "cuda", "1x1x1", "mosaic_gpu"),
+    "tpu_v5e": Target("tpu_v5e", "tpu", "v5e:2x2x1", "mosaic_tpu"),
+    "tpu_v6e": Target("tpu_v6e", "tpu", "v6e:2x2x1"),
+}
+QUICK = ("h100", "tpu_v5e")  # with --quick, and of the TPU's attention kernels bfloat16 and head_dim 128 alone
+
+
+# ---------------------------------------------------------------- from a program to a line of output
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled, and what is looked at.
+
+    Attributes:
+      labels: fields of the row that name it, "kernel" among them.
+      function: jitted. args, kwargs: its arguments; shapes with a sharding stand for arrays, since nothing is computed.
+      kernels: it is nothing but kernels, of which the assembler is asked.
+      most_bytes: temporary memory that it may take.
+      cache_bytes: of one layer's keys, if it is a loop over caches.
+      refused: why it cannot be compiled at all, by the kernel's own account.
+      required: ours; a row that is not good is a failure.
+    """
+
+    labels: dict[str, Any]
+    function: Any = None
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    kernels: bool = True
+    most_bytes: float | None = None
+    cache_bytes: int | None = None
+    refused: str | None = None
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one program; None where its target has no such fact."""
+
+    kernel: str
+    target: str
+    sizes: str | None = None
+    shape: str | None = None
+    dtype: str | None = None
+    head_dim: int | None = None
+    compiled: bool = False
+    registers: int | None = None
+    spill_bytes: int | None = None
+    serialized: bool | None = None
+    wgmma: int | None = None
+    mxu: dict[str, int] | None = None
+    flops: float | None = None
+    temp_bytes: int | None = None
+    cache_bytes: int | None = None
+    cache_writes: tuple[str, ...] | None = None
+    error: str | None = None
+
+
+def compile_program(program: Program, target: Target, dumps: assembler.Dumps) -> Row:
+    """Traces, lowers and compiles. What a compiler refuses is a row with its reason."""
+    row = partial(Row, target=target.name, **program.labels)
+    if program.refused is not None:
+        return row(error=program.refused)
+    dumps.empty()
+    try:
+        traced = program.function.trace(*program.args, **program.kwargs)
+        compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        return row(error=str(error).strip()[:300])
+    found: dict[str, Any] = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    if program.kernels:
+        found |= dumps.facts(target.platform)
+        if target.platform == "tpu":
+            found["flops"] = (compiled.cost_analysis() or {}).get("flops")
+    if program.cache_bytes is not None:
+        writes = hlo.cache_writes(compiled.as_text(), program.cache_bytes)
+        found |= {"cache_bytes": program.cache_bytes, "cache_writes": tuple(writes)}
+    return row(compiled=True, **found)
+
+
+def is_good(program: Program, row: Row) -> bool:
+    if not row.compiled or row.spill_bytes or row.serialized or row.cache_writes:
+        return False
+    if program.most_bytes is not None and (row.temp_bytes is None or row.temp_bytes > program.most_bytes):
+        return False
+    if not program.kernels:
+        return True
+    # Each kernel by itself: a backward pass has two, and both must be on the matrix units.
+    return bool(row.wgmma) if row.mxu is None else bool(row.mxu) and min(row.mxu.values()) > 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=tuple(TARGETS), help="one of them; all by default")
+    parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK)}; one dtype and head_dim on TPUs")
+    args = parser.parse_args()
+    names = QUICK if args.quick else tuple(TARGETS)
+    if args.target is not None:
+        names = (args.target,)
+    with tempfile.TemporaryDirectory(prefix="compile_kernels_") as folder:
+        good = compile_all(names, args.quick, assembler.Dumps.in_folder(Path(folder)))
+    sys.exit(not good)
+
+
+def compile_all(names: Sequence[str], quick: bool, dumps: assembler.Dumps) -> bool:
+    """Prints a row for every program of the targets; whether all that must be good are."""
+    good = True
+    # The devices of this machine are not those that it compiles for.
+    with mock.patch.object(attention, "wrong_device", lambda impl: None):
+        for target in (TARGETS[name] for name in names):
+            for program in programs(target, quick):
+                row = compile_program(program, target, dumps)
+                print(json.dumps({name: fact for name, fact in asdict(row).items() if fact is not None}), flush=True)
+                good &= is_good(program, row) or not program.required
+    return good
+
+
+def programs(target: Target, quick: bool) -> Iterator[Program]:
+    """All that is compiled for a target."""
+    array = partial(jax.ShapeDtypeStruct, sharding=target.sharding())
+    if target.platform == "cuda":
+        for head_dim in (64, 128):
+            yield from gpu_attention(array, jnp.bfloat16, head_dim)
+        yield layer(array)
+    else:
+        cases = list(itertools.product(("bfloat16", "float32"), (128, 64)))
+        for dtype, head_dim in cases[:1] if quick else cases:
+            yield from tpu_attention(array, dtype, head_dim)
+            yield from splash_attention(array, dtype, head_dim)
+    if target.decode is not None:
+        for shape in DECODE_SHAPES:
+            yield decode_kernel(array, target, shape)
+        # XLA's own form in the same loop shows what the kernels' demands on layout cost, if anything.
+        for impl in (target.decode, "xla"):
+            yield decode_loop(array, impl)
+        yield whole_rollout(array, target.decode)
+
+
+Array = Callable[[tuple[int, ...], Any], Any]  # a shape and a dtype, on the target's device
+
+# ---------------------------------------------------------------- the learner's attention
+
+GROUP = 8
+BUFFER = 128
+BUDGET = 1024
+GPU_BLOCKS = 64
+TPU_SHAPES = {  # blocks, rows, keys
+    "segments": (8 * 16, GROUP * BUFFER, BUDGET + BUFFER),
+    "sequence": (8, GROUP * 8192, 8192),
+}
+LAYER_TOKENS = 32768
+LAYER_MOST_BYTES = 2.5e9
+
+
+def attention_blocks(array: Array, sizes: tuple[int, int, int], dtype: Any, head_dim: int) -> Blocks:
+    """Queries and keys of so many blocks, rows and keys, with their columns and eviction times."""
+    count, rows, keys = sizes
+    q = array((count, rows, head_dim), dtype)
+    k = array((count, keys, head_dim), dtype)
+    column = array((count, rows), jnp.int32)
+    born = array((count, keys), jnp.int32)
+    return Blocks(q, k, k, column, born, born)
+
+
+def gpu_attention(array: Array, dtype: Any, head_dim: int) -> Iterator[Program]:
+    """The three GPU kernels one by one: each has its own registers."""
+    blocks = attention_blocks(array, (GPU_BLOCKS, GROUP * BUFFER, BUDGET + BUFFER), dtype, head_dim)
+    per_row = array(blocks.column.shape, jnp.float32)
+    given = Given(blocks, per_row, per_row, blocks.q)
+    kernels = {
+        "forward": (MosaicGpuKernel().forward, blocks),
+        "dq": (partial(query_gradient, sizes=GPU_SIZES, interpret=False), given),
+        "dk dv": (partial(key_gradients, sizes=GPU_SIZES, interpret=False), given),
+    }
+    for name, (function, argument) in kernels.items():
+        labels = {"kernel": name, "dtype": jnp.dtype(dtype).name, "head_dim": head_dim}
+        yield Program(labels, jax.jit(function), (argument,))
+
+
+def layer(array: Array) -> Program:
+    """Gathering, kernels and all, forward and backward, at the sizes of the question."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
+        segments = Segments(0, BUFFER, BUDGET)
+        attend = partial(
+            segment_attention, segments=segments, kernel=MosaicGpuKernel(), blocks_at_once=GPU_SIZES.blocks
+        )
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
+        return out, pull(q)
+
+    q = array((1, 64, LAYER_TOKENS, 128), jnp.bfloat16)
+    k = array((1, 8, LAYER_TOKENS, 128), jnp.bfloat16)
+    evicted_at = array((1, 8, LAYER_TOKENS), jnp.int32)
+    labels = {"kernel": "layer, forward and backward", "dtype": "bfloat16", "head_dim": 128}
+    return Program(labels, jax.jit(run), (q, k, k, evicted_at), kernels=False, most_bytes=LAYER_MOST_BYTES)
+
+
+def tpu_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
+    """Forward, backward, and both in one program, with two block sizes."""
+    for (sizes, block_sizes), shape in itertools.product(
+        {"default": BlockSizes(), "tpu": TPU_SIZES}.items(), TPU_SHAPES
+    ):
+        kernel = MosaicTpuKernel(block_sizes)
+        blocks = attention_blocks(array, TPU_SHAPES[shape], dtype, head_dim)
+        lse = array(blocks.column.shape, jnp.float32)
+        passes = {
+            "forward": (kernel.forward, (blocks,)),
+            "backward": (kernel.backward, (blocks, blocks.q, lse, blocks.q)),
+            "forward+backward": (partial(forward_and_backward, kernel), (blocks, blocks.q)),
+        }
+        for name, (function, arguments) in passes.items():
+            labels = {"kernel": name, "sizes": sizes, "shape": shape, "dtype": dtype, "head_dim": head_dim}
+            yield Program(labels, jax.jit(function), arguments)
+
+
+def forward_and_backward(kernel: MosaicTpuKernel, blocks: Blocks, d_out: jax.Array) -> Any:
+    out, lse = kernel.forward(blocks)
+    return out, *kernel.backward(blocks, out, lse, d_out)
+
+
+def splash_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
+    """Forward, and forward with gradients, of the segments, with two widths of tiles."""
+    blocks = attention_blocks(array, TPU_SHAPES["segments"], dtype, head_dim)
+    q = array((len(blocks.q), GROUP, BUFFER, head_dim), blocks.q.dtype)
+    inputs = (q, blocks.k, blocks.v, blocks.born)
+    for tile in (128, 384):
+        passes = {
+            "splash forward": (partial(splash, tile), inputs),
+            "splash forward+backward": (partial(splash_and_gradients, tile), (q, *inputs)),
+        }
+        for name, (function, arguments) in passes.items():
+            labels = {"kernel": name, "sizes": f"kv {tile}", "shape": "segments", "dtype": dtype, "head_dim": head_dim}
+            yield Program(labels, jax.jit(function), arguments, required=False)
+
+
+def splash(tile: int, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> Any:
+    """Splash attention over gathered segments, `q` `[blocks, group, buffer, head_dim]`; padding is another segment."""
+    mask = splash_attention_mask.CausalMask((BUFFER, BUDGET + BUFFER), offset=BUDGET)
+    tiles = splash_attention_kernel.BlockSizes(
+        block_q=BUFFER,
+        block_kv=tile,
+        block_kv_compute=tile,
+        block_q_dq=BUFFER,
+        block_kv_dq=tile,
+        block_q_dkv=BUFFER,
+        block_kv_dkv=tile,
+        block_kv_dkv_compute=tile,
+    )
+    kernel = splash_attention_kernel.make_splash_mqa_single_device(
+        splash_attention_mask.MultiHeadMask([mask] * GROUP), block_sizes=tiles
+    )
+
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> Any:
+        ids = splash_attention_kernel.SegmentIds(q=jnp.ones((BUFFER,), jnp.int32), kv=segment)
+        return kernel(q, k, v, segment_ids=ids)
+
+    return jax.vmap(one)(q, k, v, segment)
+
+
+def splash_and_gradients(tile: int, d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array):
+    out, pull = jax.vjp(lambda q, k, v: splash(tile, q, k, v, segment), q, k, v)
+    return out, pull(d_out)
+
+
+# ---------------------------------------------------------------- decoding
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    slots: int
+    head_dim: int
+
+
+# Groups of 4, 7 and 1 query heads; slots that fill tiles and that do not.
+DECODE_SHAPES = (
+    Shape(64, 32, 8, 1152, 128),
+    Shape(64, 14, 2, 1000, 64),
+    Shape(8, 32, 8, 4224, 128),
+    Shape(64, 8, 8, 384, 64),
+)
+# A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
+LOOP = Shape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
+ROLLOUT = Shape(batch=32, heads=16, kv_heads=8, slots=1024, head_dim=64)
+LAYERS = 4
+DECODE_BUDGET = 896
+DECODE_STEPS = 512
+
+
+def decode_kernel(array: Array, target: Target, shape: Shape) -> Program:
+    batch, heads, kv_heads, slots, head_dim = shape
+    assert target.decode is not None
+    labels = {"kernel": f"decode_attention, {target.decode}, {'x'.join(map(str, shape))}"}
+    refused = why_not_decode(target.decode, jnp.bfloat16, head_dim, slots, heads // kv_heads)
+    q = array((batch, heads, 1, head_dim), jnp.bfloat16)
+    k = array((batch, kv_heads, slots, head_dim), jnp.bfloat16)
+    valid = array((batch, kv_heads, slots), jnp.bool_)
+    function = jax.jit(decode_attention, static_argnames="impl")
+    return Program(labels, function, (q, k, k, valid), {"impl": target.decode}, refused=refused)
+
+
+def decode_loop(array: Array, impl: Implementation) -> Program:
+    """The cache side of decoding alone: write a key, attend, observe, in `LAYERS` layers."""
+    shape = LOOP
+    kv = array((shape.batch, shape.kv_heads, shape.slots, shape.head_dim), jnp.bfloat16)
+    columns = array(kv.shape[:3], jnp.int32)
+    layer = LayerCache(
+        kv,
+        kv,
+        columns,
+        states=(array(columns.shape, jnp.float32),),
+        statistics=(ReceivedAttention(),),
+    )
+    x = array((shape.batch, shape.heads, 1, shape.head_dim), jnp.bfloat16)
+
+    def step(filled, carry):
+        x, layers = carry
+        updated = []
+        for layer in layers:
+            fresh = x[:, : shape.kv_heads]
+            layer = kv_cache.write(layer, DECODE_BUDGET + filled, fresh, 2 * fresh, jnp.full((shape.batch, 1), filled))
+            out, received = decode_attention(x, layer.keys, layer.values, layer.valid, impl)
+            seen = Observation(
+                queries=x,
+                query_columns=jnp.full((shape.batch, 1), filled),
+                keys=layer.keys,
+                values=layer.values,
+                columns=layer.columns,
+                start=jnp.zeros(shape.batch, jnp.int32),
+                received=received,
+                number=filled,
+                slot=DECODE_BUDGET + filled,
+            )
+            updated.append(kv_cache.observe(layer, seen))
+            x = x + out
+        return x, tuple(updated)
+
+    def segments(x, layers):
+        # A loop in a loop, as in a rollout, which compresses between them.
+        return jax.lax.fori_loop(0, 4, lambda _, carry: jax.lax.fori_loop(0, BUFFER, step, carry), (x, layers))
+
+    labels = {"kernel": f"decode loop, {impl}"}
+    jitted = jax.jit(segments, donate_argnums=1)  # as the sampler donates its caches
+    cache_bytes = kv.size * kv.dtype.itemsize
+    return Program(labels, jitted, (x, (layer,) * LAYERS), kernels=False, cache_bytes=cache_bytes)
+
+
+def whole_rollout(array: Array, impl: Implementation) -> Program:
+    """`smd_jax.sampler.fixed_batch` of a small bfloat16 model with the cache of `ROLLOUT`."""
+    shape = ROLLOUT
+    config = ModelConfig(
+        vocab_size=264,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=LAYERS,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=4096,
+        tie_embeddings=True,
+        dtype="bfloat16",
+    )
+    model = Decoder(config, decode_impl=impl)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    visible = jnp.ones((1, 1, 1, 2, 2), bool)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, visible))
+    params = jax.tree.map(lambda x: array(x.shape, x.dtype), variables["params"])
+    width = shape.slots  # a prompt as wide as the cache: it is full at once
+    prompts = PromptBatch(array((shape.batch, width), jnp.int32), array((shape.batch, width), jnp.bool_))
+    key = array((), jax.random.key(0).dtype)
+    sizes = RolloutConfig(max_new_tokens=DECODE_STEPS, budget=DECODE_BUDGET, buffer=BUFFER)
+    return Program(
+        {"kernel": "rollout"},
+        rollout_program,
+        (model, params, prompts, key),
+        {"policy": H2O(), "config": sizes},
+        kernels=False,
+        cache_bytes=shape.batch * shape.kv_heads * shape.slots * shape.head_dim * 2,  # two bytes a number
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What optimised HLO says of the loops over a KV cache: does an operation in them write a whole cache?
+
+A cache of gigabytes must be updated in place, a slot a token. One copy of it per decoded token, which a compiler adds
+without a word when it cannot prove that nobody else reads the buffer, costs more than the step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
+# Name a buffer without writing it, or contain the operations that do. Of an asynchronous copy, the `-done` half counts.
+NO_WRITE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
+IN_PLACE = {"dynamic-update-slice"}
+
+
+class Operation(NamedTuple):
+    """One line of optimised HLO.
+
+    Attributes:
+      shapes: type of its result, all of them for a tuple. calls: computations that it names. line: the whole text.
+    """
+
+    name: str
+    shapes: str
+    kind: str
+    calls: tuple[str, ...]
+    line: str
+
+
+def parse(hlo: str) -> dict[str, list[Operation]]:
+    """Computation -> operations."""
+    found: dict[str, list[Operation]] = {}
+    operations: list[Operation] = []
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
+            operations = found[header[1]] = []
+        elif text := re.match(r"\s+(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w\-]+)\(", line):
+            lists = re.findall(r"\b(?:calls|to_apply|body|branch_computations|called_computations)=\{?([^{}=]+)", line)
+            calls = re.findall(r"%([\w.\-]+)", " ".join(lists))
+            operations.append(Operation(text[1], text[2], text[3], tuple(calls), line.strip()))
+    return found
+
+
+def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
+    """Operations of the innermost loops over a cache that write at least `cache_bytes`, in-place updates aside.
+
+    Such loops are those that decode and those that compress a cache some rows at a time.
+
+    Raises:
+      ValueError: no loop carries a cache, so that nothing was looked at.
+    """
+    computations = parse(hlo)
+    return [
+        f"{operation.kind} {operation.name}"
+        for body in cache_loops(computations, cache_bytes)
+        for operation in executed(computations, body)
+        if largest(operation.shapes) >= cache_bytes
+        and not operation.kind.endswith("-start")
+        and not in_place(computations, operation)
+    ]
+
+
+def largest(shapes: str) -> int:
+    """Bytes of the largest array in an HLO type.
+
+    What a TPU holds in VMEM, memory space 1, does not count: to bring a cache there is to read it.
+    """
+    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
+    sizes = (
+        ITEM_BYTES.get(dtype, 0) * math.prod(int(d) for d in dims.split(",") if d)
+        for dtype, dims, layout in arrays
+        if "S(1)" not in layout
+    )
+    return max(sizes, default=0)
+
+
+def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> list[str]:
+    """Bodies of the loops that carry caches and contain no other such loop."""
+    bodies = {
+        re.findall(r"\bbody=%?([\w.\-]+)", operation.line)[0]
+        for operations in computations.values()
+        for operation in operations
+        if operation.kind == "while" and largest(operation.shapes) >= cache_bytes
+    }
+    if not bodies:
+        raise ValueError("expected a loop over the cache; got none")
+    return sorted(body for body in bodies if not any(set(op.calls) & bodies for op in executed(computations, body)))
+
+
+def executed(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:
+    """Operations of a computation and of what it calls; a fusion counts as one."""
+    for operation in computations[name]:
+        yield operation
+        if operation.kind in NO_WRITE:
+            for callee in operation.calls:
+                yield from executed(computations, callee)
+
+
+def in_place(computations: dict[str, list[Operation]], operation: Operation) -> bool:
+    """Whether the operation writes no array, or one slice of an array that it takes over."""
+    if operation.kind == "fusion":
+        inside = {op.name: op for op in computations[operation.calls[0]]}
+        (root,) = (op for op in inside.values() if op.line.startswith("ROOT"))
+        results = re.findall(r"%([\w.\-]+)", root.line.partition(" tuple(")[2]) if root.kind == "tuple" else [root.name]
+        return all(inside[name].kind in IN_PLACE for name in results if name in inside)
+    return operation.kind in NO_WRITE | IN_PLACE

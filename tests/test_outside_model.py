@@ -1,0 +1,220 @@
+"""A model from outside of the library: what sampler, learner, engine and mesh ask of a model is the protocol alone.
+
+Three layers, of which the first has a window above the budget, the second none, the third one below it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from experiments.outside_model import OutsideModel
+from smd_jax.eviction.policies import H2O, SnapKV
+from smd_jax.learner.forward import replay
+from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.masks import NEVER, ShadowMask, dense_mask, positions
+from smd_jax.model.attention import AttentionConfig
+from smd_jax.model.teacher_forced import apply_model
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.engine import Engine
+from smd_jax.sampler.fixed_batch import rollout
+from smd_jax.sharding import make_mesh, param_spec, shard_batch, shard_tree
+from smd_jax.trajectory import Trajectory
+from tests.numpy_outside import outside_logits
+from tests.tiny_update import RECORD, distance
+from tests.under_test import POLICIES, eviction_times, left_padded, quick_rollout
+
+VOCAB, WIDTH, RESPONSE = 96, 12, 40
+MODEL = OutsideModel(vocab_size=VOCAB, windows=(20, None, 6))
+LENGTHS = [12, 5, 9, 3]
+SIZES = RolloutConfig(RESPONSE, budget=12, buffer=8, eos_token_id=7)
+PROMPTS = left_padded(LENGTHS, WIDTH, VOCAB)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+@cache
+def params() -> Any:
+    """Sharper than at initialisation, so that it matters which keys are seen."""
+    return jax.tree.map(lambda x: 1.5 * x, MODEL.init(jax.random.key(1)))
+
+
+@cache
+def rolled(name: str, config: RolloutConfig = SIZES) -> Trajectory:
+    return quick_rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=config)
+
+
+def recorded(trajectory: Trajectory) -> ShadowMask:
+    assert isinstance(trajectory.mask, ShadowMask)
+    return trajectory.mask
+
+
+def gap(trajectory: Trajectory, mask: Any = None, model: OutsideModel = MODEL) -> float:
+    """Largest |log p_sampler - log p_learner| of the response tokens."""
+    scores = replay_jitted(model, params(), trajectory, trajectory.mask if mask is None else mask)
+    return float(np.abs(scores.logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)].max())
+
+
+# --- the model
+
+
+def test_forward_against_numpy():
+    trajectory = rolled("H2O")
+    visible = np.asarray(ShadowMask(recorded(trajectory).evicted_at).to_boolean())
+    logits = np.asarray(apply_model(MODEL, params(), trajectory.tokens, trajectory.positions, trajectory.mask))
+    wide = jax.tree.map(np.float64, params())
+    for row in (0, 3):
+        there = np.asarray(trajectory.valid[row])
+        tokens, places = np.asarray(trajectory.tokens[row]), np.asarray(trajectory.positions[row])
+        expected = outside_logits(MODEL, wide, tokens, places, visible[row])
+        np.testing.assert_allclose(logits[row][there], expected[there], atol=5e-5)
+
+
+def test_it_is_static():
+    assert OutsideModel() == OutsideModel() and hash(OutsideModel()) == hash(OutsideModel())
+
+
+# --- sampler and learner are one policy
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_identity(name: str):
+    trajectory = rolled(name)
+    assert int(trajectory.lengths().max()) == RESPONSE
+    assert gap(trajectory) <= 2e-5
+    if POLICIES[name].evicts:
+        assert gap(trajectory, trajectory.dense_mask()) > 1e-2
+
+
+def test_a_learner_without_windows_is_another_policy():
+    trajectory = rolled("Dense")
+    assert gap(trajectory, trajectory.dense_mask()) <= 2e-5, "the dense mask of a trajectory knows of no window"
+    assert gap(trajectory, trajectory.dense_mask(), replace(MODEL, windows=(None,) * 3)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["Dense", "H2O"])
+@pytest.mark.parametrize("chunk", [5, 8])
+def test_identity_with_prompts_read_in_chunks(name: str, chunk: int):
+    assert gap(rolled(name, replace(SIZES, prefill_chunk=chunk))) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["Dense", "H2O"])
+def test_identity_with_a_quantised_cache(name: str):
+    assert gap(rolled(name, replace(SIZES, quant=QuantConfig(4, group=4)))) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["Dense", "H2O", "RKV"])
+def test_identity_in_float64(name: str):
+    with jax.enable_x64(True):
+        model = replace(MODEL, dtype="float64")
+        trajectory = quick_rollout(model, params(), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=SIZES)
+        assert gap(trajectory, model=model) <= 1e-10
+
+
+def test_the_mask_says_what_the_windows_hid():
+    """Whatever the policy kept: in the layers with a window no key is seen for longer than that."""
+    for name in ("Dense", "H2O"):
+        evicted_at, valid = eviction_times(rolled(name)), np.asarray(rolled(name).valid)
+        column = np.arange(WIDTH + RESPONSE)
+        for layer, window in enumerate(MODEL.windows):
+            seen = np.where(valid[:, None], evicted_at[:, layer] - column, 1)
+            assert seen.min() >= 1
+            assert seen.max() == window if window else (evicted_at[:, layer] == NEVER).any()
+
+
+def test_keys_outside_the_window_go_first():
+    """With a budget above the window nothing that a query could see is evicted."""
+    evicted_at = eviction_times(rolled("Knorm"))[:, 2]  # budget 12 and 8 more slots, window 6
+    valid = np.asarray(rolled("Knorm").valid)
+    column = np.arange(WIDTH + RESPONSE)
+    last = column == (column * valid).max(1, keepdims=True)  # the last token never entered the cache
+    expected = np.where(valid & ~last, column + 6, 0)
+    found = np.where((valid & ~last)[:, None], evicted_at, 0)
+    np.testing.assert_array_equal(found, np.broadcast_to(expected[:, None], found.shape))
+
+
+# --- every implementation of attention honours windows
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
+def test_every_implementation_gives_the_same(impl: Any):
+    trajectory = rolled("H2O")
+    model = replace(MODEL, attention=AttentionConfig(impl))
+    assert gap(trajectory, model=model) <= 2e-5
+    plain = recorded(trajectory).replace(segments=())  # says nothing of the segments, nor of windows
+    if impl != "segments":
+        assert gap(trajectory, plain, model) <= 2e-5
+
+
+def test_windows_of_a_dense_mask_against_booleans():
+    valid = jnp.arange(60)[None] >= jnp.array([0, 13])[:, None]
+    tokens = jax.random.randint(jax.random.key(0), (2, 60), 0, VOCAB)
+    mask = dense_mask(valid)
+    booleans = [jnp.asarray(np.tri(60, k=0) - np.tri(60, k=-(w or 99)), bool) for w in MODEL.windows]
+    explicit = jnp.stack(booleans)[None, :, None] & mask.to_boolean()
+    found = apply_model(MODEL, params(), tokens, positions(valid), mask)
+    without = replace(MODEL, windows=(None,) * 3)
+    expected = apply_model(without, params(), tokens, positions(valid), explicit)
+    np.testing.assert_allclose(found[valid], expected[valid], atol=2e-5)
+
+
+# --- the update, the engine, the mesh
+
+
+def loss_and_gradients(trajectory: Trajectory) -> tuple[Any, Any]:
+    advantages = jnp.array([1.0, -0.5, 0.3, -1.2])
+    update = make_update(MODEL, RECORD, UpdateConfig())
+    state = init_state(jax.tree.map(jnp.copy, params()), RECORD, jax.random.key(0))
+    state, metrics = update(state, TrainBatch(trajectory, advantages, trajectory.logprobs))
+    return metrics, state.opt_state
+
+
+def test_the_update_is_the_same_under_intervals_and_booleans():
+    trajectory = rolled("H2O")
+    one, gradient = loss_and_gradients(trajectory)
+    other, expected = loss_and_gradients(trajectory.replace(mask=recorded(trajectory).to_boolean()))
+    assert one["sampling/sampling_logp_difference/max"] <= 2e-5
+    np.testing.assert_allclose(one["loss"], other["loss"], atol=1e-6)
+    assert optax.tree.norm(expected) > 1e-2 and distance(gradient, expected) < 1e-5
+
+
+def test_the_engine_gives_what_a_batch_gives():
+    policy = SnapKV(window=4, kernel=3)
+    whole = rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=policy, config=SIZES)
+    done = Engine(MODEL, policy, SIZES, slots=3, prefill_rows=2).run(params(), PROMPTS, jax.random.key(3))
+    np.testing.assert_array_equal(done.trajectory.tokens, whole.tokens)
+    np.testing.assert_array_equal(eviction_times(done.trajectory), eviction_times(whole))
+    assert gap(done.trajectory) <= 2e-5
+
+
+def test_its_parameters_are_sharded_by_a_rule_for_names_that_nobody_knows():
+    mesh = make_mesh(data=2, fsdp=4)
+    assert param_spec(("blocks", "block0", "wq"), (32, 32), mesh) == P("fsdp", None)
+    assert param_spec(("blocks", "block0", "wo"), (30, 32), mesh) == P(None, "fsdp")
+    assert param_spec(("blocks", "block0", "geglu"), (2, 32, 48), mesh) == P(None, None, "fsdp")
+    assert param_spec(("last",), (32,), mesh) == P()
+    assert param_spec(("value_head", "kernel"), (32, 1), mesh) == P()
+
+
+def test_sharded_over_eight_devices():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    whole = rolled("H2O")
+    with jax.set_mesh(mesh):
+        placed = shard_tree(params(), mesh)
+        assert placed["blocks"]["block0"]["wq"].addressable_shards[0].data.shape == (16, 32)
+        sharded = rollout(MODEL, placed, shard_batch(PROMPTS, mesh), jax.random.key(3), policy=H2O(), config=SIZES)
+        scores = replay_jitted(MODEL, placed, sharded)
+    inside = np.asarray(sharded.response_mask)
+    assert np.abs(scores.logprobs - sharded.logprobs)[inside].max() <= 2e-5
+    np.testing.assert_array_equal(sharded.tokens, whole.tokens)
