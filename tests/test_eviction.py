@@ -22,7 +22,11 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
+from smd_jax.sampler.keys import prompt_keys
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
+from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
@@ -430,6 +434,27 @@ def test_random_draws_anew_at_every_compression_and_layer():
     assert (times[0] != times[2]).any()
     choices = [times[0][b, layer, h, :WIDTH] for b in range(2) for layer in range(2) for h in range(2)]
     assert len({choice.tobytes() for choice in choices}) == len(choices)
+
+
+def test_prompts_lose_the_same_keys_in_any_batch():
+    """What a policy draws while a prompt is read, for all of its responses, comes from the prompt's own tokens."""
+    vocab_size = ONE_LAYER.vocab_size
+    wide = left_padded([5, 9, 9, 2], 9, vocab_size)
+    alone = PromptBatch(wide.tokens[:1, 4:], wide.valid[:1, 4:])
+    keys = jax.random.key_data(prompt_keys(wide))
+    np.testing.assert_array_equal(keys[:1], jax.random.key_data(prompt_keys(alone)))
+    assert len(np.unique(keys, axis=0)) == 4
+    turned = wide.replace(tokens=wide.tokens[:, [0, 1, 2, 3, 4, 5, 6, 8, 7]])
+    assert (np.asarray(jax.random.key_data(prompt_keys(turned))) != np.asarray(keys)).any(1).all()
+
+    def read(prompts: PromptBatch) -> np.ndarray:
+        sampler = Sampler(Decoder(ONE_LAYER), Random(), RolloutConfig(4, 3, 2), 9)
+        prefilled = jax.jit(lambda params: prefill(sampler, params, prompts, prompt_keys(prompts)))
+        return np.asarray(prefilled(make_params(ONE_LAYER)).records[0].evicted_at)
+
+    together = read(wide)
+    assert (together[0] == 9).sum() == 2 * 2, "of five keys in two heads three stay"
+    np.testing.assert_array_equal(read(alone)[0, :, 4:], together[0, :, 4:])
 
 
 def test_missing_statistics_are_named():

@@ -11,7 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout

@@ -229,7 +229,9 @@ class Knorm(EvictionPolicy):
 class Random(EvictionPolicy):
     """Uniform scores, drawn anew at every compression: the baseline that every method must beat.
 
-    Draws go by head and position, not by slot, so that padding changes nothing.
+    Draws go by head and position, not by slot, so that padding changes nothing. While a response is decoded they come
+    from its row's key. While a prompt is read, for all of its responses at once, they come from its own tokens: the
+    same prompt then loses the same keys in every run, whatever the batch, the group and the mesh.
     """
 
     def score(self, view: CacheView) -> Scores:

@@ -31,7 +31,7 @@ from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
-from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import Prefilled, PromptRecord, prefill
 from smd_jax.sampler.records import no_records, to_trajectory
@@ -249,7 +249,7 @@ class _Run:
         chosen = [queue.popleft() for _ in range(min(len(queue), self.prefill_rows))]
         padded = np.resize(chosen, self.prefill_rows)  # repeats some, so that all batches are of one size
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
-        self.prefilled = prefilled = _prefill(self.sampler, self.params, part, self.keys[padded * self.group_size])
+        self.prefilled = prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
         self.prefill_count += 1
         self.fetch.append(partial(self.keep_read, chosen, prefilled.records))
         self.ready.extend(

@@ -22,7 +22,7 @@ from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits
 from smd_jax.sampler.config import plan as plan
-from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.records import no_records, segment_count, to_trajectory
@@ -94,7 +94,7 @@ def rollout_program(
     rows, sampler = count * group_size, Sampler(model, policy, config, width)
     params = sampler_params(model, params)
     keys = row_keys(key, rows)
-    prefilled = prefill(sampler, params, prompts, keys[::group_size])
+    prefilled = prefill(sampler, params, prompts, prompt_keys(prompts))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
     state = begin(prefilled, keys, limit)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, UInt32
+
+from smd_jax.masks import positions
+from smd_jax.text.prompts import PromptBatch
 
 
 def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array, " rows"]:
@@ -23,6 +26,28 @@ def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array,
     if key.shape != (rows,):
         raise ValueError(f"expected one key, or one for each of {rows} rows; got keys of shape {key.shape}")
     return key
+
+
+@jax.jit
+def prompt_keys(prompts: PromptBatch) -> Key[Array, " prompts"]:
+    """For policies that draw while prompts are read: a key from each prompt's own tokens.
+
+    A prompt is read once for all of its responses, so what it loses cannot depend on one row's key. This way it depends
+    on nothing else either: not on padding, on the batch, on the size of its group, or on how a mesh splits the group.
+    """
+    place = _mixed(positions(prompts.valid).astype(jnp.uint32) + 1)
+    # A sum, so that padding adds nothing wherever it is; each token is mixed with its place first.
+    words = _mixed(place ^ prompts.tokens.astype(jnp.uint32))
+    content = jnp.where(prompts.valid, words, 0).sum(axis=1, dtype=jnp.uint32)
+    begin = jax.random.key(0, impl="threefry2x32")
+    return jax.vmap(lambda word: jax.random.fold_in(begin, word))(content)
+
+
+def _mixed(x: UInt32[Array, "prompts P"]) -> UInt32[Array, "prompts P"]:
+    """Every bit depends on every bit (the last step of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def token_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
