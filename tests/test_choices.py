@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from smd_jax.corrections import MIS, TIS, Naive, Rejection
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dpo_update import DPOUpdateConfig
-from smd_jax.learner.update import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig

@@ -13,8 +13,9 @@ import pytest
 
 from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state
+from smd_jax.learner.state import TrainBatch, TrainState, init_state
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS

@@ -19,7 +19,7 @@ from smd_jax.corrections import (
     QuRL,
     Veto,
 )
-from smd_jax.learner.update import UpdateConfig
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses import LossConfig, Surrogate, SurrogateInputs, SurrogateTerms, TokenWeighting, policy_loss
 from smd_jax.losses.policy import LossInputs, surrogate_metrics
 from tests.correction_cases import inputs_of

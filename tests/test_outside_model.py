@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.outside_model import OutsideModel
 from smd_jax.eviction.policies import H2O, SnapKV
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.masks import NEVER, ShadowMask, dense_mask, positions
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.teacher_forced import apply_model

@@ -14,7 +14,9 @@ import pytest
 
 from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainState, UpdateConfig, Visibility, init_state, make_update
+from smd_jax.learner.config import UpdateConfig, Visibility
+from smd_jax.learner.state import TrainState, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.named import bnpo, gspo
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states

@@ -9,8 +9,10 @@ import optax
 import pytest
 
 from smd_jax.corrections import Naive
-from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_replay, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay, replay
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import grpo
 from smd_jax.losses.policy import LossConfig, k3

@@ -27,7 +27,8 @@ from smd_jax.corrections import (
     SparseRL,
     Veto,
 )
-from smd_jax.learner.update import TrainBatch, UpdateConfig
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss

@@ -27,8 +27,15 @@ import optax  # noqa: E402
 from smd_common import model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.learner.forward import replay_logits, response_hidden, response_logits  # noqa: E402
-from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
+from smd_jax.learner.config import UpdateConfig  # noqa: E402
+from smd_jax.learner.forward import (  # noqa: E402
+    learner_mask,
+    replay_logits,
+    response_hidden,
+    response_logits,
+)
+from smd_jax.learner.state import TrainBatch, TrainState, init_state  # noqa: E402
+from smd_jax.learner.update import make_update  # noqa: E402
 from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
 from smd_jax.model.attention import attend  # noqa: E402
 from smd_jax.model.decoder import MLP, RMSNorm  # noqa: E402
