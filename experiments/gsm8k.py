@@ -28,7 +28,6 @@ from transformers import AutoTokenizer
 import smd_jax as smd
 from flags import explained
 from smd_jax.losses.distillation import Direction
-from smd_jax.losses.policy import LossType
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
@@ -46,6 +45,14 @@ POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
     "h2o": smd.eviction.H2O(),
     "streaming_llm": smd.eviction.StreamingLLM(),
     "dense": smd.eviction.Dense(),
+}
+
+LOSSES: dict[str, smd.LossConfig] = {
+    "grpo": smd.losses.grpo(),
+    "bnpo": smd.losses.bnpo(),
+    "dr_grpo": smd.losses.dr_grpo(),
+    "dapo": smd.losses.dapo(),
+    "cispo": smd.losses.cispo(),
 }
 
 # Only with shadow masks does the learner see what the sampler saw; the others correct a dense learner, or do not.
@@ -90,7 +97,7 @@ class Args:
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
     decode_rows: int | None = None  # completions decoded at once, through which the others go; all by default
     memory: str | None = None  # of a device, such as 80GiB: as many completions are decoded at once as fit
-    loss_type: LossType = "grpo"  # how tokens are weighted
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"  # with the bounds of its paper
     beta: float = 0.0  # coefficient of the k3 KL to the initial policy
     learning_rate: float = 1e-6
     steps: int = 100  # rollouts
@@ -157,7 +164,7 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         ),
         update=smd.UpdateConfig(
             "shadow" if shadow else "dense",
-            smd.LossConfig(args.loss_type, beta=args.beta),
+            replace(LOSSES[args.loss_type], beta=args.beta),
             correction=CORRECTIONS[args.correction],
             distill=smd.DistillConfig(direction, args.distill_coef, args.distill_fraction) if distills else None,
             microbatch_size=args.microbatch,

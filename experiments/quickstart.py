@@ -215,7 +215,8 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
     config = (model.config, DIGITS, DISTRACTORS, steps, seed)
     if checkpoint.latest_step(directory) is not None:
         return checkpoint.restore(directory, state, config=config).state.params
-    rows, update = task(1000 + seed, 100_000), make_supervised_update(model, optimizer)
+    rows = task(1000 + seed, 100_000)
+    update = make_supervised_update(model, optimizer)
     with training_progress(steps, every=50, name=f"warm start, seed {seed}") as show:
         for step in range(steps):
             batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, seed)]
@@ -228,7 +229,8 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
 
 def evaluate(loop: smd.GRPOLoop, params: Any) -> tuple[float, float]:
     """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature."""
-    held_out, sampler = task(99, EVALUATION_ROWS), smd.eviction.H2O()
+    held_out = task(99, EVALUATION_ROWS)
+    sampler = smd.eviction.H2O()
     decode = [
         loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
         for policy in (sampler, smd.eviction.Dense())

@@ -14,18 +14,12 @@ import pytest
 from smd_jax.corrections import TIS, Shadow
 from smd_jax.drawable_tokens import OUTSIDE, DrawableTokens
 from smd_jax.eviction.policies import H2O
+from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.forward import replay, response_hidden
-from smd_jax.learner.update import (
-    TrainBatch,
-    TrainState,
-    UpdateConfig,
-    Visibility,
-    init_state,
-    make_replay,
-    make_update,
-)
+from smd_jax.learner.forward import make_replay, replay, response_hidden
+from smd_jax.learner.state import TrainBatch, TrainState, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig

@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments, ShadowMask
 from smd_jax.memory import plan as memory

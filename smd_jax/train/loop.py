@@ -22,7 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.learner.update import Metrics, TrainState
+from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
