@@ -66,7 +66,7 @@ from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.decode import Implementation, decode_attention
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
-from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_decode
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, Hardware, why_not_decode
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
 
@@ -86,7 +86,7 @@ class Target:
     name: str
     platform: str
     topology: str
-    decode: Implementation | None = None
+    decode: Hardware | None = None
 
     def sharding(self) -> NamedSharding:
         """Everything on one device."""

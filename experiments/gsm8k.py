@@ -28,7 +28,6 @@ from transformers import AutoTokenizer
 import smd_jax as smd
 from flags import explained
 from smd_jax.losses.distillation import Direction
-from smd_jax.losses.policy import LossType
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
@@ -46,6 +45,14 @@ POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
     "h2o": smd.eviction.H2O(),
     "streaming_llm": smd.eviction.StreamingLLM(),
     "dense": smd.eviction.Dense(),
+}
+
+LOSSES: dict[str, smd.LossConfig] = {
+    "grpo": smd.losses.grpo(),
+    "bnpo": smd.losses.bnpo(),
+    "dr_grpo": smd.losses.dr_grpo(),
+    "dapo": smd.losses.dapo(),
+    "cispo": smd.losses.cispo(),
 }
 
 # Only with shadow masks does the learner see what the sampler saw; the others correct a dense learner, or do not.
@@ -88,9 +95,9 @@ class Args:
     group: int = 8  # completions per prompt
     minibatches: int = 1  # optimizer steps per rollout
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
-    slots: int | None = None  # completions decoded at once, through which the others go; all by default
+    decode_rows: int | None = None  # completions decoded at once, through which the others go; all by default
     memory: str | None = None  # of a device, such as 80GiB: as many completions are decoded at once as fit
-    loss_type: LossType = "grpo"  # how tokens are weighted
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"  # with the bounds of its paper
     beta: float = 0.0  # coefficient of the k3 KL to the initial policy
     learning_rate: float = 1e-6
     steps: int = 100  # rollouts
@@ -113,7 +120,7 @@ def main(args: Args) -> None:
     with explained(Args):
         loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
         loop, plan = fit_loop(loop, params, memory_of(args))
-    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
     loop = replace(loop, report=rollout_report())
     params = shard_tree(params, loop.mesh)
     reference = params if loop.config.update.needs_reference else None
@@ -142,7 +149,7 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         group_size=args.group,
         prompt_width=args.prompt_tokens or max(longest_prompt(tokenizer, task) for task in tasks),
         policy=POLICIES[args.policy],
-        slots=args.slots,
+        decode_rows=args.decode_rows,
         stop_strings=args.stop,
         rollout=smd.RolloutConfig(
             args.response_tokens,
@@ -157,7 +164,7 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         ),
         update=smd.UpdateConfig(
             "shadow" if shadow else "dense",
-            smd.LossConfig(args.loss_type, beta=args.beta),
+            replace(LOSSES[args.loss_type], beta=args.beta),
             correction=CORRECTIONS[args.correction],
             distill=smd.DistillConfig(direction, args.distill_coef, args.distill_fraction) if distills else None,
             microbatch_size=args.microbatch,
@@ -193,7 +200,10 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mappin
 def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
-    sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.slots or loop.config.completions_per_step)
+    sizes, rows = (
+        loop.config.rollout,
+        (loop.config.prompt_width, loop.config.decode_rows or loop.config.completions_per_step),
+    )
     kept = cache_bytes(loop.model.shape, loop.config.policy, sizes, *rows)
     full = cache_bytes(loop.model.shape, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]

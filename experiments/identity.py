@@ -106,16 +106,19 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
         policy=POLICIES[name],
         config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quantization(bits, args)),
     )
-    replay, response = jax.jit(smd.replay, static_argnums=0), np.asarray(trajectory.response_mask)
+    replay = jax.jit(smd.replay, static_argnums=0)
+    response = np.asarray(trajectory.response_mask)
 
     def difference(mask: smd.ShadowMask) -> np.ndarray:
         return np.abs(replay(model, params, trajectory, mask).logprobs - trajectory.logprobs)[response]
 
-    recorded, no_parity = trajectory.mask, None
+    recorded = trajectory.mask
+    no_parity = None
     assert isinstance(recorded, smd.ShadowMask)
     if recorded.quantized is not None:
         no_parity = float(difference(recorded.replace(quantized=recorded.quantized.replace(parity=None))).max())
-    shadow, dense = difference(recorded), difference(trajectory.dense_mask())
+    shadow = difference(recorded)
+    dense = difference(trajectory.dense_mask())
     sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
     return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()), no_parity)
 

@@ -119,7 +119,7 @@ def run_seed(args: Args, seed: int) -> Result:
     with explained(Args):
         memory = None if args.memory is None else parse_bytes(args.memory)
         loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
-    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)
@@ -215,7 +215,8 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
     config = (model.config, DIGITS, DISTRACTORS, steps, seed)
     if checkpoint.latest_step(directory) is not None:
         return checkpoint.restore(directory, state, config=config).state.params
-    rows, update = task(1000 + seed, 100_000), make_supervised_update(model, optimizer)
+    rows = task(1000 + seed, 100_000)
+    update = make_supervised_update(model, optimizer)
     with training_progress(steps, every=50, name=f"warm start, seed {seed}") as show:
         for step in range(steps):
             batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, seed)]
@@ -228,7 +229,8 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
 
 def evaluate(loop: smd.GRPOLoop, params: Any) -> tuple[float, float]:
     """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature."""
-    held_out, sampler = task(99, EVALUATION_ROWS), smd.eviction.H2O()
+    held_out = task(99, EVALUATION_ROWS)
+    sampler = smd.eviction.H2O()
     decode = [
         loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
         for policy in (sampler, smd.eviction.Dense())
@@ -249,7 +251,7 @@ def report(
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
     shape = loop.model.shape
-    sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.completions_per_step)
+    sizes = (loop.config.rollout, PROMPT, loop.config.decode_rows or loop.config.completions_per_step)
     kept, full = (cache_bytes(shape, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",

@@ -147,7 +147,8 @@ def chi2_metrics(
       `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
     """
     log_ratio = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
-    ratio, of_response = bounded_exp(log_ratio), bounded_exp(log_ratio.sum(axis=1))
+    ratio = bounded_exp(log_ratio)
+    of_response = bounded_exp(log_ratio.sum(axis=1))
     return {
         "rollout_corr/chi2_token": _mean(ratio**2, mask) - 1.0,
         "rollout_corr/chi2_seq": _mean(of_response**2, mask.any(axis=1)) - 1.0,

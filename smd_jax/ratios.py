@@ -48,13 +48,16 @@ def effective_sample_size(weights: Float[Array, "batch R"], mask: Bool[Array, "b
 
     0 if all weights are 0, 1 without tokens.
     """
-    mean, square = _mean(weights, mask), _mean(weights**2, mask)
+    mean = _mean(weights, mask)
+    square = _mean(weights**2, mask)
+    # The inner `where` keeps 0 / 0 out of the branch that is not taken.
     return jnp.where(square > 0, mean**2 / jnp.where(square > 0, square, 1.0), 0.0)
 
 
 def overlap(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, "... vocab"]) -> Float[Array, ...]:
     """1 - TV(p, q) = sum over the vocabulary of min(p, q), exact: the agreement of two policies at a token."""
-    p, q = jax.nn.softmax(p_logits, axis=-1), jax.nn.softmax(q_logits, axis=-1)
+    p = jax.nn.softmax(p_logits, axis=-1)
+    q = jax.nn.softmax(q_logits, axis=-1)
     return jnp.minimum(p, q).sum(axis=-1)
 
 
@@ -71,11 +74,13 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
     """
     if not 0 <= percent <= 100:
         raise ValueError(f"expected 0 <= percent <= 100; got {percent}")
+    # Infinities sort what lies outside the mask behind the last value.
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).ravel())
     last = jnp.maximum(mask.sum() - 1, 0)
     rank = percent / 100.0 * last
     below = jnp.floor(rank).astype(jnp.int32)
-    low, high = ordered[below], ordered[jnp.minimum(below + 1, last)]
+    low = ordered[below]
+    high = ordered[jnp.minimum(below + 1, last)]
     return jnp.where(mask.any(), low + jnp.where(high > low, (high - low) * (rank - below), 0.0), 1.0)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from smd_jax.corrections import MIS, TIS, Naive, Rejection
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dpo_update import DPOUpdateConfig
-from smd_jax.learner.update import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
@@ -22,8 +22,7 @@ from tests.toy_loop import CONFIG
         (TIS(), "level", "sequence_truncate", "token, sequence"),
         (MIS(), "level", "geometric", "token, sequence"),
         (Rejection(), "level", "seq_mean_k1", "token, sequence, geometric"),
-        (LossConfig(), "loss_type", "gspo", "grpo, bnpo, dr_grpo, dapo, cispo"),
-        (LossConfig(), "importance_sampling_level", "row", "token, sequence"),
+        (LossConfig(), "ratio_level", "sequence", "token, geometric"),
         (CONFIG, "advantages", "rloo", "group_relative, leave_one_out"),
         (CONFIG, "scale_rewards", True, "group, batch, none"),
         (UpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),

@@ -32,7 +32,8 @@ from smd_jax.corrections import (
     combine_terms,
 )
 from smd_jax.corrections.chain import split_by_time
-from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
+from smd_jax.losses.named import bnpo
+from smd_jax.losses.policy import LossInputs, policy_loss
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
 # Every correction gets a row, and thereby all tests of invariance.
@@ -327,7 +328,7 @@ def test_qurl_gradient_against_its_objective(name, clip_max, epsilon):
     def loss(logprobs):
         one = (inputs.mask & terms.counted).astype(jnp.float32)
         tokens = LossInputs(logprobs, inputs.old_logprobs, None, inputs.advantages, one, terms.weights)
-        return policy_loss(tokens.replace(high_scale=terms.high_scale), LossConfig(epsilon=epsilon))[0]
+        return policy_loss(tokens.replace(high_scale=terms.high_scale), bnpo(epsilon=epsilon))[0]
 
     np.testing.assert_allclose(jax.grad(loss)(inputs.logprobs), GOLDEN["gradients"][name], rtol=1e-5, atol=1e-7)
 

@@ -13,7 +13,7 @@ import pytest
 from smd_jax.corrections import TIS, Bypass, Chain, GeometricRejection, Naive, Rejection, Shadow, Veto
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.update import init_state
+from smd_jax.learner.state import init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.model.decoder import Decoder

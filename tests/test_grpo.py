@@ -13,8 +13,9 @@ import pytest
 
 from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state
+from smd_jax.learner.state import TrainBatch, TrainState, init_state
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
@@ -98,7 +99,7 @@ def test_every_metric_has_its_line_in_the_table():
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts", "rollout/utilisation"}
+    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
     of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0

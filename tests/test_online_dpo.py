@@ -13,7 +13,7 @@ import pytest
 from smd_jax.corrections import TIS, Naive
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainState, init_state
+from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.pairs import Judge
 from smd_jax.sharding import make_mesh

@@ -14,8 +14,10 @@ import pytest
 
 from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainState, UpdateConfig, Visibility, init_state, make_update
-from smd_jax.losses.policy import LossConfig
+from smd_jax.learner.config import UpdateConfig, Visibility
+from smd_jax.learner.state import TrainState, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.named import bnpo, gspo
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
@@ -294,7 +296,7 @@ def test_it_learns():
 
 def test_the_critic_learns_which_responses_are_good():
     """From the same responses again and again, where the only thing to learn is by heart."""
-    update = UpdateConfig(value=ValueConfig(coef=1.0, clip_range=None), loss=LossConfig(epsilon=0.01))
+    update = UpdateConfig(value=ValueConfig(coef=1.0, clip_range=None), loss=bnpo(epsilon=0.01))
     config = dataclasses.replace(CONFIG, update=update, lam=1.0)
     adam = optax.adam(5e-3)
     estimate, step = make_train_batch(MODEL, config), make_update(MODEL, adam, update)
@@ -365,8 +367,8 @@ def test_parameters_without_a_value_head():
             r"an advantage for every token, as PPO has them; got Chain\(.*OPSM",
         ),
         (
-            {"update": UpdateConfig(value=CRITIC, loss=LossConfig("grpo", importance_sampling_level="sequence"))},
-            "expected importance_sampling_level 'token' with PPO, because .*; got 'sequence'",
+            {"update": UpdateConfig(value=CRITIC, loss=gspo())},
+            "expected ratio_level 'token' with PPO, because .*; got 'geometric'",
         ),
     ],
 )

@@ -17,8 +17,10 @@ import pytest
 from smd_jax.config import ModelConfig
 from smd_jax.corrections import Naive
 from smd_jax.eviction.policies import H2O, Dense
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder

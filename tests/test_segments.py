@@ -90,28 +90,31 @@ def test_slots_by_hand():
     np.testing.assert_array_equal(slot, [[0, 2, 1, 2, 0, 2, 1, 2]])
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def tables(ends: Any, rows: int, keys: int) -> Any:
+    """One program for each shape, rather than one for each operation."""
+    column = jnp.broadcast_to(jnp.arange(ends.shape[1], dtype=jnp.int32)[None], ends.shape)
+    nothing = jnp.zeros((*ends.shape, 1))
+    blocks = pad_blocks(Blocks(nothing, nothing, nothing, column, column, ends), rows, keys)
+    live = live_tiles(blocks, rows, keys)
+    return blocks.column, blocks.born, blocks.evicted_at, live.live, live.of_rows(), live.of_keys()
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(cases(), st.integers(1, 9), st.integers(1, 9))
 def test_live_tiles(drawn: Drawn, rows: int, keys: int):
     """No tile with a visible key is left out, and causally none with only later keys is left in."""
     case = drawn.case()
-    tokens = case.evicted_at.shape[2]
-    ends = jnp.asarray(case.evicted_at.reshape(-1, tokens))
-    column = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], ends.shape)
-    nothing = jnp.zeros((*ends.shape, 1))
-    blocks = pad_blocks(Blocks(nothing, nothing, nothing, column, column, ends), rows, keys)
-    live = live_tiles(blocks, rows, keys)
-    seen = (blocks.born[:, None] <= blocks.column[:, :, None]) & (
-        blocks.column[:, :, None] < blocks.evicted_at[:, None]
-    )
-    cut = np.asarray(seen).reshape(len(ends), live.live.shape[1], rows, live.live.shape[2], keys)
-    tiles: np.ndarray = np.any(cut, axis=(2, 4))
-    assert not (tiles & ~np.asarray(live.live)).any()
-    first, after = map(np.asarray, live.of_rows())
-    assert (after <= -(-(np.arange(live.live.shape[1]) + 1) * rows // keys)).all()
+    ends = case.evicted_at.reshape(-1, case.evicted_at.shape[2])
+    column, born, evicted_at, live, of_rows, of_keys = jax.device_get(tables(jnp.asarray(ends), rows, keys))
+    seen = (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
+    tiles = np.any(seen.reshape(len(ends), live.shape[1], rows, live.shape[2], keys), axis=(2, 4))
+    assert not (tiles & ~live).any()
+    first, after = of_rows
+    assert (after <= -(-(np.arange(live.shape[1]) + 1) * rows // keys)).all()
     for block, row in np.ndindex(*first.shape):
         assert set(np.flatnonzero(tiles[block, row])) <= set(range(first[block, row], after[block, row]))
-    first, after = map(np.asarray, live.of_keys())
+    first, after = of_keys
     for block, key in np.ndindex(*first.shape):
         assert set(np.flatnonzero(tiles[block, :, key])) <= set(range(first[block, key], after[block, key]))
 

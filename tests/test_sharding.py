@@ -11,7 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
@@ -163,8 +165,8 @@ def test_axes_that_do_not_divide_are_left_out():
     assert param_spec(["q_proj", "kernel"], (8, 6), mesh) == P("fsdp", "tensor")
     assert param_spec(["q_proj", "kernel"], (6, 6), mesh) == P(None, "tensor")
     assert param_spec(["q_proj", "kernel"], (8, 5), mesh) == P("fsdp", None)
-    assert param_spec(["somewhere", "kernel"], (8, 8), mesh) == P()
-    assert param_spec(["kernel"], (8, 8), mesh) == P()
+    assert param_spec(["somewhere", "kernel"], (8, 8), mesh) == P("fsdp", None)
+    assert param_spec(["kernel"], (8, 8), mesh) == P("fsdp", None)
     placed = shard_tree({"q_proj": {"kernel": jnp.zeros((6, 6))}}, mesh)
     assert shard_shape(placed["q_proj"]["kernel"]) == (6, 3)
 

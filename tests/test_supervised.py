@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.learner.update import init_state
+from smd_jax.learner.state import init_state
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smd_jax.learner.update import TrainState
+from smd_jax.learner.state import TrainState
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.metrics_log import read_metrics

@@ -9,11 +9,15 @@ import optax
 import pytest
 
 from smd_jax.corrections import Naive
-from smd_jax.learner.forward import replay
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_replay, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay, replay
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.losses.policy import LossConfig, k3, token_weights
+from smd_jax.losses.named import grpo
+from smd_jax.losses.policy import LossConfig, k3
 from smd_jax.losses.schedules import CoefSchedule
+from smd_jax.losses.weighting import SequenceMean
 from smd_jax.masks import Segments
 from smd_jax.model.decoder import Decoder
 from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
@@ -95,9 +99,9 @@ def test_gradient_and_metrics_against_the_definition():
 
 def test_without_old_log_probabilities_the_ratio_is_one():
     # And the weights of a microbatch are those of the whole batch: a mean over eight rows, empty or not.
-    config = UpdateConfig(loss=LossConfig("grpo"), microbatch_size=2)
+    config = UpdateConfig(loss=grpo(), microbatch_size=2)
     metrics, grads = metrics_and_gradients(config, batch().replace(old_logprobs=None))
-    weights = token_weights(trajectory().response_mask, "grpo")
+    weights = SequenceMean().weights(trajectory().response_mask)
     np.testing.assert_allclose(metrics["loss"], -jnp.sum(weights * ADVANTAGES[:, None]), rtol=1e-5)
     assert distance(grads, explicit_policy_gradient(PARAMS, weights)) < 1e-5
 

@@ -27,9 +27,11 @@ from smd_jax.corrections import (
     SparseRL,
     Veto,
 )
-from smd_jax.learner.update import TrainBatch, UpdateConfig
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, token_weights
+from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 from smd_jax.masks import ShadowMask
 from tests.test_corrections import CORRECTIONS
 from tests.tiny_update import (
@@ -70,10 +72,12 @@ def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
     terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
     ratio_to = trajectory().logprobs if correction.traits.ratio_to == "sampler" else old
 
+    clipped = loss if correction.traits.clips else loss.unclipped()
+
     def of(logprobs):
-        weights = token_weights(terms.counted, loss.loss_type)
+        weights = loss.weighting.weights(terms.counted)
         inputs = LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights)
-        return policy_loss(inputs.replace(high_scale=terms.high_scale), loss, clip=correction.traits.clips)[0]
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), clipped)[0]
 
     value, cotangent = jax.value_and_grad(of)(logprobs)
     return value, pull(cotangent)[0], terms
@@ -89,7 +93,7 @@ def assert_near(found, expected):
 
 @pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
 def test_every_correction_in_any_split_and_order(correction):
-    loss = LossConfig("grpo")
+    loss = grpo()
     config = UpdateConfig("dense", loss, correction=correction, microbatch_size=2)
     expected, gradients, terms = explicit(correction, stale(), loss)
     metrics, found = metrics_and_gradients(config, stale())
@@ -148,9 +152,9 @@ def test_advantages_of_single_tokens():
 # --- rows that do not count
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
-def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss_type):
-    config = UpdateConfig(loss=LossConfig(loss_type))
+@pytest.mark.parametrize("loss", [grpo(), bnpo(), dr_grpo(), gspo()], ids=["grpo", "bnpo", "dr_grpo", "gspo"])
+def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
+    config = UpdateConfig(loss=loss)
     counts = np.array([True, False, True, True, False, False, True, True])
     left = jax.tree.map(lambda x: x[counts], batch())
     one, expected = metrics_and_gradients(config, left)
@@ -190,7 +194,7 @@ def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
     )
 
 
-@pytest.mark.parametrize("config", [UpdateConfig(), UpdateConfig("dense", LossConfig("grpo"), correction=SparseRL())])
+@pytest.mark.parametrize("config", [UpdateConfig(), UpdateConfig("dense", grpo(), correction=SparseRL())])
 def test_padding_changes_nothing(config):
     data = batch() if config.visibility == "shadow" else stale()
     one, expected = metrics_and_gradients(config, data)
@@ -261,9 +265,9 @@ def test_what_is_rejected_late_weighs_nothing():
         ),
         ({"policy_coef": 0.0}, "expected policy_coef > 0, or 0 with a distillation to learn from; got 0.0"),
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
-        ({"correction": DPPOTV(), "loss": LossConfig("cispo")}, "expected the plain token ratio.*DPPOTV"),
-        ({"correction": DPPOTV(), "loss": LossConfig(importance_sampling_level="sequence")}, "plain token ratio"),
-        ({"correction": QuRL(), "loss": LossConfig("cispo")}, "clips the ratio of single tokens.*QuRL"),
+        ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
+        ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
+        ({"correction": QuRL(), "loss": cispo()}, "clips the ratio of single tokens.*QuRL"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )

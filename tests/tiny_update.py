@@ -12,7 +12,9 @@ import optax
 
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainBatch, UpdateConfig, init_state, make_update
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout

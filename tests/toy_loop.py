@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.update import TrainState, UpdateConfig, init_state
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig

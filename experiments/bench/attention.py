@@ -125,11 +125,14 @@ def cudnn_causal(q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
 def stock_segments(q: Array, k: Array, v: Array, mask: KeyInterval, implementation: Literal["xla", "cudnn"]) -> Array:
     """Gathered segments with a stock kernel inside: keys in the order [own, kept, empty], one small triangle as mask,
     and the number of keys of each segment. Right for masks that evict at boundaries only, and without a prompt."""
-    segments, (batch, heads, tokens, head_dim), kv_heads = mask.segments, q.shape, k.shape[1]
+    segments = mask.segments
+    batch, heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
     assert segments is not None and not segments.first and not tokens % segments.length
     kept = slot_table(mask.evicted_at.reshape(-1, tokens), segments).kept
     kept = jnp.sort(jnp.where(kept == EMPTY, tokens, kept), axis=-1)
-    count, length = kept.shape[1], segments.length
+    count = kept.shape[1]
+    length = segments.length
 
     def by_segment(x: Array) -> Array:
         own = x.reshape(-1, count, length, head_dim)
@@ -235,7 +238,8 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
     q, k, v, weights, mask = inputs(args, tokens, budget)
     given = (q, k, v, mask)
     names = [n for n in table if (not args.impls or n in args.impls) and can_run(n, args, tokens, q, k, mask)]
-    forward, both = {}, {}
+    forward = {}
+    both = {}
     for n in list(names):
         try:
             forward[n] = jax.jit(table[n]).lower(*given).compile()
@@ -277,7 +281,8 @@ def compared(rows: list[Row]) -> list[Row]:
             for r in rows
         ]
     if causal:
-        fwd, bwd = causal[0].fwd_ms, causal[0].bwd_ms
+        fwd = causal[0].fwd_ms
+        bwd = causal[0].bwd_ms
         rows = [
             replace(
                 r,
@@ -302,7 +307,8 @@ def check(args: Args) -> None:
             continue
         run = jax.jit(forward_and_backward(f))
         try:
-            got, again = run(q, k, v, mask, weights), run(q, k, v, mask, weights)
+            got = run(q, k, v, mask, weights)
+            again = run(q, k, v, mask, weights)
         except FAILURES as error:
             print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
             continue

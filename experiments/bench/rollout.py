@@ -174,7 +174,9 @@ def table(title: str, rows: list[Row]) -> None:
     columns = ("engine", "cache MB", "of formula", "temporary MB", "peak GB", "max |Δ log p|")
     cells = []
     for row in rows:
-        cache, expected, temporary = row["cache_bytes"], row["expected_cache_bytes"], row.get("temp_bytes")
+        cache = row["cache_bytes"]
+        expected = row["expected_cache_bytes"]
+        temporary = row.get("temp_bytes")
         share = None if cache is None or expected is None else cache / expected
         sizes = (megabytes(cache), share, megabytes(temporary), row["peak_bytes"] / 1e9)
         cells.append((row["engine"], *sizes, row["max_abs_dlogp"]))
@@ -212,7 +214,8 @@ def roofline_command(args: Args) -> list[str]:
 
 def roofline(args: Args) -> None:
     """Prints and saves each row when it comes."""
-    header, found = {}, []
+    header = {}
+    found = []
     for row in lines(roofline_command(args)):
         if "versions" in row:
             header = row

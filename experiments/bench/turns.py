@@ -25,7 +25,8 @@ class Worker:
     process: subprocess.Popen[str] = field(init=False)
 
     def __enter__(self) -> Worker:
-        pipe, peer = subprocess.PIPE, self.command[0] != sys.executable
+        pipe = subprocess.PIPE
+        peer = self.command[0] != sys.executable
         own = environment() if peer else None
         self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, text=True, env=own)
         return self

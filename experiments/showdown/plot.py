@@ -15,7 +15,8 @@ from showdown.report import DECODINGS, Run, interval, values_of
 from smd_jax.train.plots import COLOURS
 
 Runs = Sequence[Run]
-SPARSE, DENSE = COLOURS[0], COLOURS[1]
+SPARSE = COLOURS[0]
+DENSE = COLOURS[1]
 FLOOR = 1e-16  # where a mismatch of 0 is drawn
 COLUMNS = 4
 
@@ -26,7 +27,8 @@ def draw(arms: Mapping[str, Runs], path: Path) -> None:
     figure = Figure(figsize=(11, 1.4 + 0.28 * len(arms) + 2.1 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 1, height_ratios=[1.4 + 0.28 * len(arms), 2.1 * rows])
-    above, below = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    above = figure.add_subfigure(grid[0])
+    below = figure.add_subfigure(grid[1])
     left, right = above.subplots(1, 2, sharey=True)
     draw_rewards(left, arms)
     draw_mismatch(right, arms)

@@ -246,11 +246,13 @@ def falls(run: Run, kind: str) -> list[tuple[Cell, ...]]:
         return [tuple(cells) for cells in run.row["falls"]]
     found = []
     for decoding, metric in DECODINGS.items():
-        rewards, steps = np.array(run.curve[metric]), run.curve["eval/step"]
+        rewards = np.array(run.curve[metric])
+        steps = run.curve["eval/step"]
         if rewards[-1] >= rewards[0] - FALL:
             continue
         steepest = int(np.argmin(np.diff(rewards)))
-        low, high = steps[steepest], steps[steepest + 1]
+        low = steps[steepest]
+        high = steps[steepest + 1]
         assert low is not None and high is not None
         change = f"{rewards[steepest]:.3f} → {rewards[steepest + 1]:.3f}"
         identity = (run.row["arm"], run.row["learning_rate"], f"{run.row['seed']} {kind}".strip(), decoding)

@@ -16,7 +16,8 @@ from smd_jax.tasks.task import Row
 
 DIGITS = 12
 PROMPT, RESPONSE = DIGITS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
-TRAINING_ROWS, EVALUATION_ROWS = 50_000, 512
+TRAINING_ROWS = 50_000
+EVALUATION_ROWS = 512
 Split = Literal["train", "validation", "evaluation"]
 
 

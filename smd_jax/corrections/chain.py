@@ -28,6 +28,7 @@ class Chain(Correction):
             raise ValueError("expected at least one correction in a Chain; got none")
         if sum(part.traits.weighs for part in self.parts) > 1:
             raise ValueError(f"expected at most one correction that weighs by xi in a Chain; got {names}")
+        # The ratio to the sampler is r xi: a weight xi beside it would count the mismatch twice.
         if self.traits.weighs and self.traits.ratio_to == "sampler":
             raise ValueError(
                 f"expected no weights by xi with a ratio to the sampler, which contains xi already; got {names}"

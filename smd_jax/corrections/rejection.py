@@ -75,5 +75,6 @@ class Veto(Correction):
         return CorrectionTraits(per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        # In logarithms, where nothing is cut at exp(-20): a threshold may lie below that.
         catastrophic = inputs.mask & (log_mismatch(inputs) < math.log(self.threshold))
         return rejecting(inputs, ~jnp.any(catastrophic, axis=1, keepdims=True))

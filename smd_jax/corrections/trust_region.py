@@ -77,6 +77,7 @@ class DPPOTV(Correction):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         now = jnp.where(inputs.mask, present_logprobs_of(inputs), 0.0)
         before = jnp.where(inputs.mask, sampler_logprobs_of(inputs), 0.0)
+        # A difference of probabilities, where a ratio's bounds would forbid a rare token to become ten times as likely.
         further = jnp.exp(now) - jnp.exp(before)
         advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
         inside = jnp.where(advantages > 0, further <= self.high, further >= -self.low)

@@ -5,11 +5,11 @@ It sees trajectories and advantages, never the eviction policy that made them.
 
 from smd_jax.learner.forward import Replay as Replay
 from smd_jax.learner.forward import replay as replay
-from smd_jax.learner.update import TrainBatch as TrainBatch
-from smd_jax.learner.update import TrainState as TrainState
-from smd_jax.learner.update import UpdateConfig as UpdateConfig
-from smd_jax.learner.update import init_state as init_state
-from smd_jax.learner.update import make_replay as make_replay
+from smd_jax.learner.state import TrainBatch as TrainBatch
+from smd_jax.learner.state import TrainState as TrainState
+from smd_jax.learner.config import UpdateConfig as UpdateConfig
+from smd_jax.learner.state import init_state as init_state
+from smd_jax.learner.forward import make_replay as make_replay
 from smd_jax.learner.update import make_update as make_update
 from smd_jax.learner.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.learner.dpo_update import PairBatch as PairBatch

@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
-from smd_jax.learner.forward import check_replayable, replay, replay_logits, response_hidden, response_logits
-from smd_jax.learner.update import Metrics, TrainState, Visibility, check_correction, check_visibilities, learner_mask
+from smd_jax.learner.config import Visibility, check_correction, check_visibilities
+from smd_jax.learner.forward import check_replayable, learner_mask, replay, replay_hidden, response_hidden
+from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.losses.dpo import (
     DPOConfig,
     DPOInputs,
@@ -37,7 +38,7 @@ from smd_jax.losses.dpo import (
     sequence_logprobs,
 )
 from smd_jax.losses.policy import k3
-from smd_jax.metrics import chi2_metrics, correction_metrics, mismatch_metrics, token_mean
+from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
@@ -216,18 +217,13 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
 
     def objective(params: Params, part: _Prepared) -> tuple[Array, tuple[Any, _Terms]]:
         rows = _rows(part.batch)
-
-        # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
-        @jax.checkpoint
-        def policy_terms(params: Params, hidden: Array) -> Any:
-            return replay_logits(response_logits(model, params, hidden, rows), rows)
-
-        scores = policy_terms(params, response_hidden(model, params, rows, learner_mask(rows, config.visibility)))
+        hidden = response_hidden(model, params, rows, learner_mask(rows, config.visibility))
+        learner = replay_hidden(model, params, hidden, rows)
         seen = learner_mask(rows, config.reference_visibility or config.visibility)
         reference = jax.lax.stop_gradient(replay(model, state.reference, rows, seen).logprobs)
-        loss, terms = dpo_loss(_inputs(part, rows, scores.logprobs, reference), config.loss)
-        kl = k3(scores.logprobs, reference)
-        kept = _Terms(_paired(scores.logprobs), _paired(scores.entropy), _paired(kl), terms)
+        loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)
+        kl = k3(learner.logprobs, reference)
+        kept = _Terms(_paired(learner.logprobs), _paired(learner.entropy), _paired(kl), terms)
         return loss, jax.lax.stop_gradient(((), kept))
 
     return objective
@@ -263,7 +259,6 @@ def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
         **dpo_metrics(terms.loss, prepared.weights),
         "kl": token_mean(_merged(terms.kl), mask),
         "entropy": token_mean(_merged(terms.entropy), mask),
-        **mismatch_metrics(rows.logprobs, logprobs, mask),
-        **chi2_metrics(rows.logprobs, logprobs, mask),
+        **sampler_learner_metrics(rows.logprobs, logprobs, mask),
         **correction_metrics(weights, counted, mask & signal),
     }

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from smd_jax.learner.accumulation import count_parts, in_parts
+from smd_jax.learner.config import Visibility
 from smd_jax.masks import Mask
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
 
+ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
+
 
 @any_leaves
 class Replay(struct.PyTreeNode):
-    """What the learner thinks of the response tokens, at the sampler's temperature and over the tokens that it kept.
+    """What the learner thinks of the response tokens, at the sampler's temperature and over its drawable tokens.
 
     Attributes:
       logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
@@ -63,11 +69,11 @@ def response_logits(
       columns: of the response, to which `hidden` belongs; None: all.
     """
     logits = model.logits(params, hidden) / trajectory.temperature
-    if trajectory.kept is None:
+    if trajectory.drawable is None:
         return logits
     drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
     # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
-    return jnp.where(drawn[..., None], trajectory.kept.apply(logits, columns), logits)
+    return jnp.where(drawn[..., None], trajectory.drawable.apply(logits, columns), logits)
 
 
 def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> Replay:
@@ -87,3 +93,42 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
     mask = trajectory.mask if mask is None else mask
     hidden = response_hidden(model, params, trajectory, mask)
     return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)
+
+
+def replay_hidden(
+    model: LanguageModel, params: Params, hidden: Float[Array, "batch R hidden"], trajectory: Trajectory
+) -> Replay:
+    """From the hidden states of `response_hidden`, for a pass that is differentiated."""
+
+    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
+    @jax.checkpoint
+    def from_hidden(params: Params, hidden: Float[Array, "batch R hidden"]) -> Replay:
+        return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)
+
+    return from_hidden(params, hidden)
+
+
+def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
+    """What the learner's queries see."""
+    return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
+
+
+def learner_logprobs(
+    model: LanguageModel, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
+) -> Float[Array, "batch R"]:
+    """Log-probabilities of the response tokens, in as many passes as there are microbatches."""
+
+    def of_part(part: Trajectory) -> Array:
+        return replay(model, params, part, learner_mask(part, visibility)).logprobs
+
+    return in_parts(of_part, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size))
+
+
+def make_replay(model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None) -> ReplayFunction:
+    """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
+    sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
+
+    def logprobs(params: Params, trajectory: Trajectory) -> Array:
+        return learner_logprobs(model, params, trajectory, visibility, microbatch_size)
+
+    return jax.jit(logprobs)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice
+from smd_jax.shapes import check_shape
 
 Scale = Literal["group", "batch", "none"]
 
@@ -25,8 +26,8 @@ def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scal
         ("none", Dr. GRPO arXiv:2503.20783). Deviations have Bessel's correction, as in TRL.
 
     Raises:
-      ValueError: if the batch does not divide into groups, a group is one completion, whose advantage is always 0, or
-        there is no such scale.
+      ValueError: if the rewards are not `[batch]`, the batch does not divide into groups, a group is one completion,
+        whose advantage is always 0, or there is no such scale.
     """
     check_choice("scale_rewards", scale, get_args(Scale))
     groups = _groups(rewards, group_size)
@@ -67,6 +68,7 @@ def groups_with_signal(rewards: Float[Array, " batch"], group_size: int) -> Bool
 
 
 def _groups(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "groups group_size"]:
+    check_shape("rewards", rewards, ("batch",))
     if group_size < 2:
         raise ValueError(
             f"expected groups of at least 2 completions, because an advantage is a reward less the mean of its group; "

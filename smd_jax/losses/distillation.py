@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import check_choice
 from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.ratios import SAFETY_BOUND
+from smd_jax.shapes import check_shape
 
 Direction = Literal["forward", "reverse", "published", "anchor"]
 Estimator = Literal["exact", "k1", "k2", "k3"]
@@ -76,7 +77,9 @@ def _check_fraction(name: str, fraction: float) -> None:
 
 def kl_divergence(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, "... vocab"]) -> Float[Array, ...]:
     """KL(p ‖ q) in nats, exact over the vocabulary."""
-    p, q = jax.nn.log_softmax(p_logits, axis=-1), jax.nn.log_softmax(q_logits, axis=-1)
+    check_shape("q_logits", q_logits, p_logits.shape)
+    p = jax.nn.log_softmax(p_logits, axis=-1)
+    q = jax.nn.log_softmax(q_logits, axis=-1)
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
@@ -134,6 +137,8 @@ def sampled_divergence(
 
     log rho is cut at ±20 before anything else, so that no value and no slope overflows; a slope keeps its sign there.
     """
+    check_shape("dense_logprobs", dense_logprobs, ("batch", "R"))
+    check_shape("shadow_logprobs", shadow_logprobs, dense_logprobs.shape)
     learner = dense_logprobs if direction == "published" else shadow_logprobs
     log_ratio = jax.lax.stop_gradient(jnp.clip(dense_logprobs - shadow_logprobs, -SAFETY_BOUND, SAFETY_BOUND))
     slope = _slope(log_ratio, direction, estimator)
@@ -149,7 +154,9 @@ def _value(
     reverse = direction == "reverse"
     k1 = -log_ratio if reverse else jnp.exp(log_ratio) * log_ratio
     excess = jnp.expm1(log_ratio)  # rho - 1, accurate where the policies are close
-    return k1 if estimator == "k1" else k1 + excess if reverse else k1 - excess
+    if estimator == "k1":
+        return k1
+    return k1 + excess if reverse else k1 - excess
 
 
 def _slope(
@@ -200,7 +207,7 @@ def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]
 
 def choose(
     config: DistillConfig, step: Int[Array, ""], rows: int, columns: int
-) -> tuple[Int[Array, " chosen"], Int[Array, " kept"]]:
+) -> tuple[Int[Array, " chosen_rows"], Int[Array, " chosen_columns"]]:
     """Rows of a microbatch and columns of the response whose divergence a step takes.
 
     Rows turn by one each step. Columns do as well, and by one more each time the rows have gone round: so that over
@@ -209,6 +216,7 @@ def choose(
     Raises:
       ValueError: if a fraction is not a whole number of rows or columns.
     """
-    chosen, kept = teacher_rows(rows, config.fraction), teacher_positions(columns, config.position_fraction)
-    period = 1 if chosen == rows else rows
-    return spread(step, rows, chosen), spread(step // period + step % period, columns, kept)
+    row_count = teacher_rows(rows, config.fraction)
+    column_count = teacher_positions(columns, config.position_fraction)
+    period = 1 if row_count == rows else rows
+    return spread(step, rows, row_count), spread(step // period + step % period, columns, column_count)

@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.config import check_choice
 from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 
 DPOLossType = Literal["sigmoid", "ipo"]
 
@@ -50,10 +52,7 @@ class DPOConfig:
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"expected beta > 0; got {self.beta}")
-        if self.loss_type not in get_args(DPOLossType):
-            raise ValueError(
-                f"expected loss_type to be one of {', '.join(get_args(DPOLossType))}; got {self.loss_type!r}"
-            )
+        check_choice("loss_type", self.loss_type, get_args(DPOLossType))
 
 
 @any_leaves
@@ -107,15 +106,18 @@ def sequence_logprobs(
     logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, " batch"]:
     """log-probability of each response: the sum over its tokens. What lies outside the mask may be anything."""
+    check_shape("logprobs", logprobs, ("batch", "R"))
+    check_shape("mask", mask, logprobs.shape)
     return jnp.where(mask, logprobs, 0.0).sum(axis=1)
 
 
-def pair_weights(counts: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
+def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does.
 
     A pair counts if it has signal and the correction does not reject it.
     """
-    return counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1)
+    check_shape("counted", counted, ("pairs",))
+    return counted.astype(jnp.float32) / jnp.maximum(counted.sum(), 1)
 
 
 def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DPOTerms]:
@@ -123,10 +125,15 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
 
     sigmoid   l = -log sigmoid(beta h)      (arXiv:2305.18290 eq. 7)
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
+
+    Raises:
+      ValueError: if the arrays are not all `[pairs]`.
     """
+    _check_shapes(inputs)
     active = inputs.weights > 0
     # What weighs nothing may hold infinities: replaced before any arithmetic, for 0 * inf would still be NaN.
-    chosen, rejected = _inside(inputs.chosen_logprobs, active), _inside(inputs.rejected_logprobs, active)
+    chosen = _inside(inputs.chosen_logprobs, active)
+    rejected = _inside(inputs.rejected_logprobs, active)
     of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
     of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
     per_pair = _per_pair(of_chosen - of_rejected, config)
@@ -180,7 +187,7 @@ def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: 
     """
     check_pair_correction(correction)
     terms = correction.terms(_as_one_response(chosen, rejected))
-    # One number a response, 0 and false outside.
+    # All tokens of a pair have one weight and one fate, and 0 and false stand outside: the largest is the pair's.
     return PairTerms(terms.weights.max(axis=1), terms.counted.any(axis=1))
 
 
@@ -198,6 +205,16 @@ def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> Co
         advantages=jnp.zeros(chosen.mask.shape[0]),
         mask=jnp.concatenate([chosen.mask, rejected.mask], axis=1) & complete,
     )
+
+
+def _check_shapes(inputs: DPOInputs) -> None:
+    check_shape("chosen_logprobs", inputs.chosen_logprobs, ("pairs",))
+    shape = inputs.chosen_logprobs.shape
+    check_shape("rejected_logprobs", inputs.rejected_logprobs, shape)
+    check_shape("reference_chosen_logprobs", inputs.reference_chosen_logprobs, shape)
+    check_shape("reference_rejected_logprobs", inputs.reference_rejected_logprobs, shape)
+    check_shape("weights", inputs.weights, shape)
+    check_shape("correction_weights", inputs.correction_weights, shape)
 
 
 def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:

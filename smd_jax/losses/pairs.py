@@ -17,6 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 
 # TRL's rank judge, (prompts, completions of each prompt) -> indices of its completions, the best first, the worst last.
 Judge = Callable[[list[Any], list[list[str]]], Sequence[Sequence[int]]]
@@ -45,12 +46,14 @@ def best_worst(rewards: Float[Array, " batch"], group_size: int) -> Pairs:
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
+    check_shape("rewards", rewards, ("batch",))
     check_group_size(group_size)
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     groups = rewards.reshape(-1, group_size)
+    first_best = jnp.argmax(groups, axis=1)
     last_worst = group_size - 1 - jnp.argmin(groups[:, ::-1], axis=1)
-    return _pairs(jnp.argmax(groups, axis=1), last_worst, group_size, groups.max(axis=1) > groups.min(axis=1))
+    return _pairs(first_best, last_worst, group_size, groups.max(axis=1) > groups.min(axis=1))
 
 
 def pairs_of_ranks(ranks: Int[np.ndarray, "groups group_size"]) -> Pairs:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.shapes import check_shape
+
 EPSILON = 1e-8  # added to the variance, as TRL's masked_whiten does
 
 
@@ -22,6 +24,9 @@ def terminal_rewards(rewards: Float[Array, " batch"], mask: Bool[Array, "batch R
     So in verl (token_level_scores). TRL's PPO puts it one column later where there is one, on a state that follows the
     last token, whose value its critic learns too.
     """
+    check_shape("mask", mask, ("batch", "R"))
+    check_shape("rewards", rewards, (mask.shape[0],))
+    # Summed from the right: the last token of a response is the one from which on there is one token.
     following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
     return jnp.where(mask & (following == 1), rewards[:, None], 0.0)
 
@@ -43,9 +48,16 @@ def gae(
 
     Returns:
       advantages A, and returns A + V, float32 or wider; both 0 outside the mask.
+
+    Raises:
+      ValueError: if the arrays are not all `[batch, R]`.
     """
+    check_shape("mask", mask, ("batch", "R"))
+    check_shape("rewards", rewards, mask.shape)
+    check_shape("values", values, mask.shape)
     wide = jnp.promote_types(jnp.result_type(rewards, values), jnp.float32)
-    rewards, values = (jnp.where(mask, x, 0.0).astype(wide) for x in (rewards, values))
+    rewards = jnp.where(mask, rewards, 0.0).astype(wide)
+    values = jnp.where(mask, values, 0.0).astype(wide)
 
     def back(later: tuple[Array, Array], column: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         next_value, next_advantage = later
@@ -56,6 +68,7 @@ def gae(
         return earlier, jnp.where(inside, advantage, 0.0)
 
     nothing = jnp.zeros(mask.shape[0], wide)
+    # From the last column to the first, over [R, batch]: scan runs over the leading axis.
     _, columns = jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)
     return columns.T, columns.T + values
 
@@ -66,6 +79,8 @@ def whiten(advantages: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) ->
     `(x - mean) / sqrt(variance + 1e-8)` with Bessel's correction, as masked_whiten with shift_mean in
     trl/experimental/ppo/ppo_trainer.py. A single token becomes 0.
     """
+    check_shape("mask", mask, ("batch", "R"))
+    check_shape("advantages", advantages, mask.shape)
     centred = _centred(advantages, mask)
     variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
     return centred * jax.lax.rsqrt(variance + EPSILON)
@@ -78,8 +93,12 @@ def explained_variance(
 
     1 for a critic that knows the returns, 0 for one that says the same everywhere, negative for one that is worse.
     """
+    check_shape("mask", mask, ("batch", "R"))
+    check_shape("values", values, mask.shape)
+    check_shape("returns", returns, mask.shape)
     tokens = jnp.maximum(mask.sum(), 1)
-    unexplained, of_returns = (jnp.square(_centred(x, mask)).sum() / tokens for x in (returns - values, returns))
+    unexplained = jnp.square(_centred(returns - values, mask)).sum() / tokens
+    of_returns = jnp.square(_centred(returns, mask)).sum() / tokens
     return 1.0 - unexplained / (of_returns + 1e-5)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.shapes import check_shape
+
 VALUE_METRICS: dict[str, str] = {
     "loss/value_avg": "value loss, before its coefficient",
     "val/clipfrac_avg": "share of tokens whose value has left its range towards the return: no gradient",
@@ -55,10 +57,19 @@ def value_loss(
 
     Returns:
       The loss, and where the clipped error was the larger one.
+
+    Raises:
+      ValueError: if the arrays are not all `[batch, R]`.
     """
+    check_shape("values", values, ("batch", "R"))
+    check_shape("old_values", old_values, values.shape)
+    check_shape("returns", returns, values.shape)
+    check_shape("weights", weights, values.shape)
     inside = weights > 0
     # Replaced before any arithmetic: a NaN times a weight of 0 would still be NaN, and so would its gradient.
-    values, old_values, returns = (jnp.where(inside, x, 0.0) for x in (values, old_values, returns))
+    values = jnp.where(inside, values, 0.0)
+    old_values = jnp.where(inside, old_values, 0.0)
+    returns = jnp.where(inside, returns, 0.0)
     error = jnp.square(values - returns)
     if config.clip_range is None:
         return 0.5 * jnp.sum(weights * error), jnp.zeros_like(inside)

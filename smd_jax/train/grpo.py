@@ -14,12 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.config import check_choice
-from smd_jax.learner.update import (
-    Metrics,
-    TrainBatch,
-    TrainState,
-    takes_sampler_for_old,
-)
+from smd_jax.learner.config import takes_sampler_for_old
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import shard_batch

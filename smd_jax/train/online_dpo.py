@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
-from smd_jax.learner.update import Metrics, ReplayFunction, TrainState, make_replay
+from smd_jax.learner.forward import ReplayFunction, make_replay
+from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params

@@ -10,20 +10,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from smd_jax.learner.update import (
-    Metrics,
-    ReplayFunction,
-    TrainBatch,
-    TrainState,
-    Update,
-    UpdateConfig,
-    check_reference,
-    check_rows_of,
-    counted_tokens,
-    make_replay,
-    make_update,
-    takes_sampler_for_old,
-)
+from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
+from smd_jax.learner.forward import ReplayFunction, make_replay
+from smd_jax.learner.prepare import counted_tokens
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.update import Update, make_update
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows

@@ -19,16 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
-from smd_jax.learner.forward import check_replayable, replay_logits, response_hidden, response_logits
-from smd_jax.learner.update import (
-    Metrics,
-    TrainBatch,
-    TrainState,
-    UpdateConfig,
-    counted_tokens,
-    learner_mask,
-    takes_sampler_for_old,
-)
+from smd_jax.learner.config import UpdateConfig, takes_sampler_for_old
+from smd_jax.learner.forward import check_replayable, learner_mask, replay_logits, response_hidden, response_logits
+from smd_jax.learner.prepare import counted_tokens
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.losses.value import ValueConfig
 from smd_jax.metrics import token_mean
@@ -74,10 +68,10 @@ class PPOConfig(PolicyConfig):
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
             )
-        if self.update.loss.importance_sampling_level == "sequence":
+        if self.update.loss.ratio_level != "token":
             raise ValueError(
-                "expected importance_sampling_level 'token' with PPO, because under the ratio of a sequence all its "
-                "tokens have one gradient, and their own advantages are lost; got 'sequence'"
+                "expected ratio_level 'token' with PPO, because under the ratio of a response all its tokens have one "
+                f"gradient, and their own advantages are lost; got {self.update.loss.ratio_level!r}"
             )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from smd_jax.learner.update import TrainState
+from smd_jax.learner.state import TrainState
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.loop import Loop

@@ -11,7 +11,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.learner.update import TrainState
+from smd_jax.learner.state import TrainState
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import apply_model

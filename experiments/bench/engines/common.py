@@ -18,10 +18,21 @@ from importlib.metadata import version
 from pathlib import Path
 
 # Qwen2 with biases on q, k and v; no dropout, no KL, no gradient checkpointing, float32.
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY = 256, 4, 8, 2, 32, 768, 1024
-ROPE_THETA, NORM_EPS, INIT_STD = 10_000.0, 1e-6, 0.02
+HIDDEN = 256
+LAYERS = 4
+HEADS = 8
+KV_HEADS = 2
+HEAD_DIM = 32
+FFN = 768
+VOCABULARY = 1024
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-6
+INIT_STD = 0.02
 # AdamW, the same in all.
-LEARNING_RATE, BETAS, ADAM_EPS, WEIGHT_DECAY = 1e-6, (0.9, 0.999), 1e-8, 0.01
+LEARNING_RATE = 1e-6
+BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
+WEIGHT_DECAY = 0.01
 GROUP = 8  # completions of a prompt: the advantages of a group have mean 0 and deviation 1
 WARMUP = 2  # updates before the clock runs: the first compiles
 
@@ -59,7 +70,11 @@ class Clock:
     """
 
     def __init__(self, args: argparse.Namespace, warmup: int = WARMUP) -> None:
-        self.args, self.warmup, self.begun, self.seconds, self.cpu_seconds = args, warmup, 0, [], []
+        self.args = args
+        self.warmup = warmup
+        self.begun = 0
+        self.seconds = []
+        self.cpu_seconds = []
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
@@ -75,11 +90,13 @@ class Clock:
         if self.begun >= self.warmup and self.args.driven:
             sys.stdin.readline()
         self.begun += 1
-        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+        self.start = time.perf_counter()
+        self.cpu_start = time.process_time()
 
     def end(self) -> None:
         """After an update whose results are there."""
-        took, cpu_took = time.perf_counter() - self.start, time.process_time() - self.cpu_start
+        took = time.perf_counter() - self.start
+        cpu_took = time.process_time() - self.cpu_start
         if self.begun > self.warmup:
             self.seconds.append(took)
             self.cpu_seconds.append(cpu_took)

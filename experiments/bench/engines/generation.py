@@ -53,7 +53,8 @@ class Marks:
     def milliseconds(self, around: int, cpu: bool) -> float | None:
         """Median time of a step over `WINDOW` tokens around a place, all turns together; None without marks there."""
         which = 2 if cpu else 1
-        first, last = around - WINDOW // 2, around + WINDOW // 2
+        first = around - WINDOW // 2
+        last = around + WINDOW // 2
         steps = []
         for turn in self.turns:
             for before, after in zip(turn, turn[1:], strict=False):

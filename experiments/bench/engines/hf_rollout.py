@@ -21,7 +21,8 @@ class Stamp(LogitsProcessor):
     """Changes nothing; notes the time of each step."""
 
     def __init__(self, marks: generation.Marks, prompt: int) -> None:
-        self.marks, self.prompt = marks, prompt
+        self.marks = marks
+        self.prompt = prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.marks.mark(input_ids.shape[1] - self.prompt)
@@ -74,10 +75,12 @@ def main() -> None:
     parser.add_argument("--static", action="store_true", help="a cache of fixed size")
     parser.add_argument("--scores", action=argparse.BooleanOptionalAction, default=True, help="log-probabilities")
     args = parser.parse_args()
-    clock, marks = common.Clock(args, warmup=1), generation.Marks()
+    clock = common.Clock(args, warmup=1)
+    marks = generation.Marks()
     model = build(args.prompt + args.new_tokens)
     ids = torch.tensor(generation.prompts(args.batch, args.prompt, common.VOCABULARY))
-    stamp, cache = Stamp(marks, args.prompt), None
+    stamp = Stamp(marks, args.prompt)
+    cache = None
     for turn in range(clock.updates):
         cache = None if args.static else DynamicCache(config=model.config)
         clock.begin()

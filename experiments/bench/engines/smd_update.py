@@ -27,8 +27,15 @@ import optax  # noqa: E402
 from smd_common import model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.learner.forward import replay_logits, response_hidden, response_logits  # noqa: E402
-from smd_jax.learner.update import TrainBatch, TrainState, UpdateConfig, init_state, learner_mask, make_update  # noqa: E402
+from smd_jax.learner.config import UpdateConfig  # noqa: E402
+from smd_jax.learner.forward import (  # noqa: E402
+    learner_mask,
+    replay_logits,
+    response_hidden,
+    response_logits,
+)
+from smd_jax.learner.state import TrainBatch, TrainState, init_state  # noqa: E402
+from smd_jax.learner.update import make_update  # noqa: E402
 from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
 from smd_jax.model.attention import attend  # noqa: E402
 from smd_jax.model.decoder import MLP, RMSNorm  # noqa: E402
@@ -43,7 +50,8 @@ def random_batch(args: argparse.Namespace) -> TrainBatch:
     valid = jnp.ones(tokens.shape, bool)
     mask = dense_mask(valid)
     if args.budget is not None:
-        segments, sizes = Segments(args.prompt, args.buffer, args.budget), (common.LAYERS, common.KV_HEADS)
+        segments = Segments(args.prompt, args.buffer, args.budget)
+        sizes = (common.LAYERS, common.KV_HEADS)
         mask = random_evictions(args.tokens, segments, batch=args.sequences, layers=sizes[0], kv_heads=sizes[1])
     trajectory = Trajectory(
         tokens=jnp.asarray(tokens),
@@ -61,7 +69,8 @@ def optimizer() -> optax.GradientTransformation:
 
 def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfig, state: TrainState) -> None:
     clock = common.Clock(args)
-    update, batch = make_update(model, optimizer(), config), random_batch(args)
+    update = make_update(model, optimizer(), config)
+    batch = random_batch(args)
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     for _ in range(clock.updates):
         clock.begin()
@@ -84,13 +93,18 @@ def parts(
     Those marked "both" are forward and backward. They are jitted one by one: XLA may fuse them with their neighbours
     in the whole update, so that the sum of the pieces is not its time.
     """
-    c, rows, count = model.config, args.microbatch, args.sequences // args.microbatch
+    c = model.config
+    rows = args.microbatch
+    count = args.sequences // args.microbatch
     batch = jax.tree.map(lambda x: x[:rows], random_batch(args))
-    trajectory, weights = batch.trajectory, jnp.full((rows, args.tokens - args.prompt), 1.0 / args.tokens)
+    trajectory = batch.trajectory
+    weights = jnp.full((rows, args.tokens - args.prompt), 1.0 / args.tokens)
     mask = learner_mask(trajectory, config.visibility)
-    tokens, response = rows * args.tokens, rows * (args.tokens - args.prompt)
+    tokens = rows * args.tokens
+    response = rows * (args.tokens - args.prompt)
     square = 2.0 * tokens * c.hidden_size  # flops a column of a projection costs
-    mlp, heads = 3 * square * c.intermediate_size, c.num_heads * c.head_dim
+    mlp = 3 * square * c.intermediate_size
+    heads = c.num_heads * c.head_dim
     projections = square * (2 * heads + 2 * c.num_kv_heads * c.head_dim)
     attention = 4.0 * rows * args.tokens**2 * heads  # dense and not causal: what a budget or causality saves shows
     logits = 2.0 * response * c.hidden_size * c.vocab_size
@@ -106,7 +120,8 @@ def parts(
     x = jax.random.normal(jax.random.key(0), (rows, args.tokens, c.hidden_size))
     layer = state.params["layers_0"]
     each = count * c.num_layers
-    swiglu, norm = MLP(c), RMSNorm(c.norm_eps)
+    swiglu = MLP(c)
+    norm = RMSNorm(c.norm_eps)
     yield "both: mlp", each, 3 * mlp, _both(lambda p, x: swiglu.apply({"params": p}, x)), (layer["mlp"], x)
     yield "both: norm", 2 * each, 0.0, _both(lambda p, x: norm.apply({"params": p}, x)), (layer["mlp_norm"], x)
 
@@ -129,7 +144,8 @@ def parts(
     yield "optimizer", 1, 0.0, lambda s: adamw.update(s.params, s.opt_state, s.params), (replace(state, key=None),)
 
     # What XLA makes of a bare product: the rate that no piece can beat.
-    a, b = x.reshape(tokens, -1), layer["mlp"]["gate_proj"]["kernel"]
+    a = x.reshape(tokens, -1)
+    b = layer["mlp"]["gate_proj"]["kernel"]
     yield "matmul [n,256]x[256,768]", each, square * c.intermediate_size, jnp.matmul, (a, b)
     yield "matmul [768,n]x[n,256]", each, square * c.intermediate_size, lambda a, b: b.T @ a, (a, a @ b)
 

@@ -1,0 +1,151 @@
+"""The loss of one microbatch, as a function of the parameters: policy loss, and what is added to it.
+
+hidden states under the learner's mask ─┬─► log-probabilities ─► policy loss
+                                        ├─► the dense teacher beside them ─► distillation
+                                        └─► the critic's values ─► value loss
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.corrections.base import Correction, CorrectionInputs
+from smd_jax.corrections.chain import split_by_time
+from smd_jax.learner.accumulation import Objective
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.distill import Agreement, distill_term
+from smd_jax.learner.forward import learner_mask, replay, replay_hidden, response_hidden
+from smd_jax.learner.prepare import Prepared, correction_inputs
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
+from smd_jax.losses.value import ValueConfig, value_loss
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.value_head import values
+from smd_jax.pytrees import any_leaves
+from smd_jax.trajectory import Trajectory
+
+
+@any_leaves
+class TokenTerms(struct.PyTreeNode):
+    """Per-token results of the forward passes, `[batch, R]`, for the metrics; None of what the step does not do."""
+
+    logprobs: Float[Array, "batch R"]
+    entropy: Float[Array, "batch R"]
+    loss: LossTerms
+    correction_weights: Float[Array, "batch R"]
+    values_clipped: Bool[Array, "batch R"] | None
+    agreement: Agreement | None
+
+
+def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
+    """`(params, microbatch) -> (loss, (scalars to sum up, TokenTerms))`.
+
+    The state gives what has no gradient here: the reference and the step. Its parameters are not looked at.
+    """
+
+    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
+        trajectory = part.batch.trajectory
+        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
+        learner = replay_hidden(model, params, hidden, trajectory)
+
+        weights = _correction_weights(config, part, learner.logprobs)
+        inputs = LossInputs(
+            logprobs=learner.logprobs,
+            old_logprobs=_ratio_to_logprobs(config.correction, part.batch, learner.logprobs),
+            reference_logprobs=_reference_logprobs(model, config, state, trajectory),
+            advantages=part.batch.advantages,
+            weights=part.weights,
+            correction_weights=weights,
+            high_scale=part.correction.high_scale,
+        )
+        loss, loss_terms = policy_loss(inputs, policy_loss_of(config))
+        loss = config.policy_coef * loss
+        sums: Metrics = {}
+
+        agreement = None
+        if config.distill is not None:
+            sums["distill"], agreement = distill_term(
+                model,
+                config.distill,
+                params,
+                state.reference,
+                state.step,
+                trajectory,
+                hidden,
+                part.distill_weights,
+            )
+            loss = loss + config.distill.coef_at(state.step) * sums["distill"]
+
+        values_clipped = None
+        if config.value is not None:
+            sums["loss/value_avg"], values_clipped = _value_loss(config.value, params, hidden, part)
+            loss = loss + config.value.coef * sums["loss/value_avg"]
+
+        terms = TokenTerms(
+            logprobs=learner.logprobs,
+            entropy=learner.entropy,
+            loss=loss_terms,
+            correction_weights=weights,
+            values_clipped=values_clipped,
+            agreement=agreement,
+        )
+        return loss, jax.lax.stop_gradient((sums, terms))
+
+    return objective
+
+
+def policy_loss_of(config: UpdateConfig) -> LossConfig:
+    """The policy loss, without its clipping where the correction brings a trust region of its own."""
+    return config.loss if config.correction.traits.clips else config.loss.unclipped()
+
+
+def _correction_weights(
+    config: UpdateConfig, part: Prepared, logprobs: Float[Array, "batch R"]
+) -> Float[Array, "batch R"]:
+    """Those made before the forward pass, times those of a correction that had to wait for it."""
+    late = split_by_time(config.correction)[1]
+    if late is None:
+        return part.correction.weights
+    present = jax.lax.stop_gradient(logprobs)
+    return part.correction.weights * _late_weights(late, correction_inputs(part.batch, part.mask, present))
+
+
+def _late_weights(late: Correction, inputs: CorrectionInputs) -> Float[Array, "batch R"]:
+    """Weights of a correction that looks at the present policy; what it rejects weighs 0."""
+    terms = late.terms(inputs)
+    if terms.high_scale is not None:
+        raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
+    return jnp.where(terms.counted, terms.weights, 0.0)
+
+
+def _ratio_to_logprobs(
+    correction: Correction, batch: TrainBatch, logprobs: Float[Array, "batch R"]
+) -> Float[Array, "batch R"]:
+    """Log-probabilities of the policy that the ratio is taken to."""
+    if correction.traits.ratio_to == "sampler":
+        return batch.trajectory.logprobs
+    return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
+
+
+def _reference_logprobs(
+    model: LanguageModel, config: UpdateConfig, state: TrainState, trajectory: Trajectory
+) -> Float[Array, "batch R"] | None:
+    """Log-probabilities of the frozen reference policy under its own mask; None without a KL."""
+    if config.loss.beta == 0 or state.reference is None:
+        return None
+    mask = learner_mask(trajectory, config.reference_visibility or config.visibility)
+    return jax.lax.stop_gradient(replay(model, state.reference, trajectory, mask).logprobs)
+
+
+def _value_loss(
+    config: ValueConfig, params: Params, hidden: Float[Array, "batch R hidden"], part: Prepared
+) -> tuple[Float[Array, ""], Bool[Array, "batch R"]]:
+    """The critic's loss over all tokens that count, also those that a correction rejects: it learns the returns of what
+    was sampled, and makes no use of a ratio."""
+    batch = part.batch
+    if batch.old_values is None or batch.returns is None:
+        raise ValueError("expected old_values and returns in the batch for the value loss, as PPOLoop puts; got None")
+    return value_loss(values(params, hidden), batch.old_values, batch.returns, part.value_weights, config)

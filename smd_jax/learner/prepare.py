@@ -1,0 +1,81 @@
+"""What must be known of a whole minibatch before it is split: the correction, and the weight of every token.
+
+Weights have denominators, such as the tokens of the minibatch, and a correction may divide by a mean over it. Made from
+a microbatch they would depend on its size.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.corrections.base import CorrectionInputs, CorrectionTerms
+from smd_jax.corrections.chain import split_by_time
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import learner_logprobs
+from smd_jax.learner.state import TrainBatch
+from smd_jax.losses.policy import mask_truncated_completions
+from smd_jax.losses.weighting import TokenMean
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.pytrees import any_leaves
+from smd_jax.trajectory import Trajectory
+
+
+@any_leaves
+class Prepared(struct.PyTreeNode):
+    """A batch with what must be known of all its rows before it is split; `[batch, R]`.
+
+    Attributes:
+      batch: as it came, with the old log-probabilities that the correction asked for.
+      mask: tokens that count: responses without rows left out and without truncated completions.
+      correction: of every token, as far as it does not depend on the present policy.
+      weights: of the tokens that the correction does not reject, in the policy loss.
+      value_weights: of the mean over all tokens that count. distill_weights: over all tokens of the responses, for
+        distillation needs no reward.
+    """
+
+    batch: TrainBatch
+    mask: Bool[Array, "batch R"]
+    correction: CorrectionTerms
+    weights: Float[Array, "batch R"]
+    value_weights: Float[Array, "batch R"]
+    distill_weights: Float[Array, "batch R"]
+
+
+def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+    """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
+    trajectory = batch.trajectory
+    mask = counted_tokens(config, trajectory, batch.counted_rows)
+    early = split_by_time(config.correction)[0]
+    if early.traits.uses_mismatch and batch.old_logprobs is None:
+        present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
+        batch = batch.replace(old_logprobs=jax.lax.stop_gradient(present))
+    correction = early.terms(correction_inputs(batch, mask))
+    return Prepared(
+        batch,
+        mask,
+        correction,
+        weights=config.loss.weighting.weights(correction.counted, batch.counted_rows),
+        value_weights=TokenMean().weights(mask),
+        distill_weights=TokenMean().weights(trajectory.response_mask),
+    )
+
+
+def counted_tokens(
+    config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
+) -> Bool[Array, "batch R"]:
+    """The response tokens that a step learns from; `counted_rows` as in TrainBatch."""
+    mask = trajectory.response_mask
+    if config.mask_truncated_completions:
+        mask = mask_truncated_completions(mask, trajectory.terminated)
+    return mask if counted_rows is None else mask & counted_rows[:, None]
+
+
+def correction_inputs(
+    batch: TrainBatch, mask: Bool[Array, "batch R"], logprobs: Float[Array, "batch R"] | None = None
+) -> CorrectionInputs:
+    """What a correction looks at; `logprobs` of the learner now, once they are known."""
+    sampler = batch.trajectory.logprobs
+    old = sampler if batch.old_logprobs is None else batch.old_logprobs
+    return CorrectionInputs(sampler, old, logprobs, batch.advantages, mask)

@@ -1,0 +1,72 @@
+"""What a step changes, and what it learns from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.model.protocol import Params
+from smd_jax.pytrees import any_leaves
+from smd_jax.trajectory import Trajectory
+
+Metrics = dict[str, Array]
+
+
+@any_leaves
+class TrainState(struct.PyTreeNode):
+    """Everything that a step changes or needs again.
+
+    Attributes:
+      step: optimizer steps taken.
+      params: of the policy. opt_state: of the optimizer.
+      reference: parameters of the frozen reference policy, or None.
+      key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: Any
+    reference: Params | None
+    key: Key[Array, ""]
+
+
+@any_leaves
+class TrainBatch(struct.PyTreeNode):
+    """What one step learns from.
+
+    Attributes:
+      trajectory: `[batch, ...]`.
+      advantages: `[batch]`, or `[batch, R]` where every token has its own.
+      old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
+      counted_rows: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows
+        count.
+      old_values, returns: `[batch, R]` the critic's values at the rollout's parameters, and what it should have said;
+        None without a critic.
+    """
+
+    trajectory: Trajectory
+    advantages: Float[Array, " batch"] | Float[Array, "batch R"]
+    old_logprobs: Float[Array, "batch R"] | None
+    counted_rows: Bool[Array, " batch"] | None = None
+    old_values: Float[Array, "batch R"] | None = None
+    returns: Float[Array, "batch R"] | None = None
+
+
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
+) -> TrainState:
+    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both."""
+    reference = jax.tree.map(jnp.copy, reference)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
+
+
+def check_reference(config: UpdateConfig, state: TrainState) -> None:
+    """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
+    if config.needs_reference and state.reference is None:
+        raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")

@@ -1,0 +1,61 @@
+"""Policy losses by the names of their papers, with their papers' bounds; each is a `LossConfig` of three choices.
+
+    name      weighting      surrogate    ratio of
+    grpo      SequenceMean   Clip         a token
+    bnpo      TokenMean      Clip         a token
+    dapo      TokenMean      Clip         a token
+    dr_grpo   FixedLength    Clip         a token
+    gspo      SequenceMean   Clip         a response (geometric mean)
+    cispo     TokenMean      ClipWeight   a token
+
+Everywhere `beta` is the coefficient of the k3 KL to the reference policy, and the other arguments are those of the
+surrogate. Another combination, or a part of your own, is a `LossConfig` as well.
+"""
+
+from __future__ import annotations
+
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.surrogates import Clip, ClipWeight
+from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
+
+
+def grpo(
+    epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
+) -> LossConfig:
+    """GRPO (arXiv:2402.03300 eq. 3): every response weighs the same, whatever its length."""
+    return LossConfig(SequenceMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+
+
+def bnpo(
+    epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
+) -> LossConfig:
+    """TRL's bnpo: every token of the minibatch weighs the same. The default, `LossConfig()`."""
+    return LossConfig(TokenMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+
+
+def dapo(
+    epsilon: float = 0.2, epsilon_high: float | None = 0.28, beta: float = 0.0, delta: float | None = None
+) -> LossConfig:
+    """DAPO (arXiv:2503.14476 eq. 8): every token weighs the same, and rare tokens may grow further (clip higher)."""
+    return LossConfig(TokenMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+
+
+def dr_grpo(
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    delta: float | None = None,
+    max_length: int | None = None,
+) -> LossConfig:
+    """Dr. GRPO (arXiv:2503.20783): the denominator is a constant. It goes with `scale_rewards="none"`."""
+    return LossConfig(FixedLength(max_length), Clip(epsilon, epsilon_high, delta), beta=beta)
+
+
+def gspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float = 0.0) -> LossConfig:
+    """GSPO (arXiv:2507.18071 eq. 7): all tokens of a response have the geometric mean of their ratios."""
+    return LossConfig(SequenceMean(), Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta)
+
+
+def cispo(epsilon_high: float = 0.2, beta: float = 0.0) -> LossConfig:
+    """CISPO (arXiv:2506.13585): the clipped ratio is a weight, so that no token loses its gradient."""
+    return LossConfig(TokenMean(), ClipWeight(epsilon_high), beta=beta)

@@ -1,0 +1,167 @@
+"""Surrogates: what each token adds to the objective, from the ratio of two policies and its advantage.
+
+To add one: a frozen dataclass with `terms`, in any file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from smd_jax.pytrees import any_leaves
+
+
+@any_leaves
+class SurrogateInputs(struct.PyTreeNode):
+    """What a surrogate looks at; float32 or wider `[batch, R]`. Where a token does not count, its ratio is 1 and its
+    log-probability 0.
+
+    Attributes:
+      ratio: new over old probability, of the token or of its response (`LossConfig.ratio_level`); with a gradient.
+      logprobs: of the policy being trained; with a gradient.
+      advantages: `[batch, 1]` of responses, or `[batch, R]` where every token has its own.
+      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1. It is given to no
+        surrogate but those that take it (`takes_high_scale`).
+    """
+
+    ratio: Float[Array, "batch R"]
+    logprobs: Float[Array, "batch R"]
+    advantages: Float[Array, "batch _"]
+    high_scale: Float[Array, "batch R"] | None = None
+
+
+@any_leaves
+class SurrogateTerms(struct.PyTreeNode):
+    """What a surrogate says of each token.
+
+    Attributes:
+      objective: `[batch, R]`, what the token adds to the objective. The loss is minus its weighted sum.
+      metrics: name -> `[batch, R]`, what is to be logged: the mean over the counted tokens, or over responses where a
+        ratio belongs to a response (`surrogate_metrics`).
+    """
+
+    objective: Float[Array, "batch R"]
+    metrics: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Base of all surrogates: a frozen dataclass, hashable, so that one can be a static argument."""
+
+    @property
+    def takes_high_scale(self) -> bool:
+        """Whether it clips the ratio from above, at a bound that a correction may scale token by token."""
+        return False
+
+    @property
+    def only_clips(self) -> bool:
+        """Whether clipping is all that makes it differ from ratio * advantage, so that a correction with a trust region
+        of its own may stand in the place of the clipping."""
+        return False
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        """What each token adds to the objective, before corrections."""
+        raise TypeError(f"{type(self).__name__} has no terms: its class must define them")
+
+
+@dataclass(frozen=True)
+class Clip(Surrogate):
+    """PPO's (arXiv:1707.06347 eq. 7): min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r the ratio, A the advantage.
+
+    Metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and `clip_ratio/region_mean`, where the bounds took the
+    gradient away. What `delta` takes away is not counted.
+
+    Attributes:
+      epsilon: the ratio is clipped from below at `1 - epsilon`.
+      epsilon_high: from above at `1 + epsilon_high`; None takes `epsilon`.
+      delta: dual clip: where the advantage is negative, the ratio has no gradient above this (arXiv:1912.09729,
+        INTELLECT-2 arXiv:2505.07291); None: no such bound.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < 1:
+            raise ValueError(f"expected 0 < epsilon < 1; got {self.epsilon}")
+        if self.epsilon_high is not None and not self.epsilon_high > 0:
+            raise ValueError(f"expected epsilon_high > 0; got {self.epsilon_high}")
+        if self.delta is not None and not self.delta > self.bounds[1]:
+            raise ValueError(f"expected delta above the upper bound {self.bounds[1]} of the ratio; got {self.delta}")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lowest and highest ratio that still has a gradient."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @property
+    def takes_high_scale(self) -> bool:
+        return True
+
+    @property
+    def only_clips(self) -> bool:
+        return self.delta is None
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        ratio = inputs.ratio
+        advantages = inputs.advantages
+        low, high = self.bounds
+        if inputs.high_scale is not None:
+            high = high * inputs.high_scale
+        clipped_low = (ratio < low) & (advantages < 0)
+        clipped_high = (ratio > high) & (advantages > 0)
+        # After the comparisons: what delta cuts is not reported as clipped, as in TRL.
+        if self.delta is not None:
+            ratio = jnp.where(advantages < 0, jnp.minimum(ratio, self.delta), ratio)
+        return SurrogateTerms(
+            objective=jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages),
+            metrics={
+                "clip_ratio/low_mean": clipped_low,
+                "clip_ratio/high_mean": clipped_high,
+                "clip_ratio/region_mean": clipped_low | clipped_high,
+            },
+        )
+
+
+@dataclass(frozen=True)
+class ClipWeight(Surrogate):
+    """CISPO's (arXiv:2506.13585 eq. 4 and 5): sg(min(r, 1 + epsilon_high)) A log p. The clipped ratio is a weight, so
+    that no token loses its gradient.
+
+    Metrics: `cispo_clip_ratio`, where the bound cut the weight of a token with a positive advantage, as TRL counts.
+
+    Attributes:
+      epsilon_high: as MiniMax-M1 writes it. TRL means the bound itself, so that its epsilon_high 5.0 is our 4.0.
+    """
+
+    epsilon_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not self.epsilon_high > 0:
+            raise ValueError(f"expected epsilon_high > 0; got {self.epsilon_high}")
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        high = 1 + self.epsilon_high
+        # No gradient through the ratio: it comes from the log-probability, whatever the bound did.
+        weight = jax.lax.stop_gradient(jnp.minimum(inputs.ratio, high))
+        return SurrogateTerms(
+            objective=weight * inputs.advantages * inputs.logprobs,
+            metrics={"cispo_clip_ratio": (inputs.ratio > high) & (inputs.advantages > 0)},
+        )
+
+
+@dataclass(frozen=True)
+class Unclipped(Surrogate):
+    """r A, without bounds: for corrections that bring a trust region of their own. No metrics."""
+
+    @property
+    def only_clips(self) -> bool:
+        return True
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        return SurrogateTerms(objective=inputs.ratio * inputs.advantages, metrics={})

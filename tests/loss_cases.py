@@ -1,0 +1,39 @@
+"""The policy losses under test, in one table: a new one gets a row and thereby all tests of invariance."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import pytest
+
+from smd_jax.losses.named import bnpo, cispo, dapo, dr_grpo, grpo
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
+
+LOSSES: dict[str, Callable[..., LossConfig]] = {
+    "grpo": grpo,
+    "bnpo": bnpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "cispo": cispo,
+}
+
+NAMES = pytest.mark.parametrize("name", LOSSES)
+
+CONFIGS = {
+    f"{name}-{level}": replace(make(beta=0.1), ratio_level=level)
+    for name, make in LOSSES.items()
+    for level in ("token", "geometric")
+}
+EVERY_LOSS = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def loss_of(logprobs, inputs: LossInputs, config: LossConfig):
+    return policy_loss(inputs.replace(logprobs=logprobs), config)[0]
+
+
+def gradient(inputs: LossInputs, config: LossConfig):
+    return jax.grad(loss_of)(inputs.logprobs, inputs, config)
+
+
+def loss_and_gradient(inputs: LossInputs, config: LossConfig):
+    return jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)

@@ -1,0 +1,165 @@
+"""A weighting, a surrogate and two corrections from outside of the library: by hand, in the update, in the loop."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import (
+    DPPOTV,
+    OPSM,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    CorrectionTraits,
+    QuRL,
+    Veto,
+)
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.losses import LossConfig, Surrogate, SurrogateInputs, SurrogateTerms, TokenWeighting, policy_loss
+from smd_jax.losses.policy import LossInputs, surrogate_metrics
+from tests.correction_cases import inputs_of
+from tests.tiny_update import (
+    ADVANTAGES,
+    LENGTH,
+    PARAMS,
+    ROWS,
+    batch,
+    distance,
+    explicit_token_logprobs,
+    metrics_and_gradients,
+    trajectory,
+)
+from tests.toy_loop import CONFIG, new_loop, new_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@dataclass(frozen=True)
+class RootLength(TokenWeighting):
+    """Between grpo and dapo: a response weighs as the square root of its length."""
+
+    def weights(self, mask, counted_rows=None):
+        lengths = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+        rows = mask.shape[0] if counted_rows is None else jnp.maximum(counted_rows.sum(), 1)
+        return mask / (jnp.sqrt(lengths) * rows)
+
+
+@dataclass(frozen=True)
+class Gate(Surrogate):
+    """A sigmoid in place of clipping (SAPO, arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A."""
+
+    tau: float = 2.0
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        gate = jax.nn.sigmoid(self.tau * (inputs.ratio - 1.0))
+        return SurrogateTerms(4.0 / self.tau * gate * inputs.advantages, {"gate_mean": gate})
+
+
+@dataclass(frozen=True)
+class RootRatio(Correction):
+    """The weight is the square root of xi."""
+
+    @property
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(weighs=True)
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        assert inputs.sampler_logprobs is not None
+        half = jnp.where(inputs.mask, (inputs.old_logprobs - inputs.sampler_logprobs) / 2, 0.0)
+        return CorrectionTerms(jnp.where(inputs.mask, jnp.exp(half), 0.0), inputs.mask)
+
+
+@dataclass(frozen=True)
+class WithoutFirst(Correction):
+    """Rejects the first token of every response. It has no traits of its own."""
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (jnp.cumsum(inputs.mask, axis=1) > 1))
+
+
+LOSS = LossConfig(RootLength(), Gate())
+
+
+def test_loss_and_gradient_by_hand():
+    """Row 0: four tokens of ratio 1, advantage 1, so gate 1/2 and objective 1, weight 1 / (sqrt(4) 2).
+
+    Row 1: one token, 2 (r - 1) = log 3, so gate 3/4 and objective 4/2 * 3/4 * -2 = -3, weight 1 / (1 * 2).
+    """
+    mask = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
+    ratio = 1 + np.log(3) / 2
+    old = jnp.log(jnp.full((2, 4), 0.2))
+    new = old.at[1].add(jnp.log(ratio))
+    inputs = LossInputs(new, old, None, jnp.array([1.0, -2.0]), LOSS.weighting.weights(mask))
+    loss, terms = policy_loss(inputs, LOSS)
+    np.testing.assert_allclose(loss, -(4 * 1 / 4 + -3 / 2), rtol=1e-6)
+    # d gate objective / d log p = 4 gate (1 - gate) r A
+    slopes = jax.grad(lambda x: policy_loss(inputs.replace(logprobs=x), LOSS)[0])(new)
+    expected = [[-1 / 4] * 4, [-(4 * 3 / 4 * 1 / 4 * ratio * -2) / 2, 0, 0, 0]]
+    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
+    np.testing.assert_allclose(surrogate_metrics(terms, mask, LOSS)["gate_mean"], (4 * 1 / 2 + 3 / 4) / 5, rtol=1e-6)
+
+
+def test_a_chain_of_corrections_by_hand():
+    inputs = inputs_of([[4.0, 0.25, 1.0], [1.0, 9.0, 1e-6]], mask=[[1, 1, 0], [1, 1, 1]])
+    chain = Chain((RootRatio(), WithoutFirst(), Veto()))
+    terms = chain.terms(inputs)
+    np.testing.assert_allclose(terms.weights, [[2, 0.5, 0], [1, 3, 1e-3]], rtol=1e-5)
+    np.testing.assert_array_equal(terms.counted, [[False, True, False], [False, False, False]])
+    assert chain.traits == CorrectionTraits(weighs=True)
+    assert Chain((WithoutFirst(), OPSM())).traits == CorrectionTraits(uses_present=True, judges_responses=True)
+    with pytest.raises(ValueError, match=r"at most one .* weighs by xi in a Chain; got \['RootRatio', 'RootRatio'\]"):
+        Chain((RootRatio(), RootRatio()))
+
+
+def written_out(params, old):
+    """The same loss without a line of the library's: mean over rows of sums over tokens by the root of their number."""
+    logprobs = explicit_token_logprobs(params, trajectory().dense_mask())
+    mask = trajectory().response_mask
+    counted = mask & (jnp.cumsum(mask, axis=1) > 1)
+    xi = jnp.where(counted, jnp.exp(old - trajectory().logprobs), 1.0)
+    ratio = jnp.where(counted, jnp.exp(logprobs - old), 1.0)
+    objective = jnp.sqrt(xi) * 2.0 / (1.0 + jnp.exp(-2.0 * (ratio - 1.0))) * ADVANTAGES[:, None]
+    tokens = jnp.maximum(counted.sum(axis=1), 1)
+    return -jnp.mean(jnp.where(counted, objective, 0.0).sum(axis=1) / jnp.sqrt(tokens))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_the_update_takes_the_gradient_of_the_formula(size):
+    noise = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
+    old = explicit_token_logprobs(PARAMS, trajectory().dense_mask()) + 0.1 * noise
+    config = UpdateConfig("dense", LOSS, correction=Chain((RootRatio(), WithoutFirst())), microbatch_size=size)
+    metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=old))
+    loss, expected = jax.value_and_grad(written_out)(PARAMS, old)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert distance(found, expected) < 1e-5
+    assert 0 < metrics["gate_mean"] < 1 and "clip_ratio/low_mean" not in metrics
+
+
+def test_the_loop_takes_them():
+    update = UpdateConfig("dense", LOSS, correction=Chain((RootRatio(), WithoutFirst())))
+    _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(new_state())
+    assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and 0 < metrics["gate_mean"] < 1
+
+
+@pytest.mark.parametrize("correction", [QuRL(), DPPOTV()])
+def test_what_a_surrogate_does_not_claim_is_not_asked_of_it(correction):
+    """Scaled bounds, or a trust region in the place of its own."""
+    with pytest.raises(ValueError, match=f"expected .* with {type(correction).__name__}.*Gate"):
+        UpdateConfig("dense", LOSS, correction=correction)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TokenWeighting().weights(jnp.ones((1, 2), bool)), "TokenWeighting has no weights"),
+        (lambda: Surrogate().terms(SurrogateInputs(*[jnp.ones((1, 2))] * 3)), "Surrogate has no terms"),
+    ],
+)
+def test_the_base_classes_do_nothing(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
