@@ -95,7 +95,7 @@ class Args:
     group: int = 8  # completions per prompt
     minibatches: int = 1  # optimizer steps per rollout
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
-    slots: int | None = None  # completions decoded at once, through which the others go; all by default
+    decode_rows: int | None = None  # completions decoded at once, through which the others go; all by default
     memory: str | None = None  # of a device, such as 80GiB: as many completions are decoded at once as fit
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"  # with the bounds of its paper
     beta: float = 0.0  # coefficient of the k3 KL to the initial policy
@@ -120,7 +120,7 @@ def main(args: Args) -> None:
     with explained(Args):
         loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
         loop, plan = fit_loop(loop, params, memory_of(args))
-    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
     loop = replace(loop, report=rollout_report())
     params = shard_tree(params, loop.mesh)
     reference = params if loop.config.update.needs_reference else None
@@ -149,7 +149,7 @@ def make_loop(args: Args, model: smd.Decoder) -> smd.GRPOLoop:
         group_size=args.group,
         prompt_width=args.prompt_tokens or max(longest_prompt(tokenizer, task) for task in tasks),
         policy=POLICIES[args.policy],
-        slots=args.slots,
+        decode_rows=args.decode_rows,
         stop_strings=args.stop,
         rollout=smd.RolloutConfig(
             args.response_tokens,
@@ -200,7 +200,10 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mappin
 def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
-    sizes, rows = loop.config.rollout, (loop.config.prompt_width, loop.config.slots or loop.config.completions_per_step)
+    sizes, rows = (
+        loop.config.rollout,
+        (loop.config.prompt_width, loop.config.decode_rows or loop.config.completions_per_step),
+    )
     kept = cache_bytes(loop.model.shape, loop.config.policy, sizes, *rows)
     full = cache_bytes(loop.model.shape, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]

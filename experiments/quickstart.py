@@ -119,7 +119,7 @@ def run_seed(args: Args, seed: int) -> Result:
     with explained(Args):
         memory = None if args.memory is None else parse_bytes(args.memory)
         loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
-    summary_table(f"memory of a device, {plan.slots} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)
@@ -251,7 +251,7 @@ def report(
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
     mean = float(np.mean([row["sampling/sampling_logp_difference/mean"] for row in history]))
     shape = loop.model.shape
-    sizes = (loop.config.rollout, PROMPT, loop.config.slots or loop.config.completions_per_step)
+    sizes = (loop.config.rollout, PROMPT, loop.config.decode_rows or loop.config.completions_per_step)
     kept, full = (cache_bytes(shape, policy, *sizes) for policy in (loop.config.policy, smd.eviction.Dense()))
     summary_table(
         f"{name_of(args)}, seed {seed}, {len(history)} rollouts",

@@ -12,8 +12,8 @@ random numbers but one. Of V tokens only BLOCK a row are ever gathered.
 Filters are those of transformers (generation/logits_process.py: TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 and in its order: temperature, top-k, top-p of what top-k left, min-p. vLLM has the same definitions, but takes min-p
 first, so that its top-p is a share of what min-p left (vllm/v1/sample/sampler.py). Where tokens are equally likely,
-top-k keeps exactly k, those with the lowest ids, for its set must have a fixed size; top-p keeps all or none of them.
-transformers and vLLM keep more than k in the first case, and tear them apart in the second.
+top-k leaves exactly k, those with the lowest ids, for its set must have a fixed size; top-p leaves all or none of them.
+transformers and vLLM leave more than k in the first case, and tear them apart in the second.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SamplingConfig:
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token, whatever the filters.
-      top_k: keep this many tokens of highest probability; 0 keeps all.
-      top_p: keep the smallest set of most likely tokens whose probability reaches this; 1.0 keeps all.
-      min_p: keep tokens at least this many times as probable as the most likely one; 0.0 keeps all.
+      top_k: leave this many tokens of highest probability; 0 leaves all.
+      top_p: leave the smallest set of most likely tokens whose probability reaches this; 1.0 leaves all.
+      min_p: leave tokens at least this many times as probable as the most likely one; 0.0 leaves all.
     """
 
     temperature: float = 1.0
@@ -66,13 +66,13 @@ class SamplingConfig:
         """Whether a learner can reproduce the probabilities: at any temperature but 0, whose choices have none."""
         return self.temperature > 0
 
-    def keeps(self, vocab: int) -> int:
-        """Tokens that top-k keeps; 0 if it keeps all."""
+    def left_by_top_k(self, vocab: int) -> int:
+        """How many tokens top-k leaves; 0 if it leaves all."""
         return self.top_k if self.top_k < vocab else 0
 
     def filters(self, vocab: int) -> bool:
-        """Whether some tokens of the vocabulary may be kept out."""
-        return self.trainable and (self.keeps(vocab) > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether some tokens of the vocabulary may be left out."""
+        return self.trainable and (self.left_by_top_k(vocab) > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @any_leaves
@@ -84,14 +84,15 @@ class Sampled(struct.PyTreeNode):
       logprobs: `[batch]` of the tokens, under the distribution that they were drawn from (temperature and filters
         applied; greedy decoding reports those at temperature 1, without filters).
       entropy: `[batch]` of that distribution, in nats.
-      kept: the tokens that could have been drawn, in the form that `kept_form` tells: int32 ids `[batch, k]`, the most
-        likely first, -1 where there are fewer; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without filters.
+      drawable: the tokens that could have been drawn, in the form that `drawable_form` tells: int32 ids `[batch, k]`,
+        the most likely first, -1 where there are fewer; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without
+        filters.
     """
 
     tokens: Int[Array, " batch"]
     logprobs: Float[Array, " batch"]
     entropy: Float[Array, " batch"]
-    kept: Int[Array, "batch k"] | UInt8[Array, "batch bytes"] | None
+    drawable: Int[Array, "batch k"] | UInt8[Array, "batch bytes"] | None
 
 
 def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"], config: SamplingConfig) -> Sampled:
@@ -106,15 +107,15 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
         return _greedy(logits)
     logits = logits / config.temperature
     vocab, ids = logits.shape[-1], None
-    if config.keeps(vocab):
+    if config.left_by_top_k(vocab):
         # By each device for its own rows: left alone, the compiler gathers all rows on every device to sort them
         # (openxla/xla#49006).
-        logits, ids = over_rows(partial(jax.lax.top_k, k=config.keeps(vocab)), logits)
+        logits, ids = over_rows(partial(jax.lax.top_k, k=config.left_by_top_k(vocab)), logits)
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
     places = inverse_cdf(weights, uniforms)
     tokens = places if ids is None else _pick(ids, places)
-    return Sampled(tokens, *_logprobs_and_entropy(shifted, weights, places), _kept(weights, ids, config, vocab))
+    return Sampled(tokens, *_logprobs_and_entropy(shifted, weights, places), _drawable(weights, ids, config, vocab))
 
 
 def _greedy(logits: Float[Array, "batch vocab"]) -> Sampled:
@@ -232,28 +233,28 @@ def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, "
     return jax.lax.bitcast_convert_type(inside, weights.dtype)
 
 
-# --- the kept set
+# --- the set of drawable tokens
 
 
-def kept_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | None:
-    """Shape (of one row, one step) and dtype of `Sampled.kept`; None without filters.
+def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | None:
+    """Shape (of one row, one step) and dtype of `Sampled.drawable`; None without filters.
 
     Ids of top-k, or a bit for each token of the vocabulary, whichever takes fewer bytes. Every token drawn has such a
     set: of a vocabulary of 151,936, without top-k 19 KB, with top_k=50 but 200 bytes.
     """
     if not config.filters(vocab):
         return None
-    count, size = config.keeps(vocab), packed_size(vocab, 1)
+    count, size = config.left_by_top_k(vocab), packed_size(vocab, 1)
     if count and count * ID_BYTES <= size:
         return jax.ShapeDtypeStruct((count,), jnp.int32)
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
-def _kept(
+def _drawable(
     weights: Float[Array, "batch count"], ids: Int[Array, "batch count"] | None, config: SamplingConfig, vocab: int
 ) -> Array | None:
-    """Of the tokens that have a weight, in the form of `kept_form`."""
-    form, inside = kept_form(config, vocab), weights > 0
+    """Of the tokens that have a weight, in the form of `drawable_form`."""
+    form, inside = drawable_form(config, vocab), weights > 0
     if form is None:
         return None
     if ids is not None:

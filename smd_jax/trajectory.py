@@ -7,7 +7,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.kept_tokens import KeptTokens
+from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.masks import ShadowMask, dense_mask, positions
 from smd_jax.pytrees import any_leaves
 
@@ -26,7 +26,7 @@ class Trajectory(struct.PyTreeNode):
       replayable: false if the sampler was greedy, which a learner cannot replay. Static.
       entropy: `[batch, R]` of the distributions that the tokens were drawn from, in nats, 0 where not valid; None if
         nobody wrote it down.
-      kept: which tokens could be drawn; None: all of them.
+      drawable: which tokens could be drawn, where filters or a minimum length left only some; None: all of them.
     """
 
     tokens: Int[Array, "batch T"]
@@ -37,7 +37,7 @@ class Trajectory(struct.PyTreeNode):
     temperature: float = struct.field(pytree_node=False, default=1.0)
     replayable: bool = struct.field(pytree_node=False, default=True)
     entropy: Float[Array, "batch R"] | None = None
-    kept: KeptTokens | None = None
+    drawable: DrawableTokens | None = None
 
     @property
     def prompt_width(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 import chex
@@ -258,7 +259,17 @@ def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
     assert best_decode(q, k) == "mosaic_gpu"
-    assert best_decode(q.astype(jnp.float32), k.astype(jnp.float32)) == "xla"
+    attention._warn_once.cache_clear()
+    with pytest.warns(
+        RuntimeWarning, match="decoding without the kernel mosaic_gpu, .* expected bfloat16; got float32"
+    ):
+        assert best_decode(q.astype(jnp.float32), k.astype(jnp.float32)) == "xla"
+    many = jnp.zeros((1, 2, 8192, 64), jnp.bfloat16)
+    with pytest.warns(RuntimeWarning, match="shared memory; 8192 slots of 64 need"):
+        assert best_decode(q, many) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert best_decode(q, many) == "xla", "said twice"
     monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
     assert best_decode(q, k) == "xla"
 

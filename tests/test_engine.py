@@ -24,10 +24,11 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler import engine as engine_module
 from smd_jax.sampler.config import cache_bytes
-from smd_jax.sampler.engine import Engine, Progress, Rollout, buckets
+from smd_jax.sampler.engine import Engine, Progress, Rollout
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import Prefilled, prefill
+from smd_jax.sampler.prompt_queue import buckets
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
 from smd_jax.sampling import SamplingConfig
@@ -50,8 +51,8 @@ def prompts() -> PromptBatch:
     return left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
 
 
-def run(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, slots: int = 3, **given: Any) -> Rollout:
-    engine = Engine(MODEL, policy, sizes, slots, prefill_rows=2)
+def run(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, decode_rows: int = 3, **given: Any) -> Rollout:
+    engine = Engine(MODEL, policy, sizes, decode_rows, prefill_rows=2)
     return engine.run(make_params(SHAPE), prompts(), jax.random.key(1), group_size=GROUP, **given)
 
 
@@ -104,9 +105,11 @@ def test_whatever_else_is_asked_for(policy: EvictionPolicy, sizes: RolloutConfig
     done, expected = run(policy, sizes, limits=LIMITS).trajectory, fixed(policy, sizes, limits=LIMITS)
     check_equal(done, expected)
     assert mismatch(done) <= 2e-5
-    if expected.kept is not None:
+    if expected.drawable is not None:
         inside = np.asarray(expected.response_mask)[..., None]
-        one, other = (np.where(inside, np.asarray(x.kept.sets), 0) for x in (done, expected) if x.kept is not None)
+        one, other = (
+            np.where(inside, np.asarray(x.drawable.sets), 0) for x in (done, expected) if x.drawable is not None
+        )
         np.testing.assert_array_equal(one, other)
 
 
@@ -121,7 +124,7 @@ def test_any_schedule(lengths: list[int], limits: list[int], seed: int):
     change with the position, so that equal tokens tie in the first layer, but for rounding.)"""
     batch, params = left_padded(lengths, WIDTH, SHAPE.vocab_size, seed), make_params(SHAPE)
     key, bounds = jax.random.key(seed), np.array(limits)
-    engine = Engine(MODEL, KeyDiff(), SIZES, slots=3, prefill_rows=2)
+    engine = Engine(MODEL, KeyDiff(), SIZES, decode_rows=3, prefill_rows=2)
     done = engine.run(params, batch, key, group_size=2, limits=bounds)
     check_equal(
         done.trajectory,
@@ -136,7 +139,7 @@ STOP = StopTable(NOTHING.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
 
 @pytest.mark.parametrize("shortest", [0, 5])
 def test_stop_strings(shortest: int):
-    """A 9, and one of 0 to 4 behind it, but not before the minimum length; a slot that had another row begins anew."""
+    """A 9, and one of 0 to 4 behind it, but not before the minimum length. Where another row was, it begins anew."""
     sizes = replace(SIZES, eos_token_id=None, min_new_tokens=shortest, max_new_tokens=60)
     warm = replace(sizes, sampling=SamplingConfig(temperature=1.0, top_k=12))
     done, expected = run(H2O(), warm, stop=STOP).trajectory, fixed(H2O(), warm, stop=STOP)
@@ -156,7 +159,7 @@ def test_keys_of_rows_may_be_given():
     params, batch, key = make_params(SHAPE), prompts(), jax.random.key(1)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(6))
     order = np.array([3, 5, 0, 1, 4, 2])
-    engine = Engine(MODEL, Knorm(), SIZES, slots=4, prefill_rows=3)
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=4, prefill_rows=3)
     there = engine.run(params, batch, key).trajectory
     turned = engine.run(params, jax.tree.map(lambda x: x[order], batch), keys[order]).trajectory
     np.testing.assert_array_equal(turned.tokens, np.asarray(there.tokens)[order])
@@ -177,7 +180,7 @@ def _prefilled() -> Prefilled:
 def test_on_a_mesh():
     """Rows over four devices, KV heads over two."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    engine = Engine(MODEL, H2O(), SIZES, slots=4, prefill_rows=4, mesh=mesh)
+    engine = Engine(MODEL, H2O(), SIZES, decode_rows=4, prefill_rows=4, mesh=mesh)
     there = engine.run(make_params(SHAPE), prompts(), jax.random.key(1), group_size=GROUP, limits=LIMITS)
     check_equal(there.trajectory, fixed(H2O(), limits=LIMITS))
     tokens: Any = there.trajectory.tokens
@@ -187,16 +190,16 @@ def test_on_a_mesh():
     assert {state.cache[0].keys.sharding.spec, state.cache[1].columns.sharding.spec} == {
         PartitionSpec(("data", "fsdp"), "tensor")
     }
-    with pytest.raises(ValueError, match=r"a cache of slots that divides over data \* fsdp = 4; got 6 rows"):
-        replace(engine, slots=6)
+    with pytest.raises(ValueError, match=r"a cache of decode rows that divides over data \* fsdp = 4; got 6 rows"):
+        replace(engine, decode_rows=6)
 
 
 # What it takes.
 
 
 def test_utilisation_by_hand():
-    """Two slots, segments of four. Rows of 8, 2 and 3: the third takes the second's place after four steps."""
-    engine = Engine(MODEL, Knorm(), replace(SIZES, eos_token_id=None), slots=2, prefill_rows=2)
+    """Two decode rows, segments of four. Rows of 8, 2 and 3: the third takes the second's place after four steps."""
+    engine = Engine(MODEL, Knorm(), replace(SIZES, eos_token_id=None), decode_rows=2, prefill_rows=2)
     batch = left_padded([3, 3, 3], WIDTH, SHAPE.vocab_size)
     stats = engine.run(make_params(SHAPE), batch, jax.random.key(0), limits=np.array([8, 2, 3])).stats
     assert (stats.tokens, stats.steps, stats.segments, stats.prefills) == (13, 8, 2, 2)
@@ -210,7 +213,7 @@ def test_progress():
     assert said[-1].finished == said[-1].rows == ROWS and said[-1].eta_seconds == 0.0
     assert said[0].eta_seconds is None and said[1].eta_seconds is not None and said[1].eta_seconds > 0
     assert all(before.tokens < after.tokens for before, after in zip(said, said[1:], strict=False))
-    assert all(1 <= progress.live <= progress.slots == 3 for progress in said)
+    assert all(1 <= progress.live <= progress.decode_rows == 3 for progress in said)
 
 
 def test_buckets():
@@ -222,7 +225,7 @@ def test_compiles_once():
     jitted: list[Any] = [engine_module._segment, engine_module._seat, engine_module._prefill]
     for function in jitted:
         function.clear_cache()
-    engine = Engine(MODEL, Knorm(), SIZES, slots=3, prefill_rows=2)
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     with count_compilations() as counts:
         for seed, lengths in enumerate([[20, 3, 9], [1, 11, 7, 2], [4, 18]]):
             batch = left_padded(lengths, WIDTH, SHAPE.vocab_size, seed)
@@ -288,7 +291,7 @@ def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
 def test_another_default_generator():
     """JAX may be told to make other keys by default; ours are threefry's all the same."""
     key = jax.random.key(1, impl="threefry2x32")
-    engine = Engine(MODEL, Knorm(), replace(SIZES, max_new_tokens=5), slots=3, prefill_rows=2)
+    engine = Engine(MODEL, Knorm(), replace(SIZES, max_new_tokens=5), decode_rows=3, prefill_rows=2)
     expected = engine.run(make_params(SHAPE), prompts(), key).trajectory
     with jax.default_prng_impl("rbg"):
         got = engine.run(make_params(SHAPE), prompts(), key).trajectory
@@ -298,7 +301,7 @@ def test_another_default_generator():
 def test_a_broken_model_is_refused():
     """NaN in a matrix: the run ends with the reason, instead of a trajectory of tokens that mean nothing."""
     params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(SHAPE))
-    engine = Engine(MODEL, Knorm(), replace(SIZES, sampling=SamplingConfig(top_k=5)), slots=3, prefill_rows=2)
+    engine = Engine(MODEL, Knorm(), replace(SIZES, sampling=SamplingConfig(top_k=5)), decode_rows=3, prefill_rows=2)
     with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 3 of 3 rows"):
         engine.run(params, prompts(), jax.random.key(0))
 
@@ -309,7 +312,7 @@ def test_a_broken_model_is_refused():
 )
 def test_prompts_without_tokens(lengths: list[int], message: str):
     batch = left_padded(lengths, WIDTH, SHAPE.vocab_size)
-    engine = Engine(MODEL, Knorm(), SIZES, slots=2)
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=2)
     with pytest.raises(ValueError, match=message):
         engine.run(make_params(SHAPE), batch, jax.random.key(0))
     with pytest.raises(ValueError, match=message):
@@ -333,8 +336,8 @@ def test_bad_limits(limits: np.ndarray):
 def test_bad_sizes():
     with pytest.raises(ValueError, match="expected eos_token_id from 0 to 39, the model's vocabulary; got 40"):
         run(Knorm(), replace(SIZES, eos_token_id=40))
-    with pytest.raises(ValueError, match="slots >= 1; got 0"):
-        Engine(MODEL, Knorm(), SIZES, slots=0)
+    with pytest.raises(ValueError, match="decode_rows >= 1, a whole number; got 0"):
+        Engine(MODEL, Knorm(), SIZES, decode_rows=0)
     with pytest.raises(ValueError, match=r"at least 32 keys \(sinks \+ window that SnapKV"):
         run(POLICIES["SnapKV"].__class__())
 

@@ -30,9 +30,9 @@ from smd_jax.memory.plan import (
     Workload,
     check_memory,
     device_memory,
+    fit_decode_rows,
     fit_evaluation,
     fit_loop,
-    fit_slots,
     largest_batch,
     param_shapes,
     parse_bytes,
@@ -267,7 +267,7 @@ def test_an_engine_needs_what_was_planned():
     read, planned = sizes_of(prefill.compile()), plan_memory(work, param_shapes(work.model), 32)
     worked = max(segment.temporary, read.temporary)
     assert 0.9 < (planned.cache + planned.rollout_work) / (held + worked) < 1.25
-    assert planned.slots == 32
+    assert planned.decode_rows == 32
     step = SamplerPass(shape, work.policy, SIZES, 64, "cpu").decode(32)
     assert 0.9 < step / segment.temporary < 1.25, (step, segment)
 
@@ -299,9 +299,9 @@ def test_as_many_rows_as_fit():
     needed = {slots: plan_memory(work, params, slots).total for slots in (1, 2, 13, 14, 64, 80, 96, 100)}
     assert list(needed.values()) == sorted(set(needed.values()))
     for slots, more in ((1, 2), (13, 14), (64, 80), (80, 96), (96, 100)):
-        assert fit_slots(needed[slots], work, params) == slots
-        assert fit_slots(needed[more] - 1, work, params) == slots
-    assert fit_slots(10 * needed[100], work, params) == 100, "not more than there are"
+        assert fit_decode_rows(needed[slots], work, params) == slots
+        assert fit_decode_rows(needed[more] - 1, work, params) == slots
+    assert fit_decode_rows(10 * needed[100], work, params) == 100, "not more than there are"
 
 
 def test_rows_that_fit_divide_over_the_devices():
@@ -309,8 +309,8 @@ def test_rows_that_fit_divide_over_the_devices():
     work = Workload(MODEL, H2O(), SIZES, 64, rows=128, prefill_rows=8, mesh=mesh)
     params = param_shapes(MODEL)
     available = plan_memory(work, params, 64).total
-    assert fit_slots(available + 1000, work, params) == 64
-    assert fit_slots(available - 1, work, params) == 60
+    assert fit_decode_rows(available + 1000, work, params) == 64
+    assert fit_decode_rows(available - 1, work, params) == 60
 
 
 def test_too_little_memory_says_what_helps():
@@ -319,13 +319,13 @@ def test_too_little_memory_says_what_helps():
     with pytest.raises(
         ValueError, match=r"expected a plan of at most 8\.00 MiB on each device; got one of .* MiB in"
     ) as e:
-        fit_slots(parse_bytes("8MiB"), work, params)
+        fit_decode_rows(parse_bytes("8MiB"), work, params)
     planned = plan_memory(work, params, 1)
     assert f"{show_bytes(planned.total - 8 * 2**20)} more than there is" in str(e.value)
-    assert "1 rows decoded at once" in str(e.value)
-    assert f"activations, {show_bytes(planned.activations)}: lower --microbatch" in str(e.value)
+    assert "1 decode rows" in str(e.value)
+    assert f"activations, {show_bytes(planned.activations)}: lower microbatch_size of the update" in str(e.value)
     sampling = Workload(MODEL, Dense(), replace(SIZES, max_new_tokens=8000), 64, rows=64)
-    with pytest.raises(ValueError, match=r"Largest part: cache, .*: lower --budget or --buffer.* raise --memory"):
+    with pytest.raises(ValueError, match=r"Largest part: cache, .*: lower budget or buffer .* or decode_rows"):
         check_memory(plan_memory(sampling, params), parse_bytes("64MiB"))
     check_memory(planned, planned.total)
 
@@ -341,18 +341,18 @@ def test_the_largest_batch_by_hand():
     assert largest_batch(weights + 10**9, *sizes) / dense == pytest.approx(512 / 96, rel=0.01)
 
 
-def test_a_loop_gets_its_slots():
+def test_a_loop_gets_its_decode_rows():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
     params = param_shapes(LOOP_MODEL)
     same, planned = fit_loop(loop, params, None)
-    assert same is loop and planned.slots == 32
+    assert same is loop and planned.decode_rows == 32
     work = replace(memory.workload_of(loop), prefill_rows=8)
     fitted, planned = fit_loop(loop, params, plan_memory(work, params, 32).total)
-    assert (fitted.config.slots, planned.slots) == (32, 32)
+    assert (fitted.config.decode_rows, planned.decode_rows) == (32, 32)
     one = plan_memory(work, params, 1)
     if one.rollout > one.update:
         fitted, _ = fit_loop(loop, params, one.rollout)
-        assert fitted.config.slots == 1
+        assert fitted.config.decode_rows == 1
     with pytest.raises(ValueError, match="more than there is"):
         fit_loop(loop, params, 1000)
 
@@ -364,8 +364,8 @@ def test_an_evaluation_needs_no_room_for_an_update():
     planned = plan_memory(work, params, 5)
     assert planned.update < planned.rollout and planned.optimizer > 0
     dense = fit_evaluation(loop, params, planned.total, policy=Dense(), config=full)
-    assert (dense.config.slots, dense.config.policy) == (5, Dense())
-    assert fit_evaluation(loop, params, None, policy=Dense(), config=full).config.slots is None
+    assert (dense.config.decode_rows, dense.config.policy) == (5, Dense())
+    assert fit_evaluation(loop, params, None, policy=Dense(), config=full).config.decode_rows is None
 
 
 def test_a_loop_that_cannot_fit_the_device_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -395,7 +395,7 @@ PLAN = MemoryPlan(
     gradients=4 * 2**30,
     activations=2**30,
     logits=6 * 2**30,
-    slots=64,
+    decode_rows=64,
 )
 
 

@@ -194,7 +194,7 @@ def test_the_update_is_the_same_under_intervals_and_booleans():
 def test_the_engine_gives_what_a_batch_gives():
     policy = SnapKV(window=4, kernel=3)
     whole = rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=policy, config=SIZES)
-    done = Engine(MODEL, policy, SIZES, slots=3, prefill_rows=2).run(params(), PROMPTS, jax.random.key(3))
+    done = Engine(MODEL, policy, SIZES, decode_rows=3, prefill_rows=2).run(params(), PROMPTS, jax.random.key(3))
     np.testing.assert_array_equal(done.trajectory.tokens, whole.tokens)
     np.testing.assert_array_equal(eviction_times(done.trajectory), eviction_times(whole))
     assert gap(done.trajectory) <= 2e-5

@@ -17,7 +17,10 @@ from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.prompt_queue import PromptQueue
+from smd_jax.sampler.records import segments_of
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch
@@ -26,6 +29,7 @@ from tests.under_test import POLICIES, eviction_times, left_padded, make_params,
 
 SHAPE = tiny_model_config(vocab_size=64, num_layers=2, tie_embeddings=False, max_positions=16_384)
 MODEL = Decoder(SHAPE)
+KEY = jax.random.key(0)
 WIDTH, LENGTHS = 37, [37, 4, 21]
 SIZES = RolloutConfig(max_new_tokens=12, budget=8, buffer=4, prefill_chunk=8)
 
@@ -60,11 +64,30 @@ def test_identity(name: str, chunk: int):
         assert gap(trajectory, ShadowMask(dense_prompt)) > 1e-3, "the learner does not notice a dense prompt"
 
 
-@pytest.mark.parametrize(("chunk", "length", "first"), [(8, 8, 5), (4, 4, 1), (2, 4, 1), (3, 4, WIDTH)])
-def test_segments_of_the_prompt(chunk: int, length: int, first: int):
-    """Where chunks and segments have common boundaries, the learner need not look at all of the prompt."""
-    mask: Any = roll(Knorm(), replace(SIZES, prefill_chunk=chunk)).mask
-    assert mask.segments == (Segments(first, length, 8),) * 2
+@pytest.mark.parametrize(
+    ("width", "response", "buffer", "chunk", "expected"),
+    [
+        (101, 12, 4, 8, Segments(5, 8, 8)),  # boundaries of both at 5, 13, …, 101, 109
+        (101, 12, 4, 4, Segments(1, 4, 8)),
+        (101, 12, 4, 2, Segments(1, 4, 8)),  # every second chunk ends where a segment does
+        (101, 12, 4, 3, Segments(101, 4, 8)),  # no common boundaries
+        (37, 12, 4, 8, Segments(37, 4, 8)),  # a short prompt, which is cheaper seen densely
+        (101, 900, 4, 64, Segments(101, 4, 8)),  # a long response, in which every query would look at 64 keys more
+    ],
+)
+def test_segments_of_the_prompt(width: int, response: int, buffer: int, chunk: int, expected: Segments):
+    """Where chunks and segments have common boundaries, the learner need not look at all of the prompt; it does where
+    that is cheaper. Counted by hand: scores of the queries before the first segment and of those after it."""
+    sizes = RolloutConfig(response, budget=8, buffer=buffer, prefill_chunk=chunk)
+    assert segments_of(Knorm(), sizes, 2, width) == (expected,) * 2
+
+
+def test_chunks_do_not_make_the_learner_slower():
+    """512 + 3,584 tokens, read in chunks of 512: merged segments were 512 long, and 2.42M scores in place of 0.70M."""
+    sizes = RolloutConfig(3584, budget=128, buffer=32, prefill_chunk=512)
+    chunked, whole = (segments_of(Knorm(), each, 1, 512)[0] for each in (sizes, replace(sizes, prefill_chunk=None)))
+    scores = [each.first**2 / 2 + (4096 - each.first) * (each.budget + each.length) for each in (chunked, whole)]
+    assert scores[0] <= scores[1] < 0.71e6
 
 
 def test_what_a_prompt_sees():
@@ -143,8 +166,50 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt():
     assert 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 4 > 4 * grown / more
 
 
+def test_a_chunk_is_not_longer_than_the_prompt():
+    """Eight columns, in chunks of 512: the cache had 512 slots beside its budget, and 504 columns of padding."""
+
+    def temporary(chunk: int) -> int:
+        sampler = Sampler(MODEL, H2O(), RolloutConfig(16, budget=8, buffer=4, prefill_chunk=chunk), 8)
+        arguments = (make_params(SHAPE), left_padded([8, 8], 8, SHAPE.vocab_size), row_keys(KEY, 2))
+        sizes: Any = jax.jit(prefill, static_argnums=0).lower(sampler, *arguments).compile().memory_analysis()
+        return sizes.temp_size_in_bytes
+
+    assert temporary(512) == temporary(8)
+
+
+def test_short_prompts_are_read_in_few_columns():
+    """By the engine, which may choose: prompts of up to one chunk by their width, others by their number of chunks."""
+    queue = PromptQueue.of(np.array([3, 200, 30, 64, 65, 10]), 200, chunk=64)
+    read = []
+    while queue:
+        read.append(queue.next(4))
+    assert read == [([0, 5], 16), ([1], 200), ([2], 32), ([3], 64), ([4], 200)]
+
+
+@pytest.mark.parametrize("policy", [Dense(), H2O(), SnapKV(4)], ids=["Dense", "H2O", "SnapKV"])
+def test_prompts_in_fewer_columns_than_a_chunk(policy: EvictionPolicy):
+    """A batch of short prompts has the same cache in eight columns as in all 37, which hold one chunk of 32 of them."""
+    sampler = Sampler(MODEL, policy, replace(SIZES, budget=6, prefill_chunk=32), WIDTH)
+    given = left_padded([8, 3], WIDTH, SHAPE.vocab_size)
+    narrow = PromptBatch(given.tokens[:, -8:], given.valid[:, -8:])
+    one, other = (prefill(sampler, make_params(SHAPE), each, row_keys(KEY, 2)) for each in (given, narrow))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(
+        jax.tree.leaves((one.hidden, one.start, one.records)),
+        jax.tree.leaves((other.hidden, other.start, other.records)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    for x, y in zip(one.cache, other.cache, strict=True):
+        np.testing.assert_array_equal(x.columns, y.columns)
+        held = np.asarray(x.valid)[..., None]
+        np.testing.assert_allclose(np.where(held, x.keys, 0), np.where(held, y.keys, 0), atol=2e-5)
+        np.testing.assert_allclose(np.where(held, x.values, 0), np.where(held, y.values, 0), atol=2e-5)
+
+
 def test_bad_chunks():
-    with pytest.raises(ValueError, match="prefill_chunk >= 1 columns, or None; got 0"):
+    with pytest.raises(ValueError, match=r"prefill_chunk >= 1, a whole number \(columns, or None\); got 0"):
         replace(SIZES, prefill_chunk=0)
     with pytest.raises(ValueError, match="prefill_chunk None with a quantised cache.* got 8"):
         replace(SIZES, quant=QuantConfig(8, group=4))

@@ -105,7 +105,7 @@ def test_values_that_do_not_fit(start, every, message):
         pass
 
 
-HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, slots=32, finished=96, rows=128, eta_seconds=3.1)
+HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, decode_rows=32, finished=96, rows=128, eta_seconds=3.1)
 HALFWAY_LINE = "rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,026 tokens/s, 0:00:08, 0:00:03 left"
 
 

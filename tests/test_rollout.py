@@ -237,10 +237,10 @@ def test_what_the_learner_is_told():
     warm = told(SamplingConfig(temperature=0.7))
     assert (warm.temperature, warm.replayable, warm.prompt_width) == (0.7, True, WIDTH)
     assert warm.tokens.shape == warm.valid.shape == (3, 33) and warm.logprobs.shape == (3, 24)
-    assert warm.entropy is not None and warm.entropy.shape == (3, 24) and warm.kept is None
+    assert warm.entropy is not None and warm.entropy.shape == (3, 24) and warm.drawable is None
     filtered = told(SamplingConfig(top_k=5))
-    assert filtered.replayable and filtered.kept is not None
-    assert [leaf.shape for leaf in jax.tree.leaves(filtered.kept)] == [(3, 24, 5)]
+    assert filtered.replayable and filtered.drawable is not None
+    assert [leaf.shape for leaf in jax.tree.leaves(filtered.drawable)] == [(3, 24, 5)]
     assert not told(SamplingConfig(0.0)).replayable
 
 

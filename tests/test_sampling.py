@@ -1,4 +1,4 @@
-"""Sampling against numpy in float64: which tokens are kept, which one a number draws, and what is told of it."""
+"""Sampling against numpy in float64: which tokens are drawable, which one a number draws, and what is told of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from smd_jax.sampling import (
     SamplingConfig,
     _first_beyond,
     among,
+    drawable_form,
     forbid,
     inverse_cdf,
-    kept_form,
     sample,
     token_logprobs,
 )
@@ -40,13 +40,13 @@ def draw(logits: Any, uniforms: Any, config: SamplingConfig) -> Sampled:
 
 
 def sets(drawn: Sampled, vocab: int) -> np.ndarray:
-    """`[batch, vocab]` booleans of the kept tokens."""
-    if drawn.kept is None:
+    """`[batch, vocab]` booleans of the drawable tokens."""
+    if drawn.drawable is None:
         return np.ones((len(drawn.tokens), vocab), bool)
-    kept = np.asarray(drawn.kept)
-    if kept.dtype == np.uint8:
-        return np.unpackbits(kept, axis=1, bitorder="little")[:, :vocab] == 1
-    return np.array([np.isin(np.arange(vocab), row) for row in kept])
+    drawable = np.asarray(drawn.drawable)
+    if drawable.dtype == np.uint8:
+        return np.unpackbits(drawable, axis=1, bitorder="little")[:, :vocab] == 1
+    return np.array([np.isin(np.arange(vocab), row) for row in drawable])
 
 
 # --- an independent implementation, float64
@@ -56,34 +56,34 @@ class OnTheEdge(Exception):
     """An example that rounding decides."""
 
 
-def kept_by_definition(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+def drawable_by_definition(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
     """`[vocab]` booleans of one row, from the words that define them.
 
     Raises:
       OnTheEdge: if it hangs on the last bits of float32.
     """
     x = logits.astype(np.float64) / config.temperature
-    kept = np.isfinite(x)
+    drawable = np.isfinite(x)
     if config.top_k:
         rank = np.empty(len(x), int)
         rank[sorted(range(len(x)), key=lambda i: (-x[i], i))] = np.arange(len(x))
-        kept &= rank < config.top_k
-    p = np.where(kept, np.exp(x - x.max()), 0.0)
+        drawable &= rank < config.top_k
+    p = np.where(drawable, np.exp(x - x.max()), 0.0)
     if config.top_p < 1:
         larger = np.array([p[p > each].sum() for each in p]) / p.sum()
-        if np.abs(larger[kept] - config.top_p).min() < 1e-5:
+        if np.abs(larger[drawable] - config.top_p).min() < 1e-5:
             raise OnTheEdge
-        kept &= larger < config.top_p
+        drawable &= larger < config.top_p
     if config.min_p:
         if np.abs(p / config.min_p - 1).min() < 1e-5:
             raise OnTheEdge
-        kept &= p >= config.min_p
-    return kept
+        drawable &= p >= config.min_p
+    return drawable
 
 
-def log_softmax(logits: np.ndarray, kept: np.ndarray, temperature: float) -> np.ndarray:
-    """float64, over the kept tokens; -inf outside."""
-    x = np.where(kept, logits.astype(np.float64) / temperature, -np.inf)
+def log_softmax(logits: np.ndarray, drawable: np.ndarray, temperature: float) -> np.ndarray:
+    """float64, over the drawable tokens; -inf outside."""
+    x = np.where(drawable, logits.astype(np.float64) / temperature, -np.inf)
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
@@ -91,18 +91,18 @@ def check(logits: np.ndarray, uniforms: np.ndarray, config: SamplingConfig, draw
     """Everything that a draw tells, row by row, but for which token it is."""
     inside = sets(drawn, logits.shape[1])
     for row, x in enumerate(logits):
-        kept, token = kept_by_definition(x, config), int(drawn.tokens[row])
-        expected = log_softmax(x, kept, config.temperature)
+        drawable, token = drawable_by_definition(x, config), int(drawn.tokens[row])
+        expected = log_softmax(x, drawable, config.temperature)
         p = np.exp(expected)
-        assert kept[token]
-        if drawn.kept is not None:
-            drawable = expected - expected.max() > -80  # further below, whether float32 has a number is no matter
-            np.testing.assert_array_equal(inside[row][drawable], kept[drawable])
-            assert not inside[row][~kept].any()
+        assert drawable[token]
+        if drawn.drawable is not None:
+            likely = expected - expected.max() > -80  # further below, whether float32 has a number is no matter
+            np.testing.assert_array_equal(inside[row][likely], drawable[likely])
+            assert not inside[row][~drawable].any()
         np.testing.assert_allclose(drawn.logprobs[row], expected[token], rtol=1e-5, atol=2e-5)
         entropy = -(p[p > 0] * expected[p > 0]).sum()
         np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
-        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.keeps(len(x)) > 0) < 1e-5
+        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.left_by_top_k(len(x)) > 0) < 1e-5
 
 
 def cdf_error(logprobs: np.ndarray, token: int, uniform: float, *, in_order: bool) -> float:
@@ -233,7 +233,7 @@ def test_frequencies(config: SamplingConfig):
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32)
     drawn = draw(np.broadcast_to(logits, (grid, vocab)), (np.arange(grid) + 0.5) / grid, config)
     frequency = np.bincount(drawn.tokens, minlength=vocab) / grid
-    p = np.exp(log_softmax(logits, kept_by_definition(logits, config), config.temperature))
+    p = np.exp(log_softmax(logits, drawable_by_definition(logits, config), config.temperature))
     assert (p > 2 / grid).sum() > 2
     np.testing.assert_allclose(frequency, p, atol=1.01 / grid)
     assert not frequency[p == 0].any()
@@ -318,7 +318,7 @@ def test_running_sums_that_move_where_nothing_is_added():
 def test_greedy():
     """The likeliest token whatever the number and the filters; log-probability and entropy at temperature 1."""
     drawn = draw(np.stack([LOGITS, LOGITS]), [0.0, 0.99], SamplingConfig(0.0, top_k=3, min_p=0.1))
-    assert drawn.tokens.tolist() == [1, 1] and drawn.kept is None
+    assert drawn.tokens.tolist() == [1, 1] and drawn.drawable is None
     np.testing.assert_allclose(drawn.logprobs, np.log(0.4), rtol=1e-5)
     np.testing.assert_allclose(drawn.entropy, -(PROBABILITIES * np.log(PROBABILITIES)).sum(), rtol=1e-5)
 
@@ -344,7 +344,7 @@ def test_wide_logits_stay_wide():
             assert drawn.tokens.dtype == jnp.int32 and drawn.logprobs.dtype == drawn.entropy.dtype == jnp.float64
             for row in range(3):
                 x = np.asarray(logits[row])
-                expected = log_softmax(x, kept_by_definition(x, config), config.temperature)
+                expected = log_softmax(x, drawable_by_definition(x, config), config.temperature)
                 np.testing.assert_allclose(drawn.logprobs[row], expected[drawn.tokens[row]], rtol=1e-12)
 
 
@@ -353,7 +353,7 @@ def test_wide_logits_stay_wide():
 
 @cache
 def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] | None:
-    form = kept_form(config, vocab)
+    form = drawable_form(config, vocab)
     return None if form is None else (form.shape, form.dtype)
 
 
@@ -370,18 +370,18 @@ def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] |
         (SamplingConfig(min_p=0.1, top_k=200), 101, ((13,), jnp.uint8)),
     ],
 )
-def test_the_form_of_the_kept_set(config: SamplingConfig, vocab: int, expected: Any):
+def test_the_form_of_the_set(config: SamplingConfig, vocab: int, expected: Any):
     """Told before, and what comes."""
     assert form_of(config, vocab) == expected
     drawn = jax.eval_shape(partial(sample, config=config), jnp.zeros((2, vocab)), jnp.zeros(2))
-    assert (None if drawn.kept is None else (drawn.kept.shape[1:], drawn.kept.dtype)) == expected
+    assert (None if drawn.drawable is None else (drawn.drawable.shape[1:], drawn.drawable.dtype)) == expected
 
 
-def test_kept_ids_are_in_order_and_end_with_none():
+def test_drawable_ids_are_in_order_and_end_with_none():
     logits = np.full((1, 2000), -np.inf)
     logits[0, [700, 3, 1999]] = [2.0, 5.0, 1.0]
     for min_p, expected in ((0.0, [3, 700, 1999, -1, -1]), (0.04, [3, 700, -1, -1, -1])):
-        np.testing.assert_array_equal(draw(logits, [0.5], SamplingConfig(top_k=5, min_p=min_p)).kept, [expected])
+        np.testing.assert_array_equal(draw(logits, [0.5], SamplingConfig(top_k=5, min_p=min_p)).drawable, [expected])
 
 
 def test_among():
@@ -472,5 +472,5 @@ def test_on_a_mesh_rows_stay_where_they_are(config: SamplingConfig):
     gathered = [int(np.prod([int(n) for n in size.split(",") if n])) for size in GATHERED.findall(hlo)]
     assert max(gathered, default=0) < vocab, f"arrays of these sizes are gathered: {gathered}"
     np.testing.assert_array_equal(together.tokens, alone.tokens)
-    np.testing.assert_array_equal(together.kept, alone.kept)
+    np.testing.assert_array_equal(together.drawable, alone.drawable)
     np.testing.assert_allclose(together.logprobs, alone.logprobs, rtol=1e-6)

@@ -22,7 +22,7 @@ ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilitie
 
 @any_leaves
 class Replay(struct.PyTreeNode):
-    """What the learner thinks of the response tokens, at the sampler's temperature and over the tokens that it kept.
+    """What the learner thinks of the response tokens, at the sampler's temperature and over its drawable tokens.
 
     Attributes:
       logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
@@ -69,11 +69,11 @@ def response_logits(
       columns: of the response, to which `hidden` belongs; None: all.
     """
     logits = model.logits(params, hidden) / trajectory.temperature
-    if trajectory.kept is None:
+    if trajectory.drawable is None:
         return logits
     drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
     # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
-    return jnp.where(drawn[..., None], trajectory.kept.apply(logits, columns), logits)
+    return jnp.where(drawn[..., None], trajectory.drawable.apply(logits, columns), logits)
 
 
 def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> Replay:

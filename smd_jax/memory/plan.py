@@ -3,11 +3,12 @@
 Both live on the same devices and take turns (collocated), so the most that is held is that of the larger phase:
 
     both      weights, their copy in the compute dtype, optimizer, reference, trajectory
-    rollout   + cache + rollout work                     grows with the rows decoded at once (`slots`)
+    rollout   + cache + rollout work                     grows with the rows decoded at once (`decode_rows`)
     update    + gradients + activations + logits         grows with the rows of a microbatch
 
     work = Workload(model, policy, config, prompt_width=512, rows=128, optimizer=optimizer)
-    slots = fit_slots(parse_bytes("80GiB"), work, params)        or     check_memory(plan_memory(work, params), …)
+    decode_rows = fit_decode_rows(parse_bytes("80GiB"), work, params)
+    check_memory(plan_memory(work, params), available)                   the other way: are all rows at once too many?
 
 Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/test_memory.py`.
 """
@@ -30,7 +31,6 @@ from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.masks import Segments
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
     Platform,
@@ -46,8 +46,9 @@ from smd_jax.memory.sampler import (
 )
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.records import segments_of
 from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
@@ -56,18 +57,19 @@ UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
 
-# What makes a part smaller, in the words of the command lines under experiments/.
-FLAGS = {
-    "weights": "raise --fsdp or --tensor",
-    "sampler_weights": "raise --fsdp or --tensor",
-    "optimizer": "raise --fsdp or --tensor",
-    "reference": "raise --fsdp or --tensor, or train without a reference (--beta 0, no --distill anchor)",
-    "trajectory": "lower --prompts, --group or --response-tokens",
-    "cache": "lower --budget or --buffer, or with --memory the rows decoded at once",
-    "rollout_work": "lower --prefill-chunk, or with --memory the rows decoded at once",
-    "gradients": "raise --fsdp or --tensor",
-    "activations": "lower --microbatch",
-    "logits": "lower --microbatch",
+# What makes a part smaller, in the words of the library: names of options and where they are.
+MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
+LOWERED_BY = {
+    "weights": MESH,
+    "sampler_weights": MESH,
+    "optimizer": MESH,
+    "reference": f"{MESH}, or train without a reference (no KL term, no distillation from an anchor)",
+    "trajectory": "lower prompts_per_step or group_size, or the rollout's max_new_tokens",
+    "cache": "lower budget or buffer of the rollout, or decode_rows",
+    "rollout_work": "lower prefill_chunk of the rollout, or decode_rows",
+    "gradients": MESH,
+    "activations": "lower microbatch_size of the update",
+    "logits": "lower microbatch_size of the update",
 }
 RECORD_COPIES = 3  # of the compressions' records, alive while they become the shadow mask
 
@@ -128,10 +130,10 @@ class MemoryPlan:
       optimizer: its state. reference: parameters of the frozen reference or teacher.
       trajectory: of all rows of a rollout, with the shadow mask.
       cache: keys, values, columns and statistics of the rows that are decoded at once.
-      rollout_work: beside it, what prefill, a decode step and a compression work with; a batch that waits for slots.
+      rollout_work: beside it, what prefill, a decode step and a compression work with; prompts that wait.
       gradients: those that exist when most is held, with microbatches their sum and one layer's new ones.
       activations: what the backward pass of a microbatch needs. logits: of a microbatch and their cotangents.
-      slots: rows decoded at once, on all devices together.
+      decode_rows: rows decoded at once, on all devices together.
     """
 
     weights: int
@@ -144,7 +146,7 @@ class MemoryPlan:
     gradients: int
     activations: int
     logits: int
-    slots: int
+    decode_rows: int
 
     @property
     def rollout(self) -> int:
@@ -172,26 +174,29 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(part, in the rollout, in the update), for `smd_jax.train.progress.summary_table`."""
-        names = [name.replace("_", " ") for name in FLAGS]
-        phases = [[show_bytes(self.part(name)) if name in phase else "-" for name in FLAGS] for phase in PHASES]
+        names = [name.replace("_", " ") for name in LOWERED_BY]
+        phases = [[show_bytes(self.part(name)) if name in phase else "-" for name in LOWERED_BY] for phase in PHASES]
         return [*zip(names, *phases, strict=True), ("sum", show_bytes(self.rollout), show_bytes(self.update))]
 
     def __str__(self) -> str:
-        rows = [(f"{self.slots} rows at once", "rollout", "update"), *self.rows()]
+        rows = [(f"{self.decode_rows} rows at once", "rollout", "update"), *self.rows()]
         return "\n".join(f"{name:<20}{rollout:>12}{update:>12}" for name, rollout, update in rows)
 
 
-def plan_memory(work: Workload, params: Params, slots: int | None = None) -> MemoryPlan:
+def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) -> MemoryPlan:
     """What a step will hold.
 
     Args:
       params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-      slots: rows decoded at once, refilled as they finish; None: all in one program.
+      decode_rows: rows decoded at once, refilled as they finish; None: all in one program.
     """
     config, mesh, model = work.config, work.mesh, work.model.config
     shape, ways = local_shape(model, mesh), row_ways(mesh)
     sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, 1 if mesh is None else mesh.size)
-    here, live, read = (-(-n // ways) for n in (work.rows, slots or work.rows, work.prefill_rows or slots or work.rows))
+    decoded = decode_rows or work.rows
+    here = -(-work.rows // ways)
+    live = -(-decoded // ways)
+    prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
@@ -200,11 +205,11 @@ def plan_memory(work: Workload, params: Params, slots: int | None = None) -> Mem
         reference=tree_bytes(params, mesh) if work.reference else 0,
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
-        rollout_work=_rollout_work(sampler, here, live, read, slots is None),
+        rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None),
         gradients=gradients,
         activations=activations,
         logits=logits,
-        slots=slots or work.rows,
+        decode_rows=decoded,
     )
 
 
@@ -237,13 +242,13 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
 def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     config, width, shape = work.config, work.prompt_width, sampler.shape
     rows = -(-(work.microbatch_size or work.rows // work.minibatches) // row_ways(work.mesh))
-    budgets, buffer = plan(work.policy, config, shape.num_layers, width)
-    segments = Segments(width, buffer, max(budgets)) if work.policy.evicts else None
+    found = segments_of(work.policy, config, shape.num_layers, width)
+    segments = max(found, key=lambda segments: segments.budget) if found else None
     boolean = config.mask_storage == "boolean"
     return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
 
 
-def fit_slots(memory_bytes: int, work: Workload, params: Params) -> int:
+def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
     """The most rows decoded at once, up to all, for which the plan needs no more than `memory_bytes` a device.
 
     A multiple of the devices that share the rows; from 16 rows a device on of 16 times as many (or all rows), because a
@@ -285,7 +290,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         config.completions_per_step,
         optimizer=loop.optimizer,
         reference=update.needs_reference,
-        prefill_rows=config.prompts_per_step if config.slots is None else config.prefill_rows,
+        prefill_rows=config.prompts_per_step if config.decode_rows is None else config.prefill_rows,
         minibatches=config.minibatches,
         microbatch_size=update.microbatch_size,
         distill=update.distill,
@@ -294,14 +299,14 @@ def workload_of(loop: PolicyLoop) -> Workload:
 
 
 def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
-    """The loop with as many slots as fit into `memory_bytes` a device, and its plan; None leaves the loop as it is.
+    """The loop with as many decode rows as fit into `memory_bytes` a device, and its plan; None leaves it as it is.
 
     Raises:
       ValueError: if not even one row a device fits; without `memory_bytes`, if the plan exceeds what the device has.
     """
     if memory_bytes is not None:
-        return _with_slots(loop, workload_of(loop), params, memory_bytes)
-    planned, available = plan_memory(workload_of(loop), params, loop.config.slots), device_memory()
+        return _with_decode_rows(loop, workload_of(loop), params, memory_bytes)
+    planned, available = plan_memory(workload_of(loop), params, loop.config.decode_rows), device_memory()
     if available is not None:
         check_memory(planned, available)
     return loop, planned
@@ -310,7 +315,7 @@ def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, Memo
 def fit_evaluation(
     loop: L, params: Params, memory_bytes: int | None, *, policy: EvictionPolicy, config: RolloutConfig
 ) -> L:
-    """The loop for evaluations under another policy, with as many slots as fit then; None leaves their number.
+    """The loop for evaluations under another policy, with as many decode rows as fit then; None leaves their number.
 
     Raises:
       ValueError: if not even one row a device fits.
@@ -318,16 +323,16 @@ def fit_evaluation(
     loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
     if memory_bytes is None:
         return loop
-    return _with_slots(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
+    return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
 
 
-def _with_slots(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
+def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
     ways = row_ways(loop.mesh)
     prefill_rows = -(-loop.config.prefill_rows // ways) * ways
     work = replace(work, prefill_rows=prefill_rows)
-    slots = fit_slots(memory_bytes, work, params)
-    config = replace(loop.config, slots=slots, prefill_rows=prefill_rows)
-    return replace(loop, config=config), plan_memory(work, params, slots)
+    decode_rows = fit_decode_rows(memory_bytes, work, params)
+    config = replace(loop.config, decode_rows=decode_rows, prefill_rows=prefill_rows)
+    return replace(loop, config=config), plan_memory(work, params, decode_rows)
 
 
 def largest_batch(
@@ -361,9 +366,8 @@ def check_memory(plan: MemoryPlan, available: int) -> None:
     phase, largest = "rollout" if plan.rollout >= plan.update else "update", plan.largest
     raise ValueError(
         f"expected a plan of at most {show_bytes(available)} on each device; got one of {show_bytes(plan.total)} in "
-        f"the {phase} ({plan.slots} rows decoded at once), {show_bytes(plan.total - available)} more than there is. "
-        f"Largest part: {largest.replace('_', ' ')}, {show_bytes(plan.part(largest))}: {FLAGS[largest]}. "
-        "Or raise --memory, if the device has more"
+        f"the {phase} ({plan.decode_rows} decode rows), {show_bytes(plan.total - available)} more than there is. "
+        f"Largest part: {largest.replace('_', ' ')}, {show_bytes(plan.part(largest))}: {LOWERED_BY[largest]}"
     )
 
 

@@ -29,7 +29,7 @@ from smd_jax.model.value_head import drop_value_head
 from smd_jax.quantization import packed_size
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.params import sampler_params
-from smd_jax.sampling import kept_form
+from smd_jax.sampling import drawable_form
 from smd_jax.sharding import tree_shardings
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -103,10 +103,10 @@ def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def trajectory_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int) -> int:
-    """Tokens and validity; of the response log-probabilities, entropies and kept tokens; the shadow mask."""
+    """Tokens and validity; of the response log-probabilities, entropies and drawable tokens; the shadow mask."""
     response, columns = config.max_new_tokens, prompt_width + config.max_new_tokens
-    kept = kept_form(config.sampling, model.vocab_size)
-    each = 2 * WIDE + (0 if kept is None else math.prod(kept.shape) * kept.dtype.itemsize)
+    form = drawable_form(config.sampling, model.vocab_size)
+    each = 2 * WIDE + (0 if form is None else math.prod(form.shape) * form.dtype.itemsize)
     return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width))
 
 
@@ -159,9 +159,10 @@ class SamplerPass:
 
     def prefill(self, rows: int) -> int:
         """Reading prompts, whole or chunk by chunk: keys and values of all layers, and what one layer works with."""
-        shape, chunk, width = self.shape, self.config.prefill_chunk, self.prompt_width
-        columns = width if chunk is None else chunk
-        slots = width if chunk is None else chunk + (self.config.budget if self.policy.evicts else width)
+        shape, width = self.shape, self.prompt_width
+        chunk = self.config.prefill_chunk
+        columns = width if chunk is None else min(chunk, width)  # a chunk is never longer than the prompt
+        slots = width if chunk is None else columns + (self.config.budget if self.policy.evicts else width)
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         kept = rows * slots * 2 * kv_heads * shape.num_layers * jnp.dtype(shape.dtype).itemsize
         layer = rows * columns * (3 * shape.intermediate_size + 2 * shape.hidden_size) * self._numbers()

@@ -18,8 +18,9 @@ another implementation ("portable", "xla") to stay with what XLA compiles.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 import jax
@@ -151,11 +152,20 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
 
 def pays(segments: Segments | None, tokens: int) -> bool:
     """Whether gathering segments is cheaper than the causal triangle: about budget + length < 0.3 tokens."""
+    return segments is not None and cost(segments, tokens) < cost(None, tokens)
+
+
+def cost(segments: Segments | None, tokens: int) -> float:
+    """What attention over so many tokens costs, in scores of a row and head: over segments, or as a causal triangle.
+
+    The columns before the first segment are a triangle of their own; every later query has a score for each of the
+    `budget + length` keys that were gathered for its segment, seen or not.
+    """
     if segments is None:
-        return False
+        return tokens**2 / 2
     prompt = min(segments.first, tokens)
     gathered = (tokens - prompt) * (segments.budget + segments.length)
-    return GATHERED_SCORE * gathered + prompt**2 / 2 < tokens**2 / 2
+    return GATHERED_SCORE * gathered + prompt**2 / 2
 
 
 def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
@@ -220,11 +230,20 @@ def decode(
 
 
 def best_decode(q: Array, k: Array) -> DecodeImplementation:
-    """The implementation that `decode` takes for `impl=None`."""
+    """The implementation that `decode` takes for `impl=None`. Where there is a kernel for the device, but not for these
+    inputs, it warns: once for each reason, because every layer and program asks."""
     for impl in ("mosaic_gpu", "mosaic_tpu"):
-        if why_not_decode(impl, q, k) is None:
+        reason = why_not_decode(impl, q, k)
+        if reason is None:
             return impl
+        if wrong_device(impl) is None:
+            _warn_once(f"decoding without the kernel {impl}, which is slower: {reason}")
     return "xla"
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def why_not_decode(impl: str, q: Array, k: Array) -> str | None:

@@ -5,9 +5,11 @@
               ▲                                                                                 │
               └─────────────────────────────────────────────────────────────────────────────────┘
 
-A loop on the host around three programs: prefill (compiled for a few widths), seat and segment (compiled once). Caches
-are donated: the state is updated where it lies. What a row says and forgets does not depend on its place or on its
-neighbours. Records go to the host while the next segment runs, and the trajectory is put together there: the device
+A loop on the host around three programs: prefill (compiled for a few widths), seat and segment (compiled once). What
+waits is in `smd_jax.sampler.prompt_queue`, what came back in `smd_jax.sampler.host_records`.
+
+Caches are donated: the state is updated where it lies. What a row says and forgets does not depend on its place or on
+its neighbours. Records go to the host while the next segment runs, and the trajectory is put together there: the device
 never holds more than the rows that are decoded and, at the end, the trajectory, with the rows in the prompts' order.
 """
 
@@ -15,35 +17,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
+from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
-from smd_jax.sampler.prefill import Prefilled, PromptRecord, prefill
-from smd_jax.sampler.records import no_records, to_trajectory
+from smd_jax.sampler.prefill import Prefilled, prefill
+from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.sharding import batch_sharding, check_rows, constrain_rows
-from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
+from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
-from smd_jax.trajectory import Trajectory, check_finite
+from smd_jax.trajectory import Trajectory
 
-NARROWEST = 16  # columns of the smallest bucket
 PACE = 8  # segments from which the time left is estimated
 
 
@@ -52,7 +54,7 @@ class Progress(NamedTuple):
 
     Attributes:
       tokens: drawn so far. seconds: since the run began.
-      live: rows that were not done at the start of the last segment. slots: rows of the cache.
+      live: rows that were not done at the start of the last segment. decode_rows: rows of the cache.
       finished: responses that have ended. rows: responses of the run.
       eta_seconds: until the end, at the pace of the newest segments, if rows become as long as those that have ended;
         rows that are longer already count up to their limit. None after the first segment, which had to be compiled.
@@ -61,7 +63,7 @@ class Progress(NamedTuple):
     tokens: int
     seconds: float
     live: int
-    slots: int
+    decode_rows: int
     finished: int
     rows: int
     eta_seconds: float | None
@@ -73,7 +75,7 @@ class Stats(NamedTuple):
     Attributes:
       tokens: drawn. steps: of the decode loop. segments: of up to `buffer` steps. prefills: batches of prompts read.
       seconds: of the whole run, compilation included.
-      utilisation: live rows / slots, the mean over all steps.
+      utilisation: live rows / decode rows, the mean over all steps.
     """
 
     tokens: int
@@ -91,12 +93,24 @@ class Rollout(NamedTuple):
     stats: Stats
 
 
+class SegmentProgram(NamedTuple):
+    """The compiler's input for one segment.
+
+    Attributes:
+      lowered: its `compile().memory_analysis()` says what a segment takes.
+      waiting: shapes of a batch of prompts that was read and waits for decode rows, which lives beside it.
+    """
+
+    lowered: jax.stages.Lowered
+    waiting: Prefilled
+
+
 @dataclass(frozen=True)
 class Engine:
     """What does not change from run to run.
 
     Attributes:
-      slots: rows that are decoded at the same time. With `config.budget` and `config.buffer` they make the cache.
+      decode_rows: rows that are decoded at the same time. With `config.budget` and `config.buffer` they make the cache.
       prefill_rows: prompts that are read at the same time.
       mesh: where rows lie, of devices of this process; None takes the default device.
     """
@@ -104,14 +118,13 @@ class Engine:
     model: LanguageModel
     policy: EvictionPolicy
     config: RolloutConfig
-    slots: int
+    decode_rows: int
     prefill_rows: int = 8
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slots", "prefill_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        check_whole("decode_rows", self.decode_rows, 1)
+        check_whole("prefill_rows", self.prefill_rows, 1)
         if self.mesh is None:
             return
         if len(elsewhere := {device.process_index for device in self.mesh.devices.flat} - {jax.process_index()}):
@@ -119,7 +132,7 @@ class Engine:
                 "expected a mesh of devices of this process, because the host sees every row: give each process an "
                 f"engine and prompts of its own; got devices of processes {sorted(elsewhere)}"
             )
-        check_rows(self.slots, self.mesh, "a cache of slots")
+        check_rows(self.decode_rows, self.mesh, "a cache of decode rows")
         check_rows(self.prefill_rows, self.mesh, "a prefill of prompts")
 
     def run(
@@ -147,12 +160,36 @@ class Engine:
         check_prompts(prompts, self.model.shape.vocab_size)
         if stop is not None:
             check_stop_table(stop, self.model.shape.vocab_size)
+        began = time.perf_counter()
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            run = _Run(self, params, prompts, key, group_size, stop, limits)
-            for progress in run.segments():
-                if report is not None:
-                    report(progress)
-        return Rollout(self._place(run.trajectory()), run.stats())
+            loop = _Loop(self, params, prompts, key, group_size, stop, limits)
+            loop.run(report)
+            records = loop.records
+            steps, segments, prefills = loop.steps, loop.segments, loop.prefills
+            del loop  # and its caches: the device needs the room for the trajectory
+        trajectory = self._place(records.trajectory())
+        tokens = int(records.drawn.sum())
+        seconds = time.perf_counter() - began
+        stats = Stats(tokens, steps, segments, prefills, seconds, utilisation=tokens / (steps * self.decode_rows))
+        return Rollout(trajectory, stats)
+
+    def segment_program(self, params: Params, prompt_width: int) -> SegmentProgram:
+        """The program that a run spends its time in, for prompts of this width; nothing is computed or allocated.
+
+        Args:
+          params: arrays or their shapes.
+        """
+        sampler = Sampler(self.model, self.policy, self.config, prompt_width)
+        params = jax.eval_shape(partial(_cast, self.model), params)
+        prompts = PromptBatch(
+            tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
+            valid=jnp.ones((self.prefill_rows, prompt_width), bool),
+        )
+        keys = jax.eval_shape(prompt_keys, prompts)
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            prefilled = jax.eval_shape(partial(_prefill, sampler), params, prompts, keys)
+            state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
+            return SegmentProgram(_segment.lower(sampler, params, state, None), prefilled)
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
         """From the host to where the learner wants it: rows over the mesh, if they divide."""
@@ -168,16 +205,28 @@ class Engine:
         return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
 
-def buckets(width: int) -> list[int]:
-    """Widths that prompts are read in, ascending: the whole, its half, its quarter, …"""
-    widths = [width]
-    while widths[0] > NARROWEST:
-        widths.insert(0, -(-widths[0] // 2))
-    return widths
+@dataclass
+class _ReadPrompts:
+    """A batch of prompts on the device, and the rows that are still to go on from it.
+
+    Attributes:
+      rows: (prompt's place in the batch, row of the trajectory).
+    """
+
+    prefilled: Prefilled
+    rows: deque[tuple[int, int]]
 
 
-class _Run:
-    """One run: which row has which place, and what is known of every row."""
+class _Loop:
+    """The loop on the host. It knows which row of the trajectory each decode row holds; the rest is in its parts.
+
+    Attributes:
+      queue: prompts that wait. read: batches that were read and have rows without a seat: one, or none.
+      records: what is known of every row. seated: `[decode_rows]` the row that sits there, -1: free.
+      state: on the device. It is donated to every program that changes it, so that caches are updated where they lie;
+        what was `state` before such a call must not be read after it.
+      steps, segments, prefills: how many there were.
+    """
 
     def __init__(
         self,
@@ -189,179 +238,143 @@ class _Run:
         stop: StopTable | None,
         limits: Int[np.ndarray, " rows"] | None,
     ) -> None:
-        config, (count, width) = engine.config, prompts.tokens.shape
+        config = engine.config
+        count, width = prompts.tokens.shape
+        rows = count * group_size
         self.began = time.perf_counter()
-        self.engine, self.stop, self.group_size, self.rows = engine, stop, group_size, count * group_size
+        self.engine = engine
+        self.stop = stop
+        self.group_size = group_size
         self.sampler = Sampler(engine.model, engine.policy, config, width)
         self.params = _cast(engine.model, params)
         self.prompts = jax.tree.map(np.asarray, prompts)
-        self.keys = row_keys(key, self.rows)
-        most = np.full(self.rows, config.max_new_tokens, np.int32)
-        self.limits = most if limits is None else check_limits(limits, self.rows, config)
+        self.keys = row_keys(key, rows)
+        most = np.full(rows, config.max_new_tokens, np.int32)
+        self.limits = most if limits is None else check_limits(limits, rows, config)
+        # A batch of prompts is never larger than all prompts, up to what divides over the devices.
         self.prefill_rows = min(engine.prefill_rows, -(-count // engine.ways) * engine.ways)
-        self.widths, self.waiting = _queues(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
-        self.ready: deque[tuple[int, int]] = deque()  # (place among the prefilled prompts, row), not yet seated
-        self.prefilled: Prefilled | None = None
-        self.state: SamplerState | None = None
-        self.seated = np.full(engine.slots, -1)  # the row in each slot, -1: free
-        self.read: tuple[PromptRecord, ...] | None = None
-        self.records: SegmentRecord | None = None
-        self.fetch: list[Callable[[], None]] = []  # what is to come to the host while the next segment runs
-        self.terminated, self.ended = np.zeros(self.rows, bool), np.zeros(self.rows, bool)
-        self.drawn = np.zeros(self.rows, np.int32)
-        self.steps = self.segment_count = self.prefill_count = 0
-        self.marks: deque[tuple[float, int]] = deque(maxlen=PACE)  # seconds and steps after the newest segments
+        self.queue = PromptQueue.of(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
+        self.seated = np.full(engine.decode_rows, -1)
+        self.steps = 0
+        self.segments = 0
+        self.prefills = 0
+        # The first prompts say what shapes a cache has, and what there will be to record.
+        to_read = self.queue.next(self.prefill_rows)
+        first = self.prefill(to_read)
+        self.read = deque([first])
+        self.state = _empty(first.prefilled, engine.decode_rows)
+        like_segment = jax.eval_shape(partial(_segment, self.sampler), self.params, self.state, stop)[1]
+        self.records = HostRecords(self.sampler, self.prompts, group_size, first.prefilled.records, like_segment)
+        self.records.leave_prompts(to_read.prompts, first.prefilled.records)
 
-    def segments(self) -> Iterator[Progress]:
-        """Runs until all rows are done."""
-        while not self.ended.all():
+    def run(self, report: Callable[[Progress], None] | None) -> None:
+        """Until all rows have ended."""
+        pace = _Pace(self.began, self.records, self.limits, self.engine.decode_rows)
+        while not self.records.ended.all():
             self.fill()
             live = int((self.seated >= 0).sum())
-            state, record = _segment(self.sampler, self.params, self.state, self.stop)
-            self.state = state
-            self.bring()
+            # Calls return before the device has done anything: while it works on this segment, the records of the one
+            # before it come to the host. Only then does `harvest` wait for how far the rows have come.
+            self.state, record = _segment(self.sampler, self.params, self.state, self.stop)
+            self.records.fetch()
             self.harvest(record)
-            yield self.progress(live)
-        self.bring()
-
-    def bring(self) -> None:
-        """Takes to the host what has been left on the device."""
-        for fetch in self.fetch:
-            fetch()
-        self.fetch.clear()
-
-    # Prompts in.
+            progress = pace.progress(live, self.steps)
+            if report is not None:
+                report(progress)
+        self.records.fetch()
 
     def fill(self) -> None:
-        """Seats prompts in the free slots, as long as there are both."""
-        while (free := np.flatnonzero(self.seated < 0)).size and (self.ready or any(self.waiting)):
-            if not self.ready:
-                self.prefill()
-            taken = [self.ready.popleft() for _ in range(min(len(free), len(self.ready)))]
-            self.seat(free, taken)
+        """Seats prompts in the free decode rows, as long as there are both."""
+        while (free := np.flatnonzero(self.seated < 0)).size and (self.read or self.queue):
+            if not self.read:
+                to_read = self.queue.next(self.prefill_rows)
+                self.read.append(self.prefill(to_read))
+                self.records.leave_prompts(to_read.prompts, self.read[0].prefilled.records)
+            self.seat(free, self.read[0])
+            if not self.read[0].rows:
+                self.read.popleft()  # the memory of its caches is free again
 
-    def prefill(self) -> None:
-        """Reads the prompt that waits longest, and the next ones of about its length."""
-        queue, width = min(
-            ((queue, width) for queue, width in zip(self.waiting, self.widths, strict=True) if queue),
-            key=lambda pair: pair[0][0],
-        )
-        chosen = [queue.popleft() for _ in range(min(len(queue), self.prefill_rows))]
-        padded = np.resize(chosen, self.prefill_rows)  # repeats some, so that all batches are of one size
+    def prefill(self, to_read: PromptsToRead) -> _ReadPrompts:
+        """Reads a batch of prompts, each once for all rows of its group."""
+        prompts, width = to_read
+        padded = np.resize(prompts, self.prefill_rows)  # repeats some, so that all batches are of one size
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
-        self.prefilled = prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
-        self.prefill_count += 1
-        self.fetch.append(partial(self.keep_read, chosen, prefilled.records))
-        self.ready.extend(
+        prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
+        self.prefills += 1
+        rows = (
             (place, prompt * self.group_size + sample)
-            for place, prompt in enumerate(chosen)
+            for place, prompt in enumerate(prompts)
             for sample in range(self.group_size)
         )
+        return _ReadPrompts(prefilled, deque(rows))
 
-    def seat(self, free: np.ndarray, taken: list[tuple[int, int]]) -> None:
+    def seat(self, free: np.ndarray, read: _ReadPrompts) -> None:
+        """Begins as many rows of these prompts as there are free decode rows."""
+        taken = [read.rows.popleft() for _ in range(min(len(free), len(read.rows)))]
         places, rows = (np.array(x, np.int32) for x in zip(*taken, strict=True))
-        slots = free[: len(rows)]
-        source, limit = np.full(self.engine.slots, -1, np.int32), np.zeros(self.engine.slots, np.int32)
-        source[slots], limit[slots] = places, self.limits[rows]
-        self.seated[slots] = rows
-        assert self.prefilled is not None
-        if self.state is None:
-            self.state = _empty(self.prefilled, self.engine.slots)
+        decode_rows = free[: len(rows)]
+        self.seated[decode_rows] = rows
+        source = np.full(self.engine.decode_rows, -1, np.int32)
+        source[decode_rows] = places
+        limit = np.zeros(self.engine.decode_rows, np.int32)
+        limit[decode_rows] = self.limits[rows]
         seats = Seats(jnp.asarray(source), self.keys[np.maximum(self.seated, 0)], jnp.asarray(limit))
-        self.state = _seat(self.sampler, self.state, self.prefilled, seats)
-        if not self.ready:
-            self.prefilled = None  # its memory is free again
-
-    # Responses out.
+        self.state = _seat(self.sampler, self.state, read.prefilled, seats)
 
     def harvest(self, record: SegmentRecord) -> None:
-        """Notes how far the seated rows have come, and frees the slots of those that ended."""
-        assert self.state is not None
-        for leaf in jax.tree.leaves(record):
-            leaf.copy_to_host_async()
-        state = (self.state.count, self.state.drawn, self.state.done, self.state.terminated)
-        steps, drawn, done, terminated = jax.device_get(state)
-        slots = np.flatnonzero(self.seated >= 0)
-        rows = self.seated[slots]
-        self.fetch.append(partial(self.keep_record, record, slots, rows))
-        self.steps, self.segment_count = int(steps), self.segment_count + 1
-        self.drawn[rows], self.terminated[rows] = drawn[slots], terminated[slots]
-        self.ended[rows] = done[slots]
-        self.seated[slots[done[slots]]] = -1
+        """Notes how far the seated rows have come, and frees the decode rows of those that ended."""
+        decode_rows = np.flatnonzero(self.seated >= 0)
+        rows = self.seated[decode_rows]
+        self.records.leave_segment(decode_rows, rows, record)
+        # A few numbers, copied before the next call takes the state. Here the host waits for the segment's end.
+        progress = (self.state.cache_steps, self.state.drawn, self.state.done, self.state.terminated)
+        steps, drawn, done, terminated = jax.device_get(progress)
+        self.steps = int(steps)
+        self.segments += 1
+        self.records.note(rows, drawn[decode_rows], done[decode_rows], terminated[decode_rows])
+        self.seated[decode_rows[done[decode_rows]]] = -1
 
-    def keep_record(self, record: SegmentRecord, slots: np.ndarray, rows: np.ndarray) -> None:
-        """What a segment said of the rows that sat in these slots."""
-        new = jax.device_get(record)
-        check_finite(new.logprobs[slots])
-        self.records = self.records or _host_records(self.sampler, new, self.rows)
-        segment = new.first[slots] // self.engine.config.buffer
-        for kept, leaf in zip(jax.tree.leaves(self.records), jax.tree.leaves(new), strict=True):
-            kept[segment, rows] = leaf[slots]
 
-    def keep_read(self, chosen: list[int], read: tuple[PromptRecord, ...]) -> None:
-        """How these prompts were read."""
-        count, new = len(self.prompts.valid), jax.device_get(read)
-        self.read = self.read or jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), new)
-        for kept, leaf in zip(jax.tree.leaves(self.read), jax.tree.leaves(new), strict=True):
-            kept[chosen] = leaf[: len(chosen)]
+class _Pace:
+    """How fast a run is, from its newest segments."""
 
-    def trajectory(self) -> Trajectory:
-        """Put together on the host; then the device has room for it."""
-        assert self.read is not None and self.records is not None
-        self.state = self.prefilled = self.params = None
-        with jax.default_device(_host()):
-            parts = jax.tree.map(jnp.asarray, (self.prompts, self.read, self.records, self.terminated))
-            return _finish(self.sampler, self.group_size, *parts)
+    def __init__(self, began: float, records: HostRecords, limits: Int[np.ndarray, " rows"], decode_rows: int) -> None:
+        self.began = began
+        self.records = records
+        self.limits = limits
+        self.decode_rows = decode_rows
+        self.marks: deque[tuple[float, int]] = deque(maxlen=PACE)  # seconds and steps after each
 
-    # What is said of it.
-
-    def progress(self, live: int) -> Progress:
-        seconds, tokens = time.perf_counter() - self.began, int(self.drawn.sum())
+    def progress(self, live: int, steps: int) -> Progress:
+        """After a segment that began with `live` rows; `steps` of the decode loop so far."""
+        records = self.records
+        seconds = time.perf_counter() - self.began
         eta = None
         if self.marks:
-            before = self.marks[0]
-            eta = self.steps_left() * (seconds - before[0]) / (self.steps - before[1])
-        self.marks.append((seconds, self.steps))
-        return Progress(tokens, seconds, live, self.engine.slots, int(self.ended.sum()), self.rows, eta)
+            earlier_seconds, earlier_steps = self.marks[0]
+            eta = self.steps_left() * (seconds - earlier_seconds) / (steps - earlier_steps)
+        self.marks.append((seconds, steps))
+        return Progress(
+            tokens=int(records.drawn.sum()),
+            seconds=seconds,
+            live=live,
+            decode_rows=self.decode_rows,
+            finished=int(records.ended.sum()),
+            rows=len(records.ended),
+            eta_seconds=eta,
+        )
 
     def steps_left(self) -> float:
-        """Of the decode loop: until the slots have done all that is expected, or the longest row has."""
+        """Of the decode loop: until the decode rows have done all that is expected, or the longest row has. A row is
+        expected to become as long as the mean of those that ended; one that is longer already, as long as it may."""
+        drawn = self.records.drawn
+        ended = self.records.ended
         expected = self.limits.astype(np.float64)
-        if self.ended.any():
-            mean = self.drawn[self.ended].mean()
-            expected = np.where(self.drawn < mean, np.minimum(expected, mean), expected)
-        left = np.maximum(expected - self.drawn, 0)[~self.ended]
-        return float(max(left.sum() / self.engine.slots, left.max(initial=0)))
-
-    def stats(self) -> Stats:
-        tokens, seconds = int(self.drawn.sum()), time.perf_counter() - self.began
-        utilisation = tokens / (self.steps * self.engine.slots)
-        return Stats(tokens, self.steps, self.segment_count, self.prefill_count, seconds, utilisation)
-
-
-def _queues(lengths: np.ndarray, width: int, chunk: int | None) -> tuple[list[int], list[deque[int]]]:
-    """Prompts by what it takes to read them, and how many columns that takes: of buckets, or by their number of chunks,
-    which one program for all columns reads, skipping those that all of its prompts lack."""
-    if chunk is None:
-        widths = buckets(width)
-        place = np.searchsorted(widths, lengths)
-    else:
-        place = -(-lengths // chunk)
-        widths = [width] * (int(place.max()) + 1)
-    return widths, [deque(np.flatnonzero(place == index).tolist()) for index in range(len(widths))]
-
-
-def _host_records(sampler: Sampler, like: SegmentRecord, rows: int) -> SegmentRecord:
-    """Room for the records of all rows, in the memory of the host."""
-    with jax.default_device(_host()):
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
-        return jax.tree.map(np.array, no_records(sampler, one))
-
-
-def _host() -> Any:
-    """The CPU as a device, whose memory is the host's; the default one, if JAX was told to leave the CPU alone."""
-    platforms = jax.config.values["jax_platforms"]  # None: all that there are
-    return jax.local_devices(backend="cpu" if not platforms or "cpu" in platforms else None)[0]
+        if ended.any():
+            mean = drawn[ended].mean()
+            expected = np.where(drawn < mean, np.minimum(expected, mean), expected)
+        left = np.maximum(expected - drawn, 0)[~ended]
+        return float(max(left.sum() / self.decode_rows, left.max(initial=0)))
 
 
 @partial(jax.jit, static_argnames="model")
@@ -374,9 +387,9 @@ def _prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Ar
     return prefill(sampler, params, prompts, rng)
 
 
-@partial(jax.jit, static_argnames="slots")
-def _empty(prefilled: Prefilled, slots: int) -> SamplerState:
-    return constrain_rows(empty(prefilled, slots))
+@partial(jax.jit, static_argnames="decode_rows")
+def _empty(prefilled: Prefilled, decode_rows: int) -> SamplerState:
+    return constrain_rows(empty(prefilled, decode_rows))
 
 
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
@@ -390,16 +403,3 @@ def _segment(
 ) -> tuple[SamplerState, SegmentRecord]:
     state, record = run_segment(sampler, params, state, stop)
     return constrain_rows(state), record
-
-
-@partial(jax.jit, static_argnames=("sampler", "group_size"))
-def _finish(
-    sampler: Sampler,
-    group_size: int,
-    prompts: PromptBatch,
-    read: tuple[PromptRecord, ...],
-    records: SegmentRecord,
-    terminated: Bool[Array, " rows"],
-) -> Trajectory:
-    read = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), read)
-    return to_trajectory(sampler, repeat_prompts(prompts, group_size), read, records, terminated)

@@ -7,7 +7,8 @@ in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► �
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,52 +82,125 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     return Prefilled(hidden[:, -1], start, cache, records)
 
 
+@dataclass(frozen=True)
+class _Chunks:
+    """How the columns of a batch are cut into chunks: from the prompts' end, so that only the first holds padding.
+
+    P 37, chunks of 8, `-3` because the first begins three columns before the prompt does:
+
+        column   -3 …… 4 | 5 …… 12 | 13 …… 20 | 21 …… 28 | 29 …… 36 | response
+
+    Attributes:
+      length: columns of a chunk. count: of chunks. first: column of the first one's first token.
+    """
+
+    length: int
+    count: int
+    first: int
+
+    @classmethod
+    def of(cls, sampler: Sampler, width: int, chunk: int) -> _Chunks:
+        """Of prompts in the last `width` columns before the response. A chunk is not longer than they are."""
+        length = min(chunk, width)
+        count = -(-width // length)
+        return cls(length, count, sampler.prompt_width - count * length)
+
+    def columns(self, index: Array) -> Int[Array, " length"]:
+        """Of the tokens of a chunk; negative where they lie before the prompt."""
+        return self.first + index * self.length + jnp.arange(self.length, dtype=jnp.int32)
+
+
+class _Reading(NamedTuple):
+    """What the loop over chunks carries.
+
+    Attributes:
+      cache: per layer. evicted_at: per layer, as in PromptRecord. hidden: `[prompts, hidden]` of the newest token.
+    """
+
+    cache: KVCache
+    evicted_at: tuple[Int[Array, "prompts kv_heads P"], ...]
+    hidden: Float[Array, "prompts hidden"]
+
+
 def _prefill_chunks(
     sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"], chunk: int
 ) -> Prefilled:
     """Reads prompts `chunk` columns at a time, and compresses the cache after each."""
-    width = -(-sampler.prompt_width // chunk) * chunk
-    pad = [(0, 0), (width - prompts.tokens.shape[1], 0)]
-    tokens, valid = (jnp.pad(x, pad) for x in (prompts.tokens, prompts.valid))
-    start, shift = _first_column(sampler, prompts), sampler.prompt_width - width
-    compressions = sampler.compressions(chunk)
-    attend = DecodeAttend(sampler.model.shape.attention)
+    rows, width = prompts.tokens.shape
+    chunks = _Chunks.of(sampler, width, chunk)
+    missing = chunks.count * chunks.length - width
+    padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
+    start = _first_column(sampler, prompts)
 
-    def one(index: Array, carry: tuple[KVCache, tuple[Array, ...], Array]) -> tuple[KVCache, tuple[Array, ...], Any]:
-        cache, evicted_at, _ = carry
-        token, there = (jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1) for x in (tokens, valid))
-        column = (shift + index * chunk + jnp.arange(chunk, dtype=jnp.int32))[None]
-        slots = tuple(jnp.int32(b) if sampler.policy.evicts else index * chunk for b in sampler.budgets)
-        places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
-        columns = jnp.where(there, column, EMPTY)
-        layers = decode_layers(sampler.model.shape, cache, slots, columns, start, column[0, 0])
-        hidden, cache = sampler.model.hidden(params, token, places, attend, layers)
+    def one(index: Array, reading: _Reading) -> _Reading:
+        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading)
         if not sampler.policy.evicts:
-            return cache, evicted_at, hidden[:, -1]
-        now = column[0, -1] + 1
-        progress = _progress(sampler, prompts, rng, now)
-        parts = zip(compressions, cache, strict=True)
-        cache, gone = zip(*(f.in_place(layer, progress, now - 1) for f, layer in parts), strict=True)
-        noted = [
-            record_evictions(before, new.dropped, now[None, None, None])
-            for before, new in zip(evicted_at, gone, strict=True)
-        ]
-        return cache, tuple(noted), hidden[:, -1]
+            return reading
+        boundary = chunks.columns(index)[-1] + 1
+        return _compress_chunk(sampler, chunks, _progress(sampler, prompts, rng, boundary), boundary, reading)
 
     # Chunks in which every row is padding are not read.
-    first = jnp.min(start - shift) // chunk
-    rows = tokens.shape[0]
-    nothing = jnp.full((rows, sampler.model.shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
-    hidden = jnp.zeros((rows, sampler.model.shape.hidden_size), sampler.model.shape.dtype)
-    cache = tuple(
-        _no_keys(sampler, rows, budget + chunk if sampler.policy.evicts else width) for budget in sampler.budgets
+    first_chunk = (jnp.min(start) - chunks.first) // chunks.length
+    reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
+    records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
+    layers = zip(reading.cache, sampler.budgets, strict=True)
+    return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records)
+
+
+def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
+    """Before the first chunk: empty caches of a budget and a chunk; without evictions, of all that there will be."""
+    shape = sampler.model.shape
+    whole = chunks.count * chunks.length
+    slots = [budget + chunks.length if sampler.policy.evicts else max(whole, budget) for budget in sampler.budgets]
+    never = jnp.full((rows, shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
+    return _Reading(
+        cache=tuple(_no_keys(sampler, rows, count) for count in slots),
+        evicted_at=(never,) * len(slots),
+        hidden=jnp.zeros((rows, shape.hidden_size), shape.dtype),
     )
-    carry = cache, (nothing,) * len(cache), hidden
-    cache, evicted_at, hidden = jax.lax.fori_loop(first, width // chunk, one, carry)
-    records = tuple(PromptRecord(x, None) for x in evicted_at)
-    return Prefilled(
-        hidden, start, tuple(_to_rows(sampler, *layer) for layer in zip(cache, sampler.budgets, strict=True)), records
+
+
+def _read_chunk(
+    sampler: Sampler,
+    params: Params,
+    padded: PromptBatch,
+    start: Int[Array, " prompts"],
+    chunks: _Chunks,
+    index: Array,
+    reading: _Reading,
+) -> _Reading:
+    """Reads chunk number `index` of prompts padded to whole chunks; keys go behind those that were kept."""
+    tokens, there = (
+        jax.lax.dynamic_slice_in_dim(x, index * chunks.length, chunks.length, axis=1)
+        for x in (padded.tokens, padded.valid)
     )
+    column = chunks.columns(index)[None]
+    places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
+    columns = jnp.where(there, column, EMPTY)
+    if sampler.policy.evicts:
+        slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
+    else:  # the last token of the last chunk comes to lie in the last slot
+        left = (chunks.count - index) * chunks.length
+        slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
+    layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0])
+    attend = DecodeAttend(sampler.model.shape.attention)
+    hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    return reading._replace(cache=cache, hidden=hidden[:, -1])
+
+
+def _compress_chunk(
+    sampler: Sampler, chunks: _Chunks, progress: RowProgress, boundary: Int[Array, ""], reading: _Reading
+) -> _Reading:
+    """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
+    cache, noted = [], []
+    layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
+    for compression, layer, evicted_at in layers:
+        layer, gone = compression.in_place(layer, progress, boundary - 1)
+        if gone.dropped is not None:
+            evicted_at = record_evictions(evicted_at, gone.dropped, boundary[None, None, None])
+        cache.append(layer)
+        noted.append(evicted_at)
+    return reading._replace(cache=tuple(cache), evicted_at=tuple(noted))
 
 
 def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:

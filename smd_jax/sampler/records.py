@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.cache.slots import EMPTY
-from smd_jax.kept_tokens import KeptTokens
+from smd_jax.drawable_tokens import DrawableTokens
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.model.attention import cost
 from smd_jax.quantization import Parity, QuantizedReplay
-from smd_jax.sampler.config import whole_segments
+from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
 from smd_jax.sampler.prefill import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
@@ -60,7 +62,8 @@ def to_trajectory(
 
     emitted = by_row(records.emitted)
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    mask = ShadowMask(_evicted_at(sampler, valid, read, records), _segments(sampler), _replay(sampler, read, records))
+    segments = segments_of(sampler.policy, config, len(read), sampler.prompt_width)
+    mask = ShadowMask(_evicted_at(sampler, valid, read, records), segments, _replay(sampler, read, records))
     return Trajectory(
         tokens=jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1),
         valid=valid,
@@ -68,17 +71,17 @@ def to_trajectory(
         terminated=terminated,
         mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
         entropy=by_row(records.entropy),
-        kept=_kept(sampler, None if records.kept is None else by_row(records.kept)),
+        drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
     )
 
 
-def _kept(sampler: Sampler, sets: Array | None) -> KeptTokens | None:
+def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:
     """Which tokens could be drawn; None if all could, always."""
     end = sampler.config.eos_token_id
     shortest = 0 if end is None else sampler.config.min_new_tokens
-    return None if sets is None and not shortest else KeptTokens(sets, shortest, end)
+    return None if sets is None and not shortest else DrawableTokens(sets, shortest, end)
 
 
 def _evicted_at(
@@ -122,16 +125,41 @@ def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows 
     return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
 
 
-def _segments(sampler: Sampler) -> tuple[Segments, ...]:
-    """Where the cache was compressed, for the learner's attention. Chunks of the prompt count where they and the
-    segments of the response have common boundaries."""
-    if not sampler.policy.evicts:
+def segments_of(
+    policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
+) -> tuple[Segments, ...]:
+    """Where the cache of every layer was compressed, for the learner's attention; empty if it never was.
+
+    Each layer takes the cheaper of two descriptions, both of which are true of the same mask:
+
+        response    columns of the prompt attend to all before them; then segments of `buffer`
+        merged      chunks of the prompt, too, are segments: all of one length, the longer of chunk and buffer
+
+    Merged ones are possible where every boundary of the longer is one of the shorter, too. They cost less where the
+    prompt is long, but every query of the response then looks at a whole chunk.
+    """
+    if not policy.evicts:
         return ()
-    first, length, chunk = sampler.prompt_width, sampler.config.buffer, sampler.config.prefill_chunk
-    if chunk is not None and (chunk % length == 0 or length % chunk == 0):
-        length = max(length, chunk)
-        first = (first - 1) % length + 1  # the first chunks are seen densely, if anything is gained by that
-    return tuple(Segments(first, length, budget) for budget in sampler.budgets)
+    budgets, _ = plan(policy, config, num_layers, prompt_width)
+    columns = prompt_width + config.max_new_tokens
+    return tuple(
+        min(_descriptions(config, prompt_width, budget), key=lambda segments: cost(segments, columns))
+        for budget in budgets
+    )
+
+
+def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list[Segments]:
+    """Of one layer."""
+    buffer = config.buffer
+    chunk = config.prefill_chunk
+    found = [Segments(prompt_width, buffer, budget)]
+    if chunk is not None and (chunk % buffer == 0 or buffer % chunk == 0):
+        length = max(chunk, buffer)
+        # Boundaries lie at P, P - length, P - 2 length, …: those of chunks are counted from the prompt's end. The first
+        # segment begins at the least of them that is above 0; what is before it is a shorter chunk, seen densely.
+        first = (prompt_width - 1) % length + 1
+        found.append(Segments(first, length, budget))
+    return found
 
 
 def _replay(sampler: Sampler, read: tuple[PromptRecord, ...], records: SegmentRecord) -> QuantizedReplay | None:

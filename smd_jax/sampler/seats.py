@@ -33,10 +33,10 @@ class Seats(struct.PyTreeNode):
 
 @any_leaves
 class SamplerState(struct.PyTreeNode):
-    """All that a segment needs; every leaf but `count` has the rows first.
+    """All that a segment needs; every leaf but `cache_steps` has the rows first.
 
     Attributes:
-      count: steps since the cache was made.
+      cache_steps: steps of the decode loop since the cache was made; see the timeline in `smd_jax.sampler.static`.
       drawn: `[rows]` tokens of each row's response so far. limit: `[rows]` tokens at most.
       done: `[rows]` rows that draw no more. terminated: `[rows]` those that ended by themselves.
       stop: `[rows]` state of the search for stop strings.
@@ -45,7 +45,7 @@ class SamplerState(struct.PyTreeNode):
       cache: per layer.
     """
 
-    count: Int[Array, ""]
+    cache_steps: Int[Array, ""]
     drawn: Int[Array, " rows"]
     limit: Int[Array, " rows"]
     done: Bool[Array, " rows"]
@@ -69,7 +69,7 @@ def empty(prefilled: Prefilled, rows: int) -> SamplerState:
     # are (see `row_keys`), and a state keeps its types.
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
     return SamplerState(
-        count=jnp.zeros((), jnp.int32),
+        cache_steps=jnp.zeros((), jnp.int32),
         drawn=zeros,
         limit=zeros,
         done=jnp.ones((rows,), bool),
@@ -90,7 +90,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         chosen = prompts[jnp.maximum(seats.source, 0)]
         return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
 
-    turned = _turn(sampler, prefilled.cache, state.count)
+    turned = _turn(sampler, prefilled.cache, state.cache_steps)
     return state.replace(
         drawn=jnp.where(new, 0, state.drawn),
         limit=jnp.where(new, seats.limit, state.limit),
@@ -128,6 +128,11 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
     )
 
 
-def _turn(sampler: Sampler, cache: KVCache, count: Int[Array, ""]) -> KVCache:
-    """Prefilled caches, as if they had been made `count` steps later. A cache without evictions is a ring."""
-    return tuple(kv_cache.turn(layer, count, ring=not sampler.compresses) for layer in cache)
+def _turn(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCache:
+    """Prefilled caches, as if they had been made `cache_steps` later than they were.
+
+    All rows of a cache share its clock, and a prompt was read as if that stood at 0. What lies where the clock says is
+    turned to where it stands now: statistics that keep queries by their number, and the slots of a ring (a cache that
+    is never compressed). See the timeline in `smd_jax.sampler.static`.
+    """
+    return tuple(kv_cache.turn(layer, cache_steps, ring=not sampler.compresses) for layer in cache)

@@ -15,7 +15,7 @@ from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import forbid, kept_form, sample
+from smd_jax.sampling import drawable_form, forbid, sample
 from smd_jax.text.stop_strings import StopTable, advance
 
 
@@ -25,7 +25,7 @@ class SegmentRecord(struct.PyTreeNode):
 
     Attributes:
       first: `[rows]`. tokens, logprobs, entropy: `[rows, buffer]`. emitted: `[rows, buffer]` tokens that belong to the
-        response. kept: `[rows, buffer, ...]` as `Sampled.kept`, None without filters.
+        response. drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
       gone: per layer, of the compression at its end; None where nothing goes.
     """
 
@@ -34,7 +34,7 @@ class SegmentRecord(struct.PyTreeNode):
     logprobs: Float[Array, "rows buffer"]
     entropy: Float[Array, "rows buffer"]
     emitted: Bool[Array, "rows buffer"]
-    kept: Array | None
+    drawable: Array | None
     gone: tuple[CompressionRecord, ...] | None
 
 
@@ -47,28 +47,31 @@ def run_segment(
     record = _no_record(sampler, state)
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
-        return (carry[2] < sampler.config.buffer) & ~jnp.all(carry[0].done)
+        state, _, segment_step = carry
+        return (segment_step < sampler.config.buffer) & ~jnp.all(state.done)
 
     def step(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
-        state, record, filled = carry
-        state, record, token = _draw(sampler, params, state, record, filled, uniforms[:, filled], stop)
-        place = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, filled, 1, axis=1), places)
-        return _read(sampler, params, state, token, place, filled), record, filled + 1
+        state, record, segment_step = carry
+        state, record, token = _draw(sampler, params, state, record, segment_step, uniforms[:, segment_step], stop)
+        place = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, segment_step, 1, axis=1), places)
+        return _encode(sampler, params, state, token, place, segment_step), record, segment_step + 1
 
-    state, record, filled = jax.lax.while_loop(going_on, step, (state, record, jnp.zeros((), jnp.int32)))
-    state = state.replace(count=state.count + filled)
+    begin = (state, record, jnp.zeros((), jnp.int32))
+    state, record, segment_steps = jax.lax.while_loop(going_on, step, begin)
+    # Added only now: within the segment, every step is at `cache_steps + segment_step`.
+    state = state.replace(cache_steps=state.cache_steps + segment_steps)
     if not sampler.compresses:
         return state, record
     progress = RowProgress(
         start=state.start,
-        newest=sampler.prompt_width + record.first + filled - 1,
+        newest=sampler.prompt_width + record.first + segment_steps - 1,
         segment_start=sampler.prompt_width + record.first,
         step=record.first + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
-    number = sampler.prompt_width + state.count - 1
-    compressions = sampler.compressions(sampler.config.buffer)
-    compressed = [f.in_place(layer, progress, number) for f, layer in zip(compressions, state.cache, strict=True)]
+    newest_query = sampler.prompt_width + state.cache_steps - 1
+    layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
+    compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
 
@@ -93,14 +96,14 @@ def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
 def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
     shape = (state.drawn.shape[0], sampler.config.buffer)
     numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
-    kept = kept_form(sampler.config.sampling, sampler.model.shape.vocab_size)
+    form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return SegmentRecord(
         first=state.drawn,
         tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,
         entropy=numbers,
         emitted=jnp.zeros(shape, bool),
-        kept=None if kept is None else jnp.zeros((*shape, *kept.shape), kept.dtype),
+        drawable=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
         gone=None,
     )
 
@@ -110,18 +113,19 @@ def _draw(
     params: Params,
     state: SamplerState,
     record: SegmentRecord,
-    filled: Int[Array, ""],
+    segment_step: Int[Array, ""],
     uniforms: Float[Array, " rows"],
     stop: StopTable | None,
 ) -> tuple[SamplerState, SegmentRecord, Int[Array, " rows"]]:
-    """Draws the next token of the rows that are not done, and notes it in column `filled`."""
-    config, live = sampler.config, ~state.done
+    """Draws the next token of the rows that are not done, and notes it at `segment_step`."""
+    config = sampler.config
+    live = ~state.done
     logits = sampler.model.logits(params, state.hidden[:, None])[:, 0]
     may_end = state.drawn >= config.min_new_tokens
     if config.eos_token_id is not None and config.min_new_tokens:
         logits = forbid(logits, config.eos_token_id, ~may_end)
-    drawn = sample(logits, uniforms, config.sampling)
-    token = jnp.where(live, drawn.tokens, config.pad_token_id)
+    sampled = sample(logits, uniforms, config.sampling)
+    token = jnp.where(live, sampled.tokens, config.pad_token_id)
     ended = jnp.zeros_like(live) if config.eos_token_id is None else token == config.eos_token_id
     if stop is not None:
         found, stopped = advance(stop, state.stop, token)
@@ -130,41 +134,43 @@ def _draw(
 
     def put(x: Array, new: Array) -> Array:
         new = jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, 0).astype(x.dtype)
-        return jax.lax.dynamic_update_index_in_dim(x, new, filled, axis=1)
+        return jax.lax.dynamic_update_index_in_dim(x, new, segment_step, axis=1)
 
     record = record.replace(
-        tokens=jax.lax.dynamic_update_index_in_dim(record.tokens, token, filled, axis=1),
-        logprobs=put(record.logprobs, drawn.logprobs),
-        entropy=put(record.entropy, drawn.entropy),
+        tokens=jax.lax.dynamic_update_index_in_dim(record.tokens, token, segment_step, axis=1),
+        logprobs=put(record.logprobs, sampled.logprobs),
+        entropy=put(record.entropy, sampled.entropy),
         emitted=put(record.emitted, live),
-        kept=jax.tree.map(put, record.kept, drawn.kept),
+        drawable=jax.tree.map(put, record.drawable, sampled.drawable),
     )
-    count = state.drawn + live
+    drawn = state.drawn + live
     state = state.replace(
-        drawn=count,
+        drawn=drawn,
         terminated=state.terminated | (live & ended),
-        done=state.done | ended | (count >= state.limit),
+        done=state.done | ended | (drawn >= state.limit),
     )
     return state, record, token
 
 
-def _read(
+def _encode(
     sampler: Sampler,
     params: Params,
     state: SamplerState,
     token: Int[Array, " rows"],
     place: EncodedPositions,
-    filled: Int[Array, ""],
+    segment_step: Int[Array, ""],
 ) -> SamplerState:
-    """Reads the newest token of the rows that go on into the next slot."""
-    column = sampler.prompt_width + state.drawn - 1
-    number = sampler.prompt_width + state.count + filled
+    """Brings the newest token of the rows that go on into the cache, and its hidden state into the state."""
+    query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
-        slots = tuple(budget + filled for budget in sampler.budgets)
+        slots = tuple(budget + segment_step for budget in sampler.budgets)
     else:
-        slots = (number % sampler.columns,) * len(sampler.budgets)
+        # A ring, because a row may begin at any step. It has slots for a whole prompt and response: a row never comes
+        # round to its own first key, only to those of the row before it, which `seat` has replaced.
+        slots = tuple(query_number % layer.columns.shape[2] for layer in state.cache)
+    column = sampler.prompt_width + state.drawn - 1  # of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
-    layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, number)
+    layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, query_number)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)

@@ -7,6 +7,29 @@ A step draws a token from the newest hidden state of every row, writes its key, 
 to the next hidden state. After a segment each layer and KV head keeps its `budget` best keys. All rows of a cache write
 the same slot at the same step, but each counts its own columns: between two segments another prompt may take a row.
 
+One timeline, four clocks. Prompts of P columns, a buffer of 4, a budget of b keys; row B is seated after the first
+segment, when the cache is four steps old. (A row's first token is drawn from the prompt's last hidden state, and
+enters the cache in the same step.)
+
+    cache_steps + segment_step    0     1     2     3   │  4     5     6     7   │  8  …     one for all rows of a cache
+    segment_step                  0     1     2     3   │  0     1     2     3   │  0  …     begins anew every segment
+    query_number                 P+0   P+1   P+2   P+3  │ P+4   P+5   P+6   P+7  │ P+8 …     P + the first line
+    slot, with compression        b     b+1   b+2   b+3 │  b     b+1   b+2   b+3 │  b  …     b + segment_step
+    row A   drawn before          0     1     2     3   │  4     5     6     7   │  8  …     each row its own
+            column               P+0   P+1   P+2   P+3  │ P+4   P+5   P+6   P+7  │ P+8 …     P + drawn before
+    row B   drawn before                        seated ►│  0     1     2     3   │  4  …
+            column                                      │ P+0   P+1   P+2   P+3  │ P+4 …
+
+Columns are what the learner knows, and what masks and positions are made of. Slots and query numbers are the cache's.
+
+Without compression (Dense), a cache is a ring of P + R slots, and a token's slot is `query_number % (P + R)`. A row
+that is seated late finds its prompt turned by as many slots as the cache has steps, so that its response follows its
+prompt whatever the clock says. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
+
+    slot       0    1    2    3    4    5
+    row A     p0   p1   r0   r1   r2   r3        r0 is written to slot 2, when query_number is 2
+    row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
+
 Here is what does not change from rollout to rollout; the parts are pure functions of it, of parameters and of a state:
 
     smd_jax.sampler.prefill     prompts ─► Prefilled

@@ -52,9 +52,9 @@ class LoopConfig:
       prompts_per_step: prompts of one rollout. group_size: completions per prompt.
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       policy: eviction policy of the sampler. rollout: its sizes.
-      slots: completions that are decoded at the same time; those that end make room for others, see
+      decode_rows: completions that are decoded at the same time; those that end make room for others, see
         `smd_jax.sampler.engine`. None decodes all of a rollout at once, in one program.
-      prefill_rows: with slots, prompts that are read at the same time.
+      prefill_rows: with decode_rows, prompts that are read at the same time.
       stop_strings: texts that end a completion, and stay in it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout; every further one has the groups in another order.
@@ -66,7 +66,7 @@ class LoopConfig:
     prompt_width: int
     policy: EvictionPolicy
     rollout: RolloutConfig
-    slots: int | None = None
+    decode_rows: int | None = None
     prefill_rows: int = 8
     stop_strings: tuple[str, ...] = ()
     minibatches: int = 1
@@ -123,7 +123,7 @@ class Loop:
 
     Attributes:
       mesh: where state and batches lie; one device by default.
-      report: of rollouts with `config.slots`, called after every segment.
+      report: of rollouts with `config.decode_rows`, called after every segment.
     """
 
     model: LanguageModel
@@ -136,8 +136,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        if self.config.slots is not None:
-            self.engine(self.config.policy, self.config.rollout, self.config.slots)  # raises if it cannot be
+        if self.config.decode_rows is not None:
+            self.engine(self.config.policy, self.config.rollout, self.config.decode_rows)  # raises if it cannot be
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
@@ -191,11 +191,11 @@ class Loop:
         config: RolloutConfig,
         group_size: int,
     ) -> tuple[Trajectory, Metrics]:
-        """`group_size` responses to each row's prompt, in one batch or through `config.slots`; and what it took."""
+        """`group_size` responses to each row's prompt, in one batch or a few rows at a time; and what it took."""
         params = self.policy_params(params)
         prompts = self.encode(rows, self.config.prompt_width)
-        if self.config.slots is not None:
-            done = self.engine(policy, config, self.config.slots).run(
+        if self.config.decode_rows is not None:
+            done = self.engine(policy, config, self.config.decode_rows).run(
                 params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
             )
             took = {"rollout/utilisation": jnp.float32(done.stats.utilisation)}
@@ -219,8 +219,8 @@ class Loop:
         """Those that the sampler reads: of the model alone."""
         return params
 
-    def engine(self, policy: EvictionPolicy, config: RolloutConfig, slots: int) -> Engine:
-        return Engine(self.model, policy, config, slots, self.config.prefill_rows, self.mesh)
+    def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
+        return Engine(self.model, policy, config, decode_rows, self.config.prefill_rows, self.mesh)
 
     def _copies(self, prompts: int, group_size: int) -> int:
         """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh."""

@@ -36,7 +36,7 @@ METRICS: dict[str, str] = {
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
-    "rollout/utilisation": "rows of the cache that were live / all of them, with `slots`",
+    "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "grad_norm": "global norm of the gradient before clipping",
     "step_time": "wall time of one step with its rollout, seconds",
     "loss": "policy loss, and weighted distillation and value loss",

@@ -80,7 +80,7 @@ class RolloutState(Protocol):
     def live(self) -> int: ...
 
     @property
-    def slots(self) -> int: ...
+    def decode_rows(self) -> int: ...
 
     @property
     def finished(self) -> int: ...
@@ -117,7 +117,7 @@ def rollout_line(name: str, progress: RolloutState) -> str:
     """One line about a rollout."""
     parts = [
         f"{name} {progress.finished}/{progress.rows} done",
-        f"{progress.live}/{progress.slots} rows live",
+        f"{progress.live}/{progress.decode_rows} rows live",
         f"{progress.tokens:,} tokens",
         f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
         _clock(progress.seconds),

@@ -19,7 +19,6 @@ common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from segment_memory import segment_memory  # noqa: E402
 from smd_common import max_difference, model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
@@ -57,7 +56,7 @@ class Sampling:
         self.limits = np.full(rows, args.new_tokens, np.int32)
         if args.rows is not None:
             self.limits = response_lengths(rows, args.new_tokens, args.spread)
-        self.engine = smd.Engine(self.model, self.policy, self.config, slots=args.batch)
+        self.engine = smd.Engine(self.model, self.policy, self.config, decode_rows=args.batch)
 
     def turn(self, number: int) -> tuple[smd.Trajectory, float]:
         """All rows, and the share of live rows among those decoded."""
@@ -98,7 +97,7 @@ class Sampling:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the program of a segment, and of its keys and values by the formula."""
-        found = segment_memory(self.engine, self.params, self.args.prompt)
+        found = smd.memory.segment_memory(self.engine, self.params, self.args.prompt)
         c, args = self.model.config, self.args
         slots = args.budget + args.buffer if self.policy.evicts else args.prompt + args.new_tokens
         expected = 2 * c.num_layers * c.num_kv_heads * slots * c.head_dim * jnp.dtype(c.dtype).itemsize * args.batch

@@ -31,7 +31,6 @@ import generation
 import jax
 import jax.numpy as jnp
 import numpy as np
-from segment_memory import segment_memory
 from smd_common import max_difference
 
 import smd_jax as smd
@@ -123,9 +122,11 @@ def prompts(rows: int, width: int, vocabulary: int) -> smd.PromptBatch:
     return smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
 
 
-def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, slots: int, new_tokens: int) -> smd.Engine:
+def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, decode_rows: int, new_tokens: int) -> smd.Engine:
     config = smd.RolloutConfig(new_tokens, sizes.budget, sizes.buffer)
-    return smd.Engine(smd.Decoder(sizes.model), policy, config, slots=slots, prefill_rows=min(slots, PREFILLED))
+    return smd.Engine(
+        smd.Decoder(sizes.model), policy, config, decode_rows=decode_rows, prefill_rows=min(decode_rows, PREFILLED)
+    )
 
 
 def slot_bytes(sizes: Sizes) -> int:
@@ -187,7 +188,7 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.budget}
     row |= {"new_tokens": new_tokens, "budget": sizes.budget, "buffer": sizes.buffer}
     row |= {"tokens_per_s": rows / step, "ms_per_step_early": steps[0] * 1e3, "ms_per_step_late": steps[-1] * 1e3}
-    memory = segment_memory(engine, params, sizes.budget)
+    memory = smd.memory.segment_memory(engine, params, sizes.budget)
     expected = rows * (sizes.budget + sizes.buffer) * slot_bytes(sizes)
     row |= {"cache_bytes": memory.state, "expected_cache_bytes": expected}
     row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory, CHECKED)
@@ -218,7 +219,7 @@ def largest_batch(sizes: Sizes, policy: smd.eviction.EvictionPolicy, context: in
     @cache
     def total(rows: int) -> int:
         engine = make_engine(sizes, policy, rows, context - width)
-        return segment_memory(engine, params, width).total
+        return smd.memory.segment_memory(engine, params, width).total
 
     few, slots = 8, sizes.budget + sizes.buffer if policy.evicts else context
     rows = max(int((limit - nbytes(params)) / (slots * slot_bytes(sizes))), few + 1)

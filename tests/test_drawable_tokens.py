@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Shadow
+from smd_jax.drawable_tokens import OUTSIDE, DrawableTokens
 from smd_jax.eviction.policies import H2O
-from smd_jax.kept_tokens import OUTSIDE, KeptTokens
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
@@ -75,26 +75,26 @@ def sampled(name: str) -> Trajectory:
 
 
 @functools.cache
-def kept_by_hand(name: str) -> np.ndarray:
+def drawable_by_hand(name: str) -> np.ndarray:
     """`[ROWS, LENGTH, VOCAB]`, true in the padding."""
-    kept, ids = np.ones((ROWS, LENGTH, VOCAB), bool), np.arange(VOCAB)
-    recorded = sampled(name).kept
+    drawable, ids = np.ones((ROWS, LENGTH, VOCAB), bool), np.arange(VOCAB)
+    recorded = sampled(name).drawable
     assert recorded is not None
     if recorded.sets is not None and recorded.sets.dtype == jnp.uint8:
-        kept &= np.unpackbits(np.asarray(recorded.sets), axis=-1, bitorder="little")[..., :VOCAB] == 1
+        drawable &= np.unpackbits(np.asarray(recorded.sets), axis=-1, bitorder="little")[..., :VOCAB] == 1
     elif recorded.sets is not None:
-        kept &= (np.asarray(recorded.sets)[..., None] == ids).any(-2)
-    kept[:, : recorded.min_new_tokens, EOS] = False
-    return kept | ~np.asarray(sampled(name).valid)[:, WIDTH:, None]
+        drawable &= (np.asarray(recorded.sets)[..., None] == ids).any(-2)
+    drawable[:, : recorded.min_new_tokens, EOS] = False
+    return drawable | ~np.asarray(sampled(name).valid)[:, WIDTH:, None]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def plain_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
-    """Log-probabilities `[ROWS, LENGTH, VOCAB]` over the kept tokens, from the model's plain call; -inf outside."""
+    """Log-probabilities `[ROWS, LENGTH, VOCAB]` over the drawable tokens, from the model's plain call; -inf outside."""
     t = sampled(name)
     mask = t.mask if visibility == "shadow" else t.dense_mask()
     logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1]
-    return jax.nn.log_softmax(jnp.where(kept_by_hand(name), logits / t.temperature, -jnp.inf))
+    return jax.nn.log_softmax(jnp.where(drawable_by_hand(name), logits / t.temperature, -jnp.inf))
 
 
 def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
@@ -115,46 +115,46 @@ def gap(trajectory: Trajectory) -> float:
 
 
 def test_ids():
-    kept = KeptTokens(jnp.array([[[2, -1], [0, 2], [-1, -1]]]), min_new_tokens=1, eos_token_id=2)
+    drawable = DrawableTokens(jnp.array([[[2, -1], [0, 2], [-1, -1]]]), min_new_tokens=1, eos_token_id=2)
     expected = np.array([[[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]], bool)
-    np.testing.assert_array_equal(kept.to_boolean(4, jnp.arange(3)), expected)
-    np.testing.assert_array_equal(kept.to_boolean(4, jnp.array([1, 0])), expected[:, [1, 0]])
+    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.arange(3)), expected)
+    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.array([1, 0])), expected[:, [1, 0]])
 
 
 def test_bits():
     inside = np.random.default_rng(0).random((2, 3, 21)) < 0.5
-    kept = KeptTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
-    np.testing.assert_array_equal(kept.to_boolean(21, jnp.arange(3)), inside)
-    np.testing.assert_array_equal(kept.to_boolean(21, jnp.array([2])), inside[:, [2]])
+    drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
+    np.testing.assert_array_equal(drawable.to_boolean(21, jnp.arange(3)), inside)
+    np.testing.assert_array_equal(drawable.to_boolean(21, jnp.array([2])), inside[:, [2]])
 
 
 def test_a_minimum_length_alone_carries_no_array():
-    kept = KeptTokens(None, min_new_tokens=2, eos_token_id=1)
-    assert jax.tree.leaves(kept) == []
+    drawable = DrawableTokens(None, min_new_tokens=2, eos_token_id=1)
+    assert jax.tree.leaves(drawable) == []
     expected = np.ones((1, 3, 4), bool)
     expected[0, :2, 1] = False
-    np.testing.assert_array_equal(kept.to_boolean(4, jnp.arange(3)), expected)
+    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.arange(3)), expected)
     logits = jnp.zeros((5, 2, 4))
-    assert ((kept.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
+    assert ((drawable.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
 
 
 def test_bits_of_another_vocabulary():
     with pytest.raises(ValueError, match="expected 4 bytes of bits for a vocabulary of 25; got 3 bytes"):
-        KeptTokens(jnp.zeros((1, 2, 3), jnp.uint8)).to_boolean(25, jnp.arange(2))
+        DrawableTokens(jnp.zeros((1, 2, 3), jnp.uint8)).to_boolean(25, jnp.arange(2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_softmax_entropy_and_divergences_see_the_kept_tokens_alone(dtype: str):
+def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: str):
     """Values, and gradients: finite, and exactly 0 outside."""
     rng = np.random.default_rng(1)
     inside = rng.random((2, 3, 17)) < 0.4
     inside[..., 4] = True
     x, y = (np.asarray(30 * rng.normal(size=(2, 3, 17)), dtype) for _ in range(2))
     with jax.enable_x64(dtype == "float64"):
-        kept = KeptTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
+        drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
 
         def all_of_them(x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            x, y = kept.apply(x), kept.apply(y)
+            x, y = drawable.apply(x), drawable.apply(y)
             logprobs = jax.nn.log_softmax(x)
             told = {
                 "logprobs": logprobs[..., 4],
@@ -186,17 +186,17 @@ def test_softmax_entropy_and_divergences_see_the_kept_tokens_alone(dtype: str):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_identity(name: str):
-    """With what was kept, the learner gives the sampler's numbers again; without, it is another policy."""
+    """With the drawable tokens, the learner gives the sampler's numbers again; without, it is another policy."""
     trajectory, (_, minimum, dtype) = sampled(name), SAMPLERS[name]
-    assert trajectory.kept is not None and trajectory.replayable
-    assert (None if trajectory.kept.sets is None else trajectory.kept.sets.dtype) == dtype
+    assert trajectory.drawable is not None and trajectory.replayable
+    assert (None if trajectory.drawable.sets is None else trajectory.drawable.sets.dtype) == dtype
     lengths = np.asarray(trajectory.lengths())
     assert (lengths > minimum).all()
     assert gap(trajectory) < 2e-5
     mask, entropy = np.asarray(trajectory.response_mask), replay_jitted(MODEL, PARAMS, trajectory).entropy
     np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
     assert not np.asarray(trajectory.entropy)[~mask].any()
-    assert gap(trajectory.replace(kept=None)) > (1e-3 if name == "minimum length" else 1e-2)
+    assert gap(trajectory.replace(drawable=None)) > (1e-3 if name == "minimum length" else 1e-2)
     assert trajectory.mask is not None and gap(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
     explicit = plain_token_logprobs(name, PARAMS, "shadow")
     np.testing.assert_allclose(np.asarray(trajectory.logprobs)[mask], np.asarray(explicit)[mask], atol=2e-5)
@@ -210,7 +210,7 @@ def test_a_minimum_length_delays_the_end():
         config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, min_new_tokens=minimum)
         trajectory = rollout(MODEL, params, prompts, jax.random.key(0), policy=H2O(), config=config)
         assert int(trajectory.lengths().min()) == minimum + 1 and trajectory.terminated.any()
-        assert (trajectory.kept is None) == (minimum == 0)
+        assert (trajectory.drawable is None) == (minimum == 0)
         scores = replay_jitted(MODEL, params, trajectory)
         difference = jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0.0)
         assert jnp.abs(difference).max() < 2e-5
@@ -245,7 +245,7 @@ def policy_update(config: UpdateConfig) -> Any:
 
 @pytest.mark.parametrize(("name", "visibility"), [("all", "shadow"), ("top-p", "dense")])
 def test_policy_gradient_and_kl(name: str, visibility: Visibility):
-    """Against the plain definition over the kept tokens, in any split: policy, old policy, reference."""
+    """Against the plain definition over the drawable tokens, in any split: policy, old policy, reference."""
     trajectory = sampled(name)
     loss = LossConfig(beta=0.2)
     config = UpdateConfig(visibility, loss, correction=Shadow() if visibility == "shadow" else TIS(clip_max=2.0))

@@ -19,12 +19,12 @@ OUTSIDE = -1e30
 
 
 @any_leaves
-class KeptTokens(struct.PyTreeNode):
+class DrawableTokens(struct.PyTreeNode):
     """The tokens that could be drawn, for every column of the response.
 
     Attributes:
-      sets: what filters left, see `smd_jax.sampling.kept_form`: int32 ids `[batch, R, k]`, -1 where there are fewer; or
-        bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
+      sets: what filters left, see `smd_jax.sampling.drawable_form`: int32 ids `[batch, R, k]`, -1 where there are
+        fewer; or bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
       min_new_tokens: the end token is in no set of the first so many columns. Static.
       eos_token_id: the end token; None without one. Static.
     """
@@ -41,13 +41,13 @@ class KeptTokens(struct.PyTreeNode):
         Raises:
           ValueError: if the sets are bits of another vocabulary.
         """
-        kept = jnp.ones((1, columns.shape[0], vocab), bool)
+        drawable = jnp.ones((1, columns.shape[0], vocab), bool)
         if self.sets is not None:
-            kept = _to_boolean(self.sets[:, columns], vocab)
+            drawable = _to_boolean(self.sets[:, columns], vocab)
         if self.eos_token_id is None or self.min_new_tokens == 0:
-            return kept
+            return drawable
         ends = jnp.arange(vocab)[None, None] == self.eos_token_id
-        return kept & ~(ends & (columns < self.min_new_tokens)[None, :, None])
+        return drawable & ~(ends & (columns < self.min_new_tokens)[None, :, None])
 
     def apply(
         self, logits: Float[Array, "batch columns vocab"], columns: Int[Array, " columns"] | None = None
