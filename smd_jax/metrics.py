@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile
+from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile, masked_mean
 
 DIFFERENCE_METRICS: dict[str, str] = {
     "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
@@ -128,7 +128,7 @@ def token_mean(
     values: Float[Array, "batch response"] | Bool[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, ""]:
     """Mean over the tokens in the mask, 0 when there are none. What is outside may be anything."""
-    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    return masked_mean(values, mask, empty=0.0)
 
 
 def _std(rows: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
@@ -150,8 +150,8 @@ def chi2_metrics(
     ratio = bounded_exp(log_ratio)
     of_response = bounded_exp(log_ratio.sum(axis=1))
     return {
-        "rollout_corr/chi2_token": _mean(ratio**2, mask) - 1.0,
-        "rollout_corr/chi2_seq": _mean(of_response**2, mask.any(axis=1)) - 1.0,
+        "rollout_corr/chi2_token": masked_mean(ratio**2, mask, empty=1.0) - 1.0,
+        "rollout_corr/chi2_seq": masked_mean(of_response**2, mask.any(axis=1), empty=1.0) - 1.0,
         "rollout_corr/eff_sample_size": effective_sample_size(ratio, mask),
         "rollout_corr/agreement_p5": lower_percentile(jnp.minimum(ratio, 1.0), mask, 5.0),
     }
@@ -168,21 +168,11 @@ def correction_metrics(
     lost = mask & (~counted | (weights == 0))
     present = mask.any(axis=1)
     return {
-        "rollout_corr/rollout_is_mean": _mean(weights, mask),
+        "rollout_corr/rollout_is_mean": masked_mean(weights, mask, empty=1.0),
         "rollout_corr/rollout_is_min": jnp.where(mask.any(), jnp.where(mask, weights, jnp.inf).min(), 1.0),
         "rollout_corr/rollout_is_max": jnp.where(mask.any(), jnp.where(mask, weights, -jnp.inf).max(), 1.0),
         "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(weights, mask),
-        "rollout_corr/rollout_rs_masked_fraction": _fraction(lost, mask),
-        "rollout_corr/rollout_rs_seq_masked_fraction": _fraction(lost.any(axis=1), present),
-        "rollout_corr/rollout_rs_seq_dropped_fraction": _fraction(present & (lost == mask).all(axis=1), present),
+        "rollout_corr/rollout_rs_masked_fraction": masked_mean(lost, mask, empty=0.0),
+        "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(lost.any(axis=1), present, empty=0.0),
+        "rollout_corr/rollout_rs_seq_dropped_fraction": masked_mean((lost == mask).all(axis=1), present, empty=0.0),
     }
-
-
-def _mean(values: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ""]:
-    """Mean over the mask, 1 when there is nothing in it."""
-    total = jnp.where(mask, values, 0.0).sum()
-    return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), 1.0)
-
-
-def _fraction(lost: Bool[Array, ...], present: Bool[Array, ...]) -> Float[Array, ""]:
-    return lost.sum() / jnp.maximum(present.sum(), 1)

@@ -48,8 +48,8 @@ def effective_sample_size(weights: Float[Array, "batch R"], mask: Bool[Array, "b
 
     0 if all weights are 0, 1 without tokens.
     """
-    mean = _mean(weights, mask)
-    square = _mean(weights**2, mask)
+    mean = masked_mean(weights, mask, empty=1.0)
+    square = masked_mean(weights**2, mask, empty=1.0)
     # The inner `where` keeps 0 / 0 out of the branch that is not taken.
     return jnp.where(square > 0, mean**2 / jnp.where(square > 0, square, 1.0), 0.0)
 
@@ -84,7 +84,7 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
     return jnp.where(mask.any(), low + jnp.where(high > low, (high - low) * (rank - below), 0.0), 1.0)
 
 
-def _mean(values: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ""]:
-    """Mean over the mask, 1 when there is nothing in it."""
+def masked_mean(values: Float[Array, ...] | Bool[Array, ...], mask: Bool[Array, ...], empty: float) -> Float[Array, ""]:
+    """Mean over the mask, `empty` when there is nothing in it. What is outside may be anything."""
     total = jnp.where(mask, values, 0.0).sum()
-    return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), 1.0)
+    return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), empty)
