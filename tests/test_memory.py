@@ -288,6 +288,17 @@ def test_rows_are_worked_on_in_the_parts_that_are_planned(rows: int):
     assert planned.decode(127) <= planned.decode(128) < 2 * planned.decode(113)
 
 
+@pytest.mark.parametrize("policy", [H2O(), RKV(window=4)], ids=["attention observed", "keys compared"])
+def test_whole_prompts_need_their_squares_a_few_rows_at_a_time(policy: EvictionPolicy):
+    width, rows = 1024, 16
+    sampler = Sampler(MODEL, policy, SIZES, width)
+    lowered = engine._prefill.lower(sampler, param_shapes(MODEL), prompts(rows, width), keys(rows))
+    squares = rows * SHAPE.num_heads * width * width * 4
+    needed = sizes_of(lowered.compile()).temporary
+    assert needed < squares / 2
+    assert 0.5 < SamplerPass(SHAPE, policy, SIZES, width, "cpu").prefill(rows) / needed < 2
+
+
 def test_chunks_make_the_memory_independent_of_the_prompt():
     def work(width: int, chunk: int | None) -> int:
         config = replace(SIZES, prefill_chunk=chunk)
