@@ -15,6 +15,7 @@ ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32":
 # Name a buffer without writing it, or contain the operations that do. Of an asynchronous copy, the `-done` half counts.
 NO_WRITE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
 IN_PLACE = {"dynamic-update-slice"}
+PREFILL = "/prefill/"  # in the names of operations under `jax.named_scope("prefill")` of smd_jax/sampler/prefill.py
 
 
 class Operation(NamedTuple):
@@ -48,7 +49,8 @@ def parse(hlo: str) -> dict[str, list[Operation]]:
 def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
     """Operations of the innermost loops over a cache that write at least `cache_bytes`, in-place updates aside.
 
-    Such loops are those that decode and those that compress a cache some rows at a time.
+    Such loops are those that decode and those that compress a cache some rows at a time. Loops of the prefill run once
+    a prompt, not once a token, and hold the squares of scores that a policy observes: they are left out.
 
     Raises:
       ValueError: no loop carries a cache, so that nothing was looked at.
@@ -84,7 +86,7 @@ def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> l
         re.findall(r"\bbody=%?([\w.\-]+)", operation.line)[0]
         for operations in computations.values()
         for operation in operations
-        if operation.kind == "while" and largest(operation.shapes) >= cache_bytes
+        if operation.kind == "while" and largest(operation.shapes) >= cache_bytes and PREFILL not in operation.line
     }
     if not bodies:
         raise ValueError("expected a loop over the cache; got none")

@@ -60,6 +60,7 @@ class Prefilled(struct.PyTreeNode):
     records: tuple[PromptRecord, ...]
 
 
+@jax.named_scope("prefill")  # profiles and experiments/hlo.py tell its operations from those of decoding by this
 def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"]) -> Prefilled:
     """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
     if sampler.config.prefill_chunk is not None:
