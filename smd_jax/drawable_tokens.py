@@ -46,6 +46,7 @@ class DrawableTokens(struct.PyTreeNode):
             drawable = _to_boolean(self.sets[:, columns], vocab)
         if self.eos_token_id is None or self.min_new_tokens == 0:
             return drawable
+        # Without filters there are no sets, and the minimum length is all that takes a token out.
         ends = jnp.arange(vocab)[None, None] == self.eos_token_id
         return drawable & ~(ends & (columns < self.min_new_tokens)[None, :, None])
 

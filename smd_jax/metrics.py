@@ -82,6 +82,7 @@ def mismatch_metrics(
         "sampling/token_ratio/min": jnp.where(empty, 1.0, ratio.min(initial=jnp.inf, where=mask)),
         "sampling/token_ratio/mean": jnp.where(empty, 1.0, token_mean(ratio, mask)),
         "sampling/token_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
+        # expm1 keeps the digits of small differences, which `ratio - 1` would lose.
         "mismatch_kl": token_mean(jnp.expm1(delta) - delta, mask),
     }
 

@@ -32,6 +32,7 @@ from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import pack, packed_size
 from smd_jax.sharding import over_rows
 
+# Tokens whose weights are summed together: see the picture above.
 BLOCK = 128
 ID_BYTES = 4
 
@@ -106,14 +107,17 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
     if config.temperature == 0:
         return _greedy(logits)
     logits = logits / config.temperature
-    vocab, ids = logits.shape[-1], None
+    vocab = logits.shape[-1]
+    ids = None
     if config.left_by_top_k(vocab):
         # By each device for its own rows: left alone, the compiler gathers all rows on every device to sort them
         # (openxla/xla#49006).
         logits, ids = over_rows(partial(jax.lax.top_k, k=config.left_by_top_k(vocab)), logits)
+    # Relative to the largest logit: no weight exceeds 1, and exp cannot overflow.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
     places = inverse_cdf(weights, uniforms)
+    # After top-k, places count in its order, from the most likely token on; `ids` leads back to the vocabulary.
     tokens = places if ids is None else _pick(ids, places)
     return Sampled(tokens, *_logprobs_and_entropy(shifted, weights, places), _drawable(weights, ids, config, vocab))
 
@@ -217,10 +221,13 @@ def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, "
     Instead of a sort, bisection: "what is larger than w" falls with w, and positive floats are in the order of their
     bits. 1 bounds the weights, so 30 sums of a row find the last bit in float32 (62 in float64).
     """
+    # An integer as wide as the weights: both are read as the same bits.
     kind = jnp.int64 if weights.dtype == jnp.float64 else jnp.int32
     enough = top_p * jnp.sum(weights, axis=-1)
 
     def halve(_: Int[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        # What is larger than `inside` weighs less than `enough`, what is larger than `outside` does not: true of 1 and
+        # 0 at the start, and after every round.
         outside, inside = bounds
         middle = (outside + inside) // 2
         bound = jax.lax.bitcast_convert_type(middle, weights.dtype)
@@ -244,7 +251,8 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
     """
     if not config.filters(vocab):
         return None
-    count, size = config.left_by_top_k(vocab), packed_size(vocab, 1)
+    count = config.left_by_top_k(vocab)
+    size = packed_size(vocab, 1)
     if count and count * ID_BYTES <= size:
         return jax.ShapeDtypeStruct((count,), jnp.int32)
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -253,8 +261,9 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
 def _drawable(
     weights: Float[Array, "batch count"], ids: Int[Array, "batch count"] | None, config: SamplingConfig, vocab: int
 ) -> Array | None:
-    """Of the tokens that have a weight, in the form of `drawable_form`."""
-    form, inside = drawable_form(config, vocab), weights > 0
+    """The tokens that have a weight, in the form of `drawable_form`."""
+    form = drawable_form(config, vocab)
+    inside = weights > 0
     if form is None:
         return None
     if ids is not None:
@@ -268,6 +277,7 @@ def among(ids: Int[Array, "*lead k"], vocab: int) -> Bool[Array, "*lead {vocab}"
     """Which tokens of the vocabulary are among the ids; negative ones are none."""
 
     def of_one(ids: Int[Array, " k"]) -> Bool[Array, " vocab"]:
+        # A negative index would count from the end: it is sent beyond the end, where `drop` leaves it out.
         return jnp.zeros(vocab, bool).at[jnp.where(ids < 0, vocab, ids)].set(True, mode="drop")
 
     for _ in ids.shape[:-1]:

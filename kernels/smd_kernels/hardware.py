@@ -96,10 +96,12 @@ def why_not_decode(
     if limits.group is not None and group > limits.group:
         return f"expected at most {limits.group} query heads per KV head; got {group}"
     if hardware == "mosaic_gpu":
-        memory, most = "shared memory", SMEM_BYTES
+        memory = "shared memory"
+        most = SMEM_BYTES
         needed = GPU_DECODE_SIZES.smem_bytes(head_dim, slots)
     else:
-        memory, most = "VMEM", VMEM_BYTES
+        memory = "VMEM"
+        most = VMEM_BYTES
         needed = _vmem_bytes(jnp.dtype(dtype).itemsize, head_dim, slots, group)
     if needed > most:
         return f"expected at most {most} bytes of {memory}; {slots} slots of {head_dim} need {needed}"

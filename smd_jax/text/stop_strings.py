@@ -55,6 +55,7 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     text_tokenizer = as_text_tokenizer(tokenizer)
     vocabulary = _Vocabulary(token_bytes(text_tokenizer, vocab_size))
     for string, pattern in zip(strings, patterns, strict=True):
+        # One at a time, to name the string that cannot be reached.
         _check_reachable(string, vocabulary.run(_automaton([pattern])), text_tokenizer)
         _check_ordinary(string, text_tokenizer)
     table = vocabulary.run(_automaton(patterns))
@@ -105,12 +106,14 @@ def _automaton(patterns: Sequence[bytes]) -> np.ndarray:
     steps = np.zeros((stop + 1, 256), np.int32)
     steps[stop] = stop
     fallback = np.zeros(stop, np.int32)  # state of the longest proper end of a text that is a state too
+    # Shortest first: the fallback of a state is shorter than its text, so its row is complete when it is copied.
     for text, state in state_of.items():
         if len(text) > 1:
             fallback[state] = steps[fallback[state_of[text[:-1]]], text[-1]]
         if text:
             steps[state] = steps[fallback[state]]
         for longer in {pattern[: len(text) + 1] for pattern in patterns if pattern.startswith(text)}:
+            # A beginning that is no state is a whole stop string, or has one inside.
             steps[state, longer[-1]] = state_of.get(longer, stop)
     return steps
 
