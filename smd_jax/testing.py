@@ -95,7 +95,7 @@ def random_evictions(
     """The mask of a sampler that keeps `segments.budget` random keys at every boundary, without running one.
 
     Args:
-      tokens: columns of prompt and response. padding: of each row, at the left; none by default.
+      tokens: columns of prompt and response. padding: columns of it at the left of each row; none by default.
     """
     rng = np.random.default_rng(seed)
     evicted_at = np.full((batch, layers, kv_heads, tokens), NEVER, np.int32)
@@ -149,7 +149,7 @@ def write_random_checkpoint(
 
     Args:
       directory: where; a checkpoint that is already there is replaced.
-      seed: of the parameters.
+      seed: decides the parameters.
       config: the shape; None means `tiny_model_config()`. At least `BYTE_VOCAB_SIZE` rows of vocabulary.
       dtype: how the parameters are stored.
 

@@ -231,6 +231,7 @@ def launch(kernel: Callable[..., None], out: Any, scratch: Any, programs: int, w
         scratch_types=(scratch,),
         grid=(programs,),
         grid_names=("program",),
+        # One more, which fetches.
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

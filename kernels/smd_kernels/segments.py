@@ -61,7 +61,7 @@ class SlotTable(NamedTuple):
     """Where every key is kept.
 
     Attributes:
-      slot: `[blocks, tokens]` of each key while it is kept; `budget` if no boundary keeps it.
+      slot: `[blocks, tokens]` slot of each key while it is kept; `budget` if no boundary keeps it.
       kept: `[blocks, segments, budget]` column of the key in each slot at each boundary, `EMPTY` where there is none.
     """
 
@@ -136,7 +136,7 @@ def segment_attention(
     """
     kv_heads = k.shape[1]
     tokens = q.shape[2]
-    # The slices below need a first segment that begins no later than behind the last column.
+    # Shapes are computed from `first`, which must not lie beyond the columns that there are.
     segments = replace(segments, first=min(segments.first, tokens))
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
     # Segments at once: each brings a block for every row of the batch and every KV head.

@@ -186,6 +186,7 @@ def run(
             out_specs=tuple(x.spec for x in outputs),
             scratch_shapes=scratch,
         ),
+        # Sums run over the inner axis alone: it is the one that has to run in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=cost(blocks, products, (blocks, values, shapes)),
         interpret=interpret,
