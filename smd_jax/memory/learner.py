@@ -92,7 +92,7 @@ class LearnerPass:
         return self.model.impl == "segments" or pays(self.segments, self.columns)
 
     def between_layers(self) -> int:
-        """Bytes of one layer that outlive it: cotangents that wait for the gradients of its matrices, which the compiler
+        """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
         may leave to the end; and its input, if the rest is recomputed."""
         s = self.shape
         floats = s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
