@@ -200,10 +200,8 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mappin
 def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     history = read_metrics(args.runs / "metrics.jsonl")
     plot_training({args.correction: history}, args.runs / "training.png")
-    sizes, rows = (
-        loop.config.rollout,
-        (loop.config.prompt_width, loop.config.decode_rows or loop.config.completions_per_step),
-    )
+    sizes = loop.config.rollout
+    rows = (loop.config.prompt_width, loop.config.decode_rows or loop.config.completions_per_step)
     kept = cache_bytes(loop.model.shape, loop.config.policy, sizes, *rows)
     full = cache_bytes(loop.model.shape, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
     rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]

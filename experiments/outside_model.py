@@ -56,7 +56,8 @@ class OutsideModel:
             return normal(rows, columns, scale=rows**-0.5)
 
         def block() -> dict[str, Any]:
-            query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            query = self.heads * self.head_dim
+            key_value = self.kv_heads * self.head_dim
             return {
                 "before": normal(2, self.hidden_size, scale=0.1),  # of attention and of the MLP
                 "after": normal(2, self.hidden_size, scale=0.1),
@@ -134,7 +135,8 @@ class OutsideModel:
         out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + norm(self._product(out, p["wo"]), p["after"][0])
         y = norm(x, p["before"][1])
-        gate, up = self._product(y, p["geglu"][0]), self._product(y, p["geglu"][1])
+        gate = self._product(y, p["geglu"][0])
+        up = self._product(y, p["geglu"][1])
         return x + norm(self._product(jax.nn.gelu(gate, approximate=True) * up, p["out"]), p["after"][1]), layer
 
     def _heads(self, x: Array, matrix: Array) -> Array:
@@ -157,7 +159,9 @@ def rotate(x: Float[Array, "batch heads tokens head_dim"], turn: Float[Array, "b
     """RoPE on the first half of the channels, neighbours being the pairs."""
     turned, still = jnp.split(x, 2, axis=-1)
     pairs = turned.reshape(*turned.shape[:-1], -1, 2).astype(turn.dtype)
-    cos, sin = turn[:, None, ..., 0], turn[:, None, ..., 1]
-    first, second = pairs[..., 0], pairs[..., 1]
+    cos = turn[:, None, ..., 0]
+    sin = turn[:, None, ..., 1]
+    first = pairs[..., 0]
+    second = pairs[..., 1]
     pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([pairs.reshape(turned.shape).astype(x.dtype), still], axis=-1)

@@ -146,14 +146,14 @@ def directory_of(args: Args, seed: int) -> Path:
 
 
 def name_of(args: Args) -> str:
-    """Of the arm, and of its folder."""
+    """The name of the arm, and of its folder."""
     if args.policy == "dense":
         return "dense-cache"
     return args.correction if direction_of(args) is None else f"{args.correction}-{direction_of(args)}"
 
 
 def direction_of(args: Args) -> Direction | None:
-    """Of the distillation, None where there is none."""
+    """The direction of the distillation, None where there is none."""
     if args.distill == "auto":
         return "anchor" if args.correction == "shadow" and args.policy != "dense" else None
     return None if args.distill == "none" else args.distill

@@ -23,6 +23,7 @@ def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_whole(field: str, value: object, least: int, meaning: str = "") -> None:
     """Raises ValueError unless `value` is a whole number from `least` on. `meaning` is a note in the message."""
+    # True and False are ints to Python.
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         note = f" ({meaning})" if meaning else ""
         raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")

@@ -58,10 +58,10 @@ class ShadowMask(struct.PyTreeNode):
     Attributes:
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
         for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
-      segments: of every layer, or of one for all: where the sampler compressed its cache, and to how many keys. With
+      segments: one for every layer, or one for all: where the sampler compressed its cache, and to how many keys. With
         it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
         whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
-      quantized: of a quantised cache, how a key looks to queries that come after its segment; None: as it is.
+      quantized: how a key of a quantised cache looks to queries that come after its segment; None: as it is.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]
@@ -70,6 +70,7 @@ class ShadowMask(struct.PyTreeNode):
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer."""
+        # Where there is one entry, it stands for all layers.
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
         quantized = None if self.quantized is None else self.quantized.layer(index)
         return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments, quantized)
@@ -109,6 +110,8 @@ class ShadowMask(struct.PyTreeNode):
         queries, keys = visible.shape[-2:]
         if queries != keys:
             raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
+        # Without gaps, the queries that see a key follow on its own: its column plus their number is the first that
+        # does not. Whether there are gaps shows when the mask is rebuilt from it.
         evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
         evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
         compact = cls(jnp.asarray(evicted_at))
@@ -139,6 +142,8 @@ def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
 def _check_segments(evicted_at: np.ndarray, segments: Segments, layer: int) -> None:
     """Raises where more keys than the budget are visible across a boundary."""
     for column in range(segments.first, evicted_at.shape[-1], segments.length):
+        # The query at the boundary sees a key only if `column < evicted_at`: a key that goes right there does not
+        # count.
         visible = (evicted_at[..., :column] > column).sum(-1)
         if (visible > segments.budget).any():
             batch, head = np.argwhere(visible > segments.budget)[0]
@@ -202,6 +207,8 @@ def windowed(mask: LayerMask, window: int | None) -> LayerMask:
     segments = mask.segments
     if segments is not None:
         segments = dataclasses.replace(segments, budget=min(segments.budget, window))
+    # A window alone makes segments of its own. Not where the cache was quantised: its copies have segments already, and
+    # attention takes one set.
     elif mask.quantized is None:
         segments = Segments(first=window, length=window, budget=window)
     evicted_at = jnp.minimum(mask.evicted_at, key[None, None] + window)
@@ -216,22 +223,26 @@ def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
 def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
     """Raises ValueError unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`."""
     if isinstance(mask, ShadowMask):
-        shape, expected = mask.evicted_at.shape, (batch, layers, kv_heads, columns)
+        shape = mask.evicted_at.shape
+        expected = (batch, layers, kv_heads, columns)
     else:
-        shape, expected = mask.shape, (batch, layers, kv_heads, columns, columns)
+        shape = mask.shape
+        expected = (batch, layers, kv_heads, columns, columns)
     fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape, expected, strict=True))
     if not fits or shape[3:] != expected[3:]:
         raise ValueError(
             f"expected a mask that broadcasts to {expected} (batch, layers, kv heads, columns); got {tuple(shape)}"
         )
     if isinstance(mask, ShadowMask) and mask.quantized is not None and mask.quantized.parity is not None:
-        shape, expected = mask.quantized.parity.keys.shape[:4], (batch, layers, kv_heads, columns)
+        shape = mask.quantized.parity.keys.shape[:4]
+        expected = (batch, layers, kv_heads, columns)
         if shape != expected:
             raise ValueError(f"expected parities {expected} (batch, layers, kv heads, columns); got {tuple(shape)}")
 
 
 def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:
     """Position of each token in its own sequence: the first valid column of a row is 0, padding before it too."""
+    # argmax of booleans is the first true one.
     start = jnp.argmax(valid, axis=-1, keepdims=True)
     column = jnp.arange(valid.shape[-1], dtype=jnp.int32)[None]
     return jnp.maximum(column - start.astype(jnp.int32), 0)

@@ -40,7 +40,7 @@ class QuantConfig:
     """A quantised KV cache; static.
 
     Attributes:
-      bits: of a code: 8, 4 or 2.
+      bits: size of a code: 8, 4 or 2.
       group: columns that share a key channel's range; must divide the rollout's buffer.
       value_group: channels that share a token's range; must divide head_dim, or be larger: then all channels do.
       record_parity: the sampler records one bit per element of keys and values. Without, the learner rounds by itself
@@ -86,6 +86,7 @@ def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead b
     each = BYTE // bits
     codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
     parts = codes.reshape(*codes.shape[:-1], -1, each) << _shifts(bits, codes.ndim)
+    # Shifted codes share no bits, so their sum is their union.
     return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
 
 
@@ -101,7 +102,7 @@ def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
 
 @any_leaves
 class Ranges(struct.PyTreeNode):
-    """Of groups of keys or values, in their dtype: code c stands for `low + c * scale`.
+    """Ranges of groups of keys or values, in their dtype: code c stands for `low + c * scale`.
 
     Attributes:
       low: the least of a group. scale: between two codes, 0 if all of a group are equal.
@@ -117,13 +118,14 @@ def key_ranges(
     first: int,
     config: QuantConfig,
 ) -> Ranges:
-    """Of every channel of every group of columns, `[batch, kv_heads, groups, head_dim]`.
+    """The range of every channel of every group of columns, `[batch, kv_heads, groups, head_dim]`.
 
     Args:
       valid: false for columns without a key, which belong to no group. A group without any has the range [0, 0].
       first: a column at which a group begins, such as the prompt's width.
     """
     grouped, real = (by_group(x, first, config.group) for x in (keys, valid[..., None]))
+    # Columns without a key must not widen a range: they are replaced by what a minimum or maximum never takes.
     low = jnp.min(jnp.where(real, grouped, jnp.inf), axis=3)
     high = jnp.max(jnp.where(real, grouped, -jnp.inf), axis=3)
     some = real.any(axis=3)
@@ -133,18 +135,20 @@ def key_ranges(
 
 def by_group(x: Array, first: int, group: int) -> Array:
     """`[batch, kv_heads, columns, ...]` -> `[batch, kv_heads, groups, group, ...]`; zeros where there is no column."""
+    # Columns are added before the first, too, so that a group begins at `first`.
     sides = (-first % group, -(x.shape[2] - first) % group)
     x = jnp.pad(x, [(0, 0), (0, 0), sides, *[(0, 0)] * (x.ndim - 3)])
     return x.reshape(*x.shape[:2], -1, group, *x.shape[3:])
 
 
 def value_ranges(values: Float[Array, "batch kv_heads tokens head_dim"], config: QuantConfig) -> Ranges:
-    """Of every group of channels of every token, `[batch, kv_heads, tokens, groups]`."""
+    """The range of every group of channels of every token, `[batch, kv_heads, tokens, groups]`."""
     grouped = values.reshape(*values.shape[:3], -1, config.channels(values.shape[3]))
     return _ranges(grouped.min(-1), grouped.max(-1), config)
 
 
 def _ranges(low: Array, high: Array, config: QuantConfig) -> Ranges:
+    # The difference is taken in float32 or wider; the scale alone is rounded to the dtype of the keys.
     return Ranges(low, ((_wide(high) - _wide(low)) / config.highest).astype(low.dtype))
 
 
@@ -168,15 +172,18 @@ def quantize(
     """The code of every element.
 
     Args:
-      ranges: of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
+      ranges: those of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
     """
     scale = _wide(ranges.scale)
+    # A group of equal elements has scale 0, and a subnormal scale counts as 0. The inner `where` keeps both away from
+    # the division.
     flat = scale < jnp.finfo(scale.dtype).tiny
     quotient = jnp.where(flat, 0.0, (_wide(x) - _wide(ranges.low)) / jnp.where(flat, 1.0, scale))
     if parity is None:
         return jnp.clip(jnp.round(quotient), 0, config.highest).astype(jnp.uint8)
     lowest = parity.astype(scale.dtype)
     codes = lowest + 2 * jnp.round((quotient - lowest) / 2)
+    # `highest` is odd: the last code is `highest - 1` of parity 0, `highest` of parity 1.
     return jnp.clip(codes, lowest, config.highest - 1 + lowest).astype(jnp.uint8)
 
 
@@ -184,7 +191,8 @@ def dequantize(
     codes: UInt8[Array, "batch kv_heads rows head_dim"], ranges: Ranges
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """What codes stand for, in the dtype of the ranges; computed in float32 or wider."""
-    low, scale = _wide(ranges.low), _wide(ranges.scale)
+    low = _wide(ranges.low)
+    scale = _wide(ranges.scale)
     return (low + codes.astype(scale.dtype) * scale).astype(ranges.low.dtype)
 
 
@@ -211,9 +219,9 @@ class QuantizedReplay(struct.PyTreeNode):
     A segment's keys and values are quantised when it ends, the prompt's when the response begins.
 
     Attributes:
-      parity: of the sampler's codes; None if not recorded.
+      parity: the last bit of each of the sampler's codes; None if not recorded.
       config: static. first: column where the first segment begins, the prompt's width. Static.
-      length: of a segment, the rollout's buffer. Static.
+      length: columns of a segment, the rollout's buffer. Static.
     """
 
     parity: Parity | None
@@ -222,7 +230,7 @@ class QuantizedReplay(struct.PyTreeNode):
     length: int = struct.field(pytree_node=False)
 
     def layer(self, index: int) -> QuantizedReplay:
-        """Of one layer."""
+        """The same for one layer."""
         return self.replace(parity=jax.tree.map(lambda x: x[:, index], self.parity))
 
     def check_segments(self, segments: tuple[Segments, ...]) -> None:
@@ -243,10 +251,12 @@ class QuantizedReplay(struct.PyTreeNode):
         """What later segments see of one layer's keys and values, without gradients. Columns that are not `valid` give
         numbers without a meaning."""
         columns, head_dim = k.shape[2:]
+        # A copy has no gradient of its own: what belongs to it goes to its key (`smd_kernels.copies`).
         k, v = jax.lax.stop_gradient((k, v))
         key_bits = value_bits = None
         if self.parity is not None:
             key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
+        # All columns at once: no group crosses the end of a segment, so each is as it was in the sampler.
         of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
         of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)
         keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys)

@@ -81,10 +81,12 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
     below = jnp.floor(rank).astype(jnp.int32)
     low = ordered[below]
     high = ordered[jnp.minimum(below + 1, last)]
+    # Without values in the mask both neighbours are inf, and their difference is NaN.
     return jnp.where(mask.any(), low + jnp.where(high > low, (high - low) * (rank - below), 0.0), 1.0)
 
 
 def masked_mean(values: Float[Array, ...] | Bool[Array, ...], mask: Bool[Array, ...], empty: float) -> Float[Array, ""]:
     """Mean over the mask, `empty` when there is nothing in it. What is outside may be anything."""
+    # Not a product with the mask: 0 * inf would be NaN.
     total = jnp.where(mask, values, 0.0).sum()
     return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), empty)

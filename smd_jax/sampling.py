@@ -32,6 +32,7 @@ from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import pack, packed_size
 from smd_jax.sharding import over_rows
 
+# Tokens whose weights are summed together: see the picture above.
 BLOCK = 128
 ID_BYTES = 4
 
@@ -81,9 +82,9 @@ class Sampled(struct.PyTreeNode):
 
     Attributes:
       tokens: `[batch]` ids.
-      logprobs: `[batch]` of the tokens, under the distribution that they were drawn from (temperature and filters
+      logprobs: `[batch]` those of the tokens, under the distribution that they were drawn from (temperature and filters
         applied; greedy decoding reports those at temperature 1, without filters).
-      entropy: `[batch]` of that distribution, in nats.
+      entropy: `[batch]` entropy of that distribution, in nats.
       drawable: the tokens that could have been drawn, in the form that `drawable_form` tells: int32 ids `[batch, k]`,
         the most likely first, -1 where there are fewer; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without
         filters.
@@ -106,14 +107,17 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
     if config.temperature == 0:
         return _greedy(logits)
     logits = logits / config.temperature
-    vocab, ids = logits.shape[-1], None
+    vocab = logits.shape[-1]
+    ids = None
     if config.left_by_top_k(vocab):
         # By each device for its own rows: left alone, the compiler gathers all rows on every device to sort them
         # (openxla/xla#49006).
         logits, ids = over_rows(partial(jax.lax.top_k, k=config.left_by_top_k(vocab)), logits)
+    # Relative to the largest logit: no weight exceeds 1, and exp cannot overflow.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
     places = inverse_cdf(weights, uniforms)
+    # After top-k, places count in its order, from the most likely token on; `ids` leads back to the vocabulary.
     tokens = places if ids is None else _pick(ids, places)
     return Sampled(tokens, *_logprobs_and_entropy(shifted, weights, places), _drawable(weights, ids, config, vocab))
 
@@ -217,10 +221,13 @@ def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, "
     Instead of a sort, bisection: "what is larger than w" falls with w, and positive floats are in the order of their
     bits. 1 bounds the weights, so 30 sums of a row find the last bit in float32 (62 in float64).
     """
+    # An integer as wide as the weights: both are read as the same bits.
     kind = jnp.int64 if weights.dtype == jnp.float64 else jnp.int32
     enough = top_p * jnp.sum(weights, axis=-1)
 
     def halve(_: Int[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        # What is larger than `inside` weighs less than `enough`, what is larger than `outside` does not: true of 1 and
+        # 0 at the start, and after every round.
         outside, inside = bounds
         middle = (outside + inside) // 2
         bound = jax.lax.bitcast_convert_type(middle, weights.dtype)
@@ -240,11 +247,12 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
     """Shape (of one row, one step) and dtype of `Sampled.drawable`; None without filters.
 
     Ids of top-k, or a bit for each token of the vocabulary, whichever takes fewer bytes. Every token drawn has such a
-    set: of a vocabulary of 151,936, without top-k 19 KB, with top_k=50 but 200 bytes.
+    set: with a vocabulary of 151,936 it takes 19 KB without top-k, and 200 bytes with top_k=50.
     """
     if not config.filters(vocab):
         return None
-    count, size = config.left_by_top_k(vocab), packed_size(vocab, 1)
+    count = config.left_by_top_k(vocab)
+    size = packed_size(vocab, 1)
     if count and count * ID_BYTES <= size:
         return jax.ShapeDtypeStruct((count,), jnp.int32)
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
@@ -253,13 +261,15 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
 def _drawable(
     weights: Float[Array, "batch count"], ids: Int[Array, "batch count"] | None, config: SamplingConfig, vocab: int
 ) -> Array | None:
-    """Of the tokens that have a weight, in the form of `drawable_form`."""
-    form, inside = drawable_form(config, vocab), weights > 0
+    """The tokens that have a weight, in the form of `drawable_form`."""
+    form = drawable_form(config, vocab)
+    inside = weights > 0
     if form is None:
         return None
     if ids is not None:
         if form.dtype == jnp.int32:
             return jnp.where(inside, ids, -1)
+        # So many ids that a bit for every token takes fewer bytes.
         inside = among(jnp.where(inside, ids, -1), vocab)
     return pack(inside.astype(jnp.uint8), 1)
 
@@ -268,6 +278,7 @@ def among(ids: Int[Array, "*lead k"], vocab: int) -> Bool[Array, "*lead {vocab}"
     """Which tokens of the vocabulary are among the ids; negative ones are none."""
 
     def of_one(ids: Int[Array, " k"]) -> Bool[Array, " vocab"]:
+        # A negative index would count from the end: it is sent beyond the end, where `drop` leaves it out.
         return jnp.zeros(vocab, bool).at[jnp.where(ids < 0, vocab, ids)].set(True, mode="drop")
 
     for _ in ids.shape[:-1]:

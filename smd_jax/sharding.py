@@ -50,6 +50,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[A
             f"expected {needed} devices for data={data}, fsdp={fsdp}, tensor={tensor}; got {len(available)}"
         )
     grid = np.asarray(available[:needed]).reshape(data, fsdp, tensor)
+    # Auto: the compiler spreads shardings from the few places that pin them.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -123,6 +124,7 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
     """
     mesh = _mesh()
+    # On one device there is nothing to keep apart.
     if mesh is None or mesh.size == 1:
         return f(*arrays)
     leaves = jax.tree.leaves(arrays)
@@ -157,7 +159,9 @@ def split_heads(x: Array, heads: int) -> Array:
     mesh = _mesh()
     if mesh is None:
         return x
-    ways, kv_heads = mesh.shape["tensor"], x.shape[1]
+    ways = mesh.shape["tensor"]
+    kv_heads = x.shape[1]
+    # The heads divide already; or repeating them would not make them divide; or the query heads stay whole anyway.
     if kv_heads % ways == 0 or ways % kv_heads or heads % ways:
         return x
     return jnp.repeat(x, ways // kv_heads, axis=1)
@@ -199,6 +203,7 @@ def constrain_rows(tree: Any) -> Any:
     def pin(x: Array) -> Array:
         if x.ndim < 3:
             return constrain(x) if x.ndim else x
+        # Heads that the tensor axis does not divide stay whole on every device.
         heads = "tensor" if x.shape[1] % mesh.shape["tensor"] == 0 else None
         return jax.lax.with_sharding_constraint(x, P(BATCH, heads))
 

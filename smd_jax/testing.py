@@ -30,7 +30,9 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.text.token_bytes import byte_alphabet
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 BYTE_VOCAB_SIZE = 256 + 3
 CHATML = (
     "{% for message in messages %}"
@@ -38,6 +40,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# The event that JAX reports for every program it compiles.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -92,7 +95,7 @@ def random_evictions(
     """The mask of a sampler that keeps `segments.budget` random keys at every boundary, without running one.
 
     Args:
-      tokens: columns of prompt and response. padding: of each row, at the left; none by default.
+      tokens: columns of prompt and response. padding: columns of it at the left of each row; none by default.
     """
     rng = np.random.default_rng(seed)
     evicted_at = np.full((batch, layers, kv_heads, tokens), NEVER, np.int32)
@@ -100,6 +103,7 @@ def random_evictions(
         evicted_at[row, :, :, :width] = 0
     for column in range(segments.first, tokens, segments.length):
         visible = evicted_at[..., :column] > column
+        # argsort twice gives ranks. Keys that are gone already rank behind all others: 2.0 exceeds every random number.
         rank = np.argsort(np.argsort(np.where(visible, rng.random(visible.shape), 2.0), axis=-1), axis=-1)
         evicted_at[..., :column][visible & (rank >= segments.budget)] = column
     return ShadowMask(jnp.asarray(evicted_at)).with_segments((segments,))
@@ -107,6 +111,7 @@ def random_evictions(
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Freshly initialised float32 parameters for `Decoder(config).apply({"params": params}, ...)`."""
+    # One token will do: no parameter's shape depends on the length.
     one = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1, 1, 1), bool)
     return jax.jit(Decoder(config).init)(jax.random.key(seed), one, one, mask)["params"]
@@ -144,7 +149,7 @@ def write_random_checkpoint(
 
     Args:
       directory: where; a checkpoint that is already there is replaced.
-      seed: of the parameters.
+      seed: decides the parameters.
       config: the shape; None means `tiny_model_config()`. At least `BYTE_VOCAB_SIZE` rows of vocabulary.
       dtype: how the parameters are stored.
 

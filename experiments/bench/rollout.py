@@ -148,7 +148,7 @@ def ratio(value: float, rows: list[Row], names: tuple[str, ...]) -> float | None
 
 
 def table(title: str, rows: list[Row]) -> None:
-    """Of one run: ratios are to rows of the same run."""
+    """Prints the rows of one run; ratios are to rows of the same run."""
     columns = (
         "engine",
         "tokens/s",

@@ -15,7 +15,8 @@ import smd_jax as smd
 from smd_jax.tasks.task import Row
 
 DIGITS = 12
-PROMPT, RESPONSE = DIGITS + 1, DIGITS + 1  # "=" ends the prompt, the end of sequence the response
+PROMPT = DIGITS + 1  # "=" ends the prompt
+RESPONSE = DIGITS + 1  # the end of sequence ends the response
 TRAINING_ROWS = 50_000
 EVALUATION_ROWS = 512
 Split = Literal["train", "validation", "evaluation"]

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_kernels.pytrees import any_leaves
 
+# Later than any column: `born` of a key that nobody sees.
 LATEST = np.iinfo(np.int32).max
 
 
@@ -96,15 +97,16 @@ class LiveTiles(NamedTuple):
     live: Bool[Array, "blocks row_tiles key_tiles"]
 
     def of_rows(self) -> tuple[Int[Array, "blocks row_tiles"], Int[Array, "blocks row_tiles"]]:
-        """Of each row tile, its first live key tile and the one after its last; both 0 where there is none."""
+        """For each row tile, its first live key tile and the one after its last; both 0 where there is none."""
         return _ends(self.live)
 
     def of_keys(self) -> tuple[Int[Array, "blocks key_tiles"], Int[Array, "blocks key_tiles"]]:
-        """Of each key tile, its first live row tile and the one after its last; both 0 where there is none."""
+        """For each key tile, its first live row tile and the one after its last; both 0 where there is none."""
         return _ends(self.live.swapaxes(1, 2))
 
 
 def _ends(live: Bool[Array, "blocks tiles others"]) -> tuple[Array, Array]:
+    # argmax of booleans is the first true one; over the reversed axis it finds the last.
     first = jnp.argmax(live, axis=-1)
     after = jnp.where(live.any(-1), live.shape[-1] - jnp.argmax(live[..., ::-1], axis=-1), 0)
     return first.astype(jnp.int32), after.astype(jnp.int32)
@@ -129,6 +131,8 @@ def live_tiles(blocks: Blocks, rows: int, keys: int) -> LiveTiles:
     """Tiles of `rows` by `keys` in which a row may see a key; both must divide the blocks (`pad_blocks`)."""
     earliest, latest = (x[:, :, None] for x in row_extremes(blocks.column, rows))
     born, evicted_at = (x[:, None] for x in key_extremes(blocks.born, blocks.evicted_at, keys))
+    # The extremes may belong to different rows and keys, so a live tile can turn out to have nothing visible; a dead
+    # one has nothing for certain.
     return LiveTiles((born <= latest) & (earliest < evicted_at))
 
 
@@ -152,6 +156,7 @@ def pad_rows(x: Array, multiple: int, fill: int | float) -> Array:
 
 def even(length: int, most: int, multiple: int = 1) -> int:
     """The shortest piece that makes as few pieces of a length as `most` would: what is left to pad is least."""
+    # `-(-a // b)` is a / b rounded up.
     return -(-length // (-(-length // most) * multiple)) * multiple
 
 
@@ -161,6 +166,7 @@ def in_groups(f: Callable[..., Any], most: int, blocks: Blocks, *rest: Array) ->
     group = even(count, most)
     if group >= count:
         return f(blocks, *rest)
+    # Blocks of zeros fill the last group: `evicted_at` 0 hides their keys, and their results are cut off.
     short = -count % group
 
     def split(x: Array) -> Array:

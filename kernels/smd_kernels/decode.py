@@ -44,6 +44,7 @@ def decode_attention(
         return attend_and_observe(q, k, v, valid[:, :, None])
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
+    # Tables answer first, so that a refusal needs no compiler.
     reason = why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float
 from smd_kernels.hardware import GPU_DECODE_SIZES, GPU_GROUP, DecodeSizes
 
 WIDTH = GPU_GROUP  # columns of scores^T: queries of the group, padded
+# Finite, so that a row without valid slots has no inf - inf; `_exponentials` makes masked slots 0.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -44,7 +45,8 @@ def decode_attention(
       interpret: what `plgpu.kernel` takes.
     """
     batch, kv_heads, slots, head_dim = k.shape
-    group, tiles = q.shape[1] // kv_heads, sizes.tiles(slots)
+    group = q.shape[1] // kv_heads
+    tiles = sizes.tiles(slots)
     # Only what is small is padded: queries to a tile's width, validity to whole tiles. TMA fills K and V with zeros.
     grouped = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
     live = jnp.pad(valid.astype(jnp.float32), ((0, 0), (0, 0), (0, tiles * sizes.keys - slots)))
@@ -92,6 +94,7 @@ def _scratch(sizes: DecodeSizes, tiles: int, head_dim: int) -> _Scratch:
         arrived=plgpu.Barrier(num_barriers=sizes.stages),
         queries=tiled((WIDTH, head_dim)),
         live=plgpu.SMEM((tiles, sizes.keys), jnp.float32),
+        # Two arrivals: the copies of the queries and of what is live.
         started=plgpu.Barrier(num_arrivals=2),
         scores=plgpu.SMEM((tiles, sizes.keys, WIDTH), jnp.float32),
         weights=tiled((WIDTH, sizes.keys)),
@@ -102,7 +105,8 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
     """Refs in main memory: q `[batch, kv_heads, 8, head_dim]`, k and v `[batch, kv_heads, slots, head_dim]`, live and
     received float32 `[batch, kv_heads, tiles, keys]`, out `[batch, kv_heads, head_dim, 8]`."""
     here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
-    smem, tiles = _Scratch(*scratch), live_ref.shape[2]
+    smem = _Scratch(*scratch)
+    tiles = live_ref.shape[2]
     plgpu.copy_gmem_to_smem(q_ref.at[here], smem.queries, smem.started)
     plgpu.copy_gmem_to_smem(live_ref.at[here], smem.live, smem.started)
     ring = _Ring(k_ref.at[here], v_ref.at[here], smem, sizes, tiles)
@@ -146,6 +150,7 @@ class _Ring:
         self._start(step + self.sizes.stages)
 
     def _start(self, step: Array) -> None:
+        # Steps of K come first, those of V follow in the same ring; after the last tile of V nothing is started.
         pl.when(step < self.tiles)(lambda: self._copy(self.k, step, step))
         pl.when((step >= self.tiles) & (step < 2 * self.tiles))(lambda: self._copy(self.v, step - self.tiles, step))
 
@@ -172,6 +177,7 @@ def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
         live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
         scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
         smem.scores[tile] = scores
+        # Element by element: the rows are reduced once, after the loop.
         return jnp.maximum(highest, scores)
 
     highest = jax.lax.fori_loop(0, tiles, body, _as_wgmma(jnp.full((keys, width), MASKED, jnp.float32)))
@@ -198,12 +204,15 @@ def _outputs(
 
     def body(tile: Array, _: None) -> None:
         weights = _exponentials(smem, highest, tile) / total
+        # Summed before they are rounded.
         received_ref[tile] = jnp.sum(weights, axis=1)
         rounded = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         _transposed(smem.weights)[...] = rounded
+        # The tensor core sees what threads wrote to shared memory only after a commit.
         plgpu.commit_smem()
         part = ring.wait(tile + tiles)
         plgpu.wgmma(acc, _transposed(part), _transposed(smem.weights))
+        # The product must be done before its tile of V is overwritten and the weights are made anew.
         plgpu.wgmma_wait(0)
         ring.release(tile + tiles)
 

@@ -37,9 +37,11 @@ def decode_attention(
     group = q.shape[1] // kv_heads
     slots_last = head_dim % TPU_LANES != 0
     if slots_last:
-        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+        k = jnp.swapaxes(k, 2, 3)
+        v = jnp.swapaxes(v, 2, 3)
     spec = partial(pl.BlockSpec, index_map=lambda row, head: (row, head, 0, 0))
-    of_heads, of_slots = spec((None, None, group, head_dim)), spec((None, None, 1, slots))
+    of_heads = spec((None, None, group, head_dim))
+    of_slots = spec((None, None, 1, slots))
     of_keys = spec((None, None, *k.shape[2:]))
     out, received = pl.pallas_call(
         partial(_kernel, slots_axis=1 if slots_last else 0),
@@ -67,6 +69,7 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
     weights = jnp.where(valid, jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)), 0.0)
     total = jnp.sum(weights, axis=1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
+    # Normalised and summed in float32, and only then rounded for the product, as in the other implementations.
     received_ref[...] = jnp.sum(weights, axis=0, keepdims=True)
     out_ref[...] = _dot(weights.astype(v_ref.dtype), v_ref[...], over=slots_axis).astype(out_ref.dtype)
 

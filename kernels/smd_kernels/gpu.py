@@ -66,7 +66,8 @@ class MosaicGpuKernel:
         Raises ValueError as `forward` does.
         """
         _check(blocks)
-        rows, keys = blocks.q.shape[1], blocks.k.shape[1]
+        rows = blocks.q.shape[1]
+        keys = blocks.k.shape[1]
         sizes = fitting(self.sizes, blocks)
         given = _given(blocks, out, lse, d_out, sizes)
         dq = query_gradient(given, sizes, self.interpret)
@@ -95,6 +96,7 @@ def fitting(sizes: BlockSizes, blocks: Blocks) -> BlockSizes:
 
 def _given(blocks: Blocks, out: Array, lse: Array, d_out: Array, sizes: BlockSizes) -> Given:
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    # Both passes read the same padded arrays, in tiles of their own lengths.
     rows = math.lcm(sizes.rows_dq, sizes.rows_dkv)
     return Given(
         blocks=pad_blocks(blocks, rows, math.lcm(sizes.keys_dq, sizes.keys_dkv)),
@@ -118,13 +120,15 @@ class Scratch(NamedTuple):
 
 def _forward(blocks: Blocks, sizes: BlockSizes, interpret: Any) -> tuple[Array, Array]:
     count, rows, head_dim = blocks.q.shape
-    warpgroups, row_tiles = sizes.rows // LANES, rows // sizes.rows
+    warpgroups = sizes.rows // LANES
+    row_tiles = rows // sizes.rows
     matrix = partial(tiles.matrices, head_dim=head_dim, dtype=blocks.q.dtype)
     bounds = tiles.vectors(sizes.stages, sizes.keys, jnp.int32)
     scratch = Scratch(
         q=matrix(warpgroups, LANES),
         column=tiles.vectors(warpgroups, LANES, jnp.int32),
         lse=tiles.vectors(warpgroups, LANES, jnp.float32),
+        # Two arrivals: the copies of `q` and `column`.
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
         keys=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys), bounds, bounds),
         values=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys)),
@@ -139,8 +143,10 @@ def _forward_kernel(
     walks: Any, blocks: Blocks, out: Any, lse: Any, s: Scratch, *, sizes: BlockSizes, interpret: bool
 ) -> None:
     block, tile, walk = tiles.own_tile(walks, blocks.q.shape[1] // sizes.rows)
-    head_dim, narrow = blocks.q.shape[-1], blocks.q.dtype
+    head_dim = blocks.q.shape[-1]
+    narrow = blocks.q.dtype
     shape = (LANES, sizes.keys)
+    # exp(x) is exp2(x log2(e)): one factor scales the scores and changes the base.
     base2 = head_dim**-0.5 * math.log2(math.e)
     product = partial(tiles.products, interpret=interpret)
 
@@ -149,7 +155,8 @@ def _forward_kernel(
         tiles.fetch(walk, sizes.keys, [(s.keys, (k, born, evicted_at)), (s.values, (v,))])
 
     def compute(number: Any) -> None:
-        q, column = s.q.at[number], s.column.at[number]
+        q = s.q.at[number]
+        column = s.column.at[number]
         own = (block, pl.ds(tile * sizes.rows + number * LANES, LANES))
         tiles.load(s.loaded.at[number], (blocks.q.at[own], q), (blocks.column.at[own], column))
 
@@ -163,8 +170,10 @@ def _forward_kernel(
                 rows = down(column[...], shape)
                 visible = (across(born[...], shape) <= rows) & (rows < across(evicted_at[...], shape))
                 scores = jnp.where(visible, scores, -jnp.inf)
+            # k and its interval have been read: their buffers may be filled again while the softmax goes on.
             plgpu.barrier_arrive(s.keys.done.at[slot])
             new = jnp.maximum(highest, scores.max(axis=1) * base2)
+            # `new` is finite even where no key is visible yet (`LOWEST`): -inf less it is -inf, a weight of 0.
             weights = jnp.exp2(scores * base2 - down(new, shape))
             shrink = jnp.exp2(highest - new)
             total = total * shrink + weights.sum(axis=1)
@@ -178,7 +187,9 @@ def _forward_kernel(
         highest, total, acc = walk.run(step, (*nothing, jnp.zeros((LANES, head_dim), jnp.float32)))
         blind = total == 0
         total = jnp.where(blind, 1.0, total)
+        # The queries are not needed any more: their buffer takes the output, from which TMA stores it.
         q[...] = (acc / down(total, acc.shape)).astype(narrow)
+        # `highest` is to base 2; the lse is natural.
         s.lse[number] = jnp.where(blind, jnp.inf, highest * math.log(2) + jnp.log(total))
         tiles.store((q, out.at[own]), (s.lse.at[number], lse.at[own]))
 

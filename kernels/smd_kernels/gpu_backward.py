@@ -75,7 +75,8 @@ def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Arr
     """dq, in the dtype of q."""
     blocks = given.blocks
     count, rows, head_dim = blocks.q.shape
-    warpgroups, row_tiles = sizes.rows_dq // LANES, rows // sizes.rows_dq
+    warpgroups = sizes.rows_dq // LANES
+    row_tiles = rows // sizes.rows_dq
     matrix = partial(tiles.matrices, head_dim=head_dim, dtype=blocks.q.dtype)
     bounds = tiles.vectors(sizes.stages, sizes.keys_dq, jnp.int32)
     per_row = tiles.vectors(warpgroups, LANES, jnp.float32)
@@ -85,6 +86,7 @@ def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Arr
         column=tiles.vectors(warpgroups, LANES, jnp.int32),
         lse2=per_row,
         delta=per_row,
+        # An arrival for each array that `compute` loads: q, d_out, column, lse2, delta.
         loaded=plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
         keys=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys_dq), bounds, bounds),
         values=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys_dq)),
@@ -98,7 +100,8 @@ def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Arr
 def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: BlockSizes, interpret: bool) -> None:
     blocks = given.blocks
     block, tile, walk = tiles.own_tile(walks, blocks.q.shape[1] // sizes.rows_dq)
-    head_dim, narrow = blocks.q.shape[-1], blocks.q.dtype
+    head_dim = blocks.q.shape[-1]
+    narrow = blocks.q.dtype
     shape = (LANES, sizes.keys_dq)
     product = partial(tiles.products, interpret=interpret)
 
@@ -120,6 +123,7 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
             plgpu.barrier_wait(s.keys.ready.at[slot])
             plgpu.barrier_wait(s.values.ready.at[slot])
             scores, d_weights = product(Product(q, k, transposed=True), Product(d_out, v, transposed=True))
+            # v has been read for the last time; k is still needed for dq.
             plgpu.barrier_arrive(s.values.done.at[slot])
             if masked:
                 rows = down(column[...], shape)
@@ -132,6 +136,7 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
             return total
 
         total = walk.run(step, jnp.zeros((LANES, head_dim), jnp.float32))
+        # The scale is applied once to the sum, not to every tile; the buffer of the queries takes the output.
         q[...] = (total * head_dim**-0.5).astype(narrow)
         tiles.store((q, dq.at[own]))
 
@@ -144,7 +149,8 @@ def key_gradients(
     """dk and dv, in float32."""
     blocks = given.blocks
     count, keys, head_dim = blocks.k.shape
-    warpgroups, key_tiles = sizes.keys_dkv // LANES, keys // sizes.keys_dkv
+    warpgroups = sizes.keys_dkv // LANES
+    key_tiles = keys // sizes.keys_dkv
     matrix = partial(tiles.matrices, head_dim=head_dim, dtype=blocks.q.dtype)
     own_bounds = tiles.vectors(warpgroups, LANES, jnp.int32)
     column = tiles.vectors(sizes.stages, sizes.rows_dkv, jnp.int32)
@@ -154,6 +160,7 @@ def key_gradients(
         v=matrix(warpgroups, LANES),
         born=own_bounds,
         evicted_at=own_bounds,
+        # An arrival for each array that `compute` loads: k, v, born, evicted_at.
         loaded=plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups),
         queries=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.rows_dkv), column, per_row),
         gradients=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.rows_dkv), per_row),
@@ -169,7 +176,8 @@ def _key_kernel(
 ) -> None:
     blocks = given.blocks
     block, tile, walk = tiles.own_tile(walks, blocks.k.shape[1] // sizes.keys_dkv)
-    head_dim, narrow = blocks.q.shape[-1], blocks.q.dtype
+    head_dim = blocks.q.shape[-1]
+    narrow = blocks.q.dtype
     shape = (LANES, sizes.rows_dkv)
     product = partial(tiles.products, interpret=interpret)
 

@@ -47,6 +47,7 @@ class Walk(NamedTuple):
 
     def tile(self, step: Any) -> Any:
         """Number of the tile visited at a step."""
+        # Steps with a mask count up from the first tile and jump over the run of full ones, whose turn comes first.
         masked = self.first + step - self.full
         masked = jnp.where(masked < self.first_full, masked, masked + self.full)
         return jnp.where(step < self.full, self.first_full + step, masked)
@@ -70,7 +71,8 @@ def full_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_
     """Tiles in which every row sees every key."""
     column = blocks.column.reshape(blocks.column.shape[0], -1, rows)
     born, evicted_at = (x.reshape(x.shape[0], -1, keys) for x in (blocks.born, blocks.evicted_at))
-    born, evicted_at = born.max(-1)[:, None], evicted_at.min(-1)[:, None]
+    born = born.max(-1)[:, None]
+    evicted_at = evicted_at.min(-1)[:, None]
     return (born <= column.min(-1)[:, :, None]) & (column.max(-1)[:, :, None] < evicted_at)
 
 
@@ -96,6 +98,7 @@ class Ring(NamedTuple):
 
 def ring(stages: int, warpgroups: int, *buffers: Any) -> Ring:
     """Scratch of a ring that `warpgroups` computing warpgroups empty."""
+    # A buffer set is ready when each of its copies has arrived, and free when every computing warpgroup has read it.
     ready = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
     return Ring(buffers, ready, plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages))
 
@@ -120,6 +123,7 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
         slot = lax.rem(step, stages)
         rows = pl.ds(walk.tile(step) * length, length)
         for ring, sources in rings:
+            # In the first round all buffers are empty.
             pl.when(step >= stages)(lambda ring=ring: plgpu.barrier_wait(ring.done.at[slot]))
             for source, buffer in zip(sources, ring.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[rows], buffer.at[slot], ring.ready.at[slot])
@@ -214,7 +218,8 @@ def program(warpgroups: int, compute: Callable[[Any], None], fetch: Callable[[],
 def own_tile(walks: Any, tiles: int) -> tuple[Any, Any, Walk]:
     """Block, tile and walk of this program. Programs of a block follow each other: they share what they fetch."""
     number = lax.axis_index("program")
-    block, tile = lax.div(number, tiles), lax.rem(number, tiles)
+    block = lax.div(number, tiles)
+    tile = lax.rem(number, tiles)
     return block, tile, Walk(*(walks[block, tile, i] for i in range(4)))
 
 
@@ -226,6 +231,7 @@ def launch(kernel: Callable[..., None], out: Any, scratch: Any, programs: int, w
         scratch_types=(scratch,),
         grid=(programs,),
         grid_names=("program",),
+        # One more, which fetches.
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

@@ -36,9 +36,10 @@ class Limits:
     """What a kernel was written for.
 
     Attributes:
-      dtypes: of queries, keys and values, by name. because: of that, where the reason isn't plain.
+      dtypes: those of queries, keys and values, by name. because: why only these, where the reason isn't plain.
       head_dims: the only ones; None where any multiple of `head_dim_multiple` will do.
-      slots_multiple: of the slots of a cache. group: most query heads per KV head; None: any number. Of decoding alone.
+      slots_multiple: the slots of a cache must be a multiple of it. group: most query heads per KV head; None: any
+        number. Both concern decoding alone.
     """
 
     dtypes: tuple[str, ...]
@@ -96,10 +97,12 @@ def why_not_decode(
     if limits.group is not None and group > limits.group:
         return f"expected at most {limits.group} query heads per KV head; got {group}"
     if hardware == "mosaic_gpu":
-        memory, most = "shared memory", SMEM_BYTES
+        memory = "shared memory"
+        most = SMEM_BYTES
         needed = GPU_DECODE_SIZES.smem_bytes(head_dim, slots)
     else:
-        memory, most = "VMEM", VMEM_BYTES
+        memory = "VMEM"
+        most = VMEM_BYTES
         needed = _vmem_bytes(jnp.dtype(dtype).itemsize, head_dim, slots, group)
     if needed > most:
         return f"expected at most {most} bytes of {memory}; {slots} slots of {head_dim} need {needed}"

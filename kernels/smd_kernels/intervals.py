@@ -49,6 +49,8 @@ def whole_sequences(
     """Blocks of all tokens from column 0 on, each a query and a key."""
     count, tokens, group, head_dim = rows.shape
     columns = jnp.arange(tokens, dtype=jnp.int32)[None]
+    # All queries of a group stand in the same column; token by token, so that rows are in column order and kernels can
+    # skip tiles.
     column = jnp.broadcast_to(jnp.repeat(columns, group, axis=1), (count, tokens * group))
     q = rows.reshape(count, tokens * group, head_dim)
     return Blocks(q, k, v, column, jnp.broadcast_to(columns, evicted_at.shape), evicted_at)
@@ -84,6 +86,7 @@ def _backward(kernel: BlockKernel, saved: tuple[Blocks, Array, Array], d_out: Ar
     blocks, out, lse = saved
     dq, dk, dv = kernel.backward(blocks, out, lse, d_out)
     integers = (no_gradient(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
+    # Kernels sum dk and dv in float32 or wider; a gradient has the dtype of its array.
     return (Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers),)
 
 

@@ -26,5 +26,6 @@ def attend_and_observe(
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim)
     scores = product("bhgtd,bhsd->bhgts", grouped, k) * head_dim**-0.5
     weights = masked_softmax(scores, jnp.broadcast_to(visible[:, :, None], scores.shape))
+    # Weights are rounded for the matrix product alone: what keys received is summed from unrounded ones.
     out = product("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum((2, 3))

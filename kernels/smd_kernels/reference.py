@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def product_precision(dtype: Any) -> jax.lax.Precision | None:
-    """Of products of numbers of this type: float32 means float32. By default, accelerators would multiply it as
-    TensorFloat-32 or bfloat16, in another order here than there; narrower types are multiplied as they are."""
+    """The precision of products of numbers of this type: float32 means float32. By default, accelerators would multiply
+    it as TensorFloat-32 or bfloat16, in another order here than there; narrower types are multiplied as they are."""
     return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
@@ -24,6 +24,7 @@ def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[A
     """Softmax over the last axis where `mask` is true; zeros, with zero gradients, in a row without any."""
     # exp(-inf) is 0, and so is its gradient: no second mask is needed.
     masked = jnp.where(mask, scores, -jnp.inf)
+    # The maximum cancels out of the weights, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
     weights = jnp.exp(masked - jnp.where(jnp.isfinite(highest), highest, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)

@@ -61,7 +61,7 @@ class SlotTable(NamedTuple):
     """Where every key is kept.
 
     Attributes:
-      slot: `[blocks, tokens]` of each key while it is kept; `budget` if no boundary keeps it.
+      slot: `[blocks, tokens]` slot of each key while it is kept; `budget` if no boundary keeps it.
       kept: `[blocks, segments, budget]` column of the key in each slot at each boundary, `EMPTY` where there is none.
     """
 
@@ -75,7 +75,9 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     The k-th key to come takes the slot of the k-th key to go, after the `budget` slots that are free at the start.
     Following from key to predecessor leads to one of those; log2(segments) doublings of the step follow all at once.
     """
-    tokens, budget, count = evicted_at.shape[1], segments.budget, segments.count(evicted_at.shape[1])
+    tokens = evicted_at.shape[1]
+    budget = segments.budget
+    count = segments.count(evicted_at.shape[1])
     column = jnp.arange(tokens, dtype=jnp.int32)[None]
     # Boundary i is at column first + i * length; a key is kept at the boundaries enters <= i < leaves.
     enters = jnp.maximum(column - segments.first + segments.length, 0) // segments.length
@@ -85,19 +87,25 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     is_kept = enters < leaves
     # The first `budget` keys to come find free slots; the n-th after them takes the slot of the n-th to go.
     order = jnp.cumsum(is_kept, axis=1, dtype=jnp.int32) - 1
+    # Keys that no boundary keeps sort behind all others: `leaves` is at most `count`. A stable sort keeps keys that go
+    # together in the order of their columns.
     goes = jnp.argsort(jnp.where(is_kept, leaves, count + 1), axis=1, stable=True).astype(jnp.int32)
     before = jnp.take_along_axis(goes, jnp.maximum(order - budget, 0), axis=1)
     before = jnp.where(is_kept & (order >= budget), before, column)
+    # A predecessor is gone when its successor enters, so a chain has at most one key per boundary. It ends at a key
+    # that points to itself, one of the first `budget`, whose place in the order is the slot.
     for _ in range(count.bit_length()):
         before = jnp.take_along_axis(before, before, axis=1)
     slot = jnp.where(is_kept, jnp.take_along_axis(order, before, axis=1), budget)
 
     block = jnp.arange(evicted_at.shape[0])[:, None]
     arrivals = jnp.full((evicted_at.shape[0], count, budget), EMPTY, jnp.int32)
+    # Slot `budget` lies beyond the axis: keys that no boundary keeps are dropped.
     arrivals = arrivals.at[block, jnp.broadcast_to(enters, slot.shape), slot].set(column, mode="drop")
     # Columns grow, so the largest so far is the newest arrival in a slot; whether it is still there is asked below.
     kept = jax.lax.cummax(arrivals, axis=1)
     boundary = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    # An empty slot looks up column 0, and stays `EMPTY` whatever it finds there.
     last = jnp.take_along_axis(leaves, jnp.maximum(kept, 0).reshape(kept.shape[0], -1), axis=1).reshape(kept.shape)
     return SlotTable(slot, jnp.where(boundary < last, kept, EMPTY))
 
@@ -126,9 +134,12 @@ def segment_attention(
     Returns:
       In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
     """
-    kv_heads, tokens = k.shape[1], q.shape[2]
+    kv_heads = k.shape[1]
+    tokens = q.shape[2]
+    # Shapes are computed from `first`, which must not lie beyond the columns that there are.
     segments = replace(segments, first=min(segments.first, tokens))
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
+    # Segments at once: each brings a block for every row of the batch and every KV head.
     together = max(blocks_at_once // (k.shape[0] * kv_heads), 1)
     plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))
     return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
@@ -173,7 +184,9 @@ def _forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, tuple[_Tokens, SlotTa
     table = slot_table(tokens.evicted_at, plan.segments)
     out, lse = _prompt_forward(plan, tokens)
     if table.kept.shape[1]:
-        padded, kept = _pad_tokens(plan, tokens), _pad_segments(plan, table.kept)
+        padded = _pad_tokens(plan, tokens)
+        kept = _pad_segments(plan, table.kept)
+        # One chunk after another, so that the gathered keys of one chunk alone are in memory.
         parts = jax.lax.map(lambda i: plan.kernel.forward(_chunk(plan, tokens, padded, kept, i)), _chunks(kept, plan))
         response = (_join(plan, x, tokens.rows.shape) for x in parts)
         out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), response, strict=True))
@@ -185,8 +198,10 @@ def _backward(plan: _Plan, saved: tuple[_Tokens, SlotTable, Array, Array], d_out
     dq, dk, dv = _prompt_backward(plan, tokens, out, lse, d_out)
     if table.kept.shape[1]:
         (ck, cv), (rq, rk, rv) = _response_backward(plan, tokens, table, out, lse, d_out)
+        # What the first boundary keeps are keys of the prompt: their sums go from the slots back to them.
         slot = table.slot[:, : plan.segments.first]
-        dk, dv = dk + _from_slots(ck, slot), dv + _from_slots(cv, slot)
+        dk = dk + _from_slots(ck, slot)
+        dv = dv + _from_slots(cv, slot)
         dq, dk, dv = (jnp.concatenate(pair, axis=1) for pair in ((dq, rq), (dk, rk), (dv, rv)))
     # Kept keys gave their gradients to the keys, whether they are copies or not.
     rest = no_gradient(tokens.evicted_at), jax.tree.map(jnp.zeros_like, tokens.copies)
@@ -204,6 +219,7 @@ def _prompt(plan: _Plan, tokens: _Tokens) -> Blocks:
 def _prompt_forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, Array]:
     """Output and log-denominators of the prompt, by token and group."""
     shape = (tokens.rows.shape[0], plan.segments.first, *tokens.rows.shape[2:])
+    # Kernels get no blocks without rows or keys.
     if not plan.segments.first:
         return jnp.zeros(shape, tokens.rows.dtype), jnp.zeros(shape[:3], jnp.promote_types(jnp.float32, tokens.k.dtype))
     out, lse = plan.kernel.forward(_prompt(plan, tokens))
@@ -211,7 +227,8 @@ def _prompt_forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, Array]:
 
 
 def _prompt_backward(plan: _Plan, tokens: _Tokens, out: Array, lse: Array, d_out: Array) -> tuple[Array, Array, Array]:
-    first, rows = plan.segments.first, tokens.rows
+    first = plan.segments.first
+    rows = tokens.rows
     if not first:
         nothing = jnp.zeros((rows.shape[0], 0, rows.shape[-1]), lse.dtype)
         return jnp.zeros_like(rows[:, :0]), nothing, nothing
@@ -222,6 +239,8 @@ def _prompt_backward(plan: _Plan, tokens: _Tokens, out: Array, lse: Array, d_out
 
 def _pad_response(plan: _Plan, x: Array) -> Array:
     """The response's part of `[blocks, tokens, ...]`, up to a whole number of chunks."""
+    # Zeros will do for all. A key with `evicted_at` 0 is never seen. A padded row has a column like any other and may
+    # see keys, but its output is cut off and its zero `d_out` adds nothing to any gradient.
     return pad_rows(x[:, plan.segments.first :], plan.segments.length * plan.together, 0)
 
 
@@ -254,23 +273,28 @@ def _join(plan: _Plan, parts: Array, shape: tuple[int, ...]) -> Array:
 
 def _chunk(plan: _Plan, tokens: _Tokens, padded: _Tokens, kept: Array, chunk: Array) -> Blocks:
     """The segments of one chunk, each with the keys that its boundary kept and its own."""
-    together, length, group = plan.together, plan.segments.length, padded.rows.shape[2]
+    together = plan.together
+    length = plan.segments.length
+    group = padded.rows.shape[2]
     rows, own_k, own_v, own_evicted_at, _ = jax.tree.map(lambda x: _part(plan, x, chunk), padded)
     column = plan.segments.first + chunk * together * length + jnp.arange(together * length, dtype=jnp.int32)
     column = jnp.tile(column.reshape(together, length), (padded.rows.shape[0], 1))
     kept = jax.lax.dynamic_slice_in_dim(kept, chunk * together, together, axis=1)
 
     def gathered(x: Array, own: Array) -> Array:
+        # An empty slot gathers column 0 in place of a negative index; `born` hides it below.
         index = jnp.maximum(kept, 0).reshape(kept.shape[0], -1, *(1,) * (x.ndim - 2))
         found = jnp.take_along_axis(x, index, axis=1).reshape(-1, kept.shape[2], *x.shape[2:])
         return jnp.concatenate([found, own], axis=1)
 
-    kept_column, (kept_k, kept_v) = kept.reshape(-1, kept.shape[2]), tokens.kept
+    kept_column = kept.reshape(-1, kept.shape[2])
+    kept_k, kept_v = tokens.kept
     return Blocks(
         q=rows.reshape(rows.shape[0], length * group, -1),
         k=gathered(kept_k, own_k),
         v=gathered(kept_v, own_v),
         column=jnp.repeat(column, group, axis=1),
+        # No query is as late as `LATEST`: nobody sees an empty slot.
         born=jnp.concatenate([jnp.where(kept_column == EMPTY, LATEST, kept_column), column], axis=1),
         evicted_at=gathered(tokens.evicted_at, own_evicted_at),
     )
@@ -280,10 +304,13 @@ def _response_backward(
     plan: _Plan, tokens: _Tokens, table: SlotTable, out: Array, lse: Array, d_out: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
     """Gradients of the keys and values in the slots of the first boundary, and of the response's q, k and v."""
-    padded, kept = _pad_tokens(plan, tokens), _pad_segments(plan, table.kept)
+    padded = _pad_tokens(plan, tokens)
+    kept = _pad_segments(plan, table.kept)
     rows = [_pad_response(plan, x) for x in (out, lse, d_out)]
-    slot, stays = _pad_response(plan, table.slot), _stays(kept)
-    count, budget = kept.shape[0], plan.segments.budget
+    slot = _pad_response(plan, table.slot)
+    stays = _stays(kept)
+    count = kept.shape[0]
+    budget = plan.segments.budget
 
     def one(carry: tuple[Array, Array], chunk: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         blocks = _chunk(plan, tokens, padded, kept, chunk)
@@ -297,7 +324,9 @@ def _response_backward(
         carry, own = _walk_back(carry, tuple(by_segment), *moves)
         return carry, (dq, *own)
 
+    # Sums over segments are of the kernel's precision, float32 or wider, whatever the dtype of the keys.
     nothing = jnp.zeros((count, budget, tokens.k.shape[-1]), lse.dtype)
+    # From the last chunk to the first: a key's gradient is complete only when every later segment has added to it.
     carry, (dq, dk, dv) = jax.lax.scan(one, (nothing, nothing), _chunks(kept, plan), reverse=True)
     response = tokens.rows.shape[1] - plan.segments.first
     dk, dv = (x.swapaxes(0, 1).reshape(count, -1, x.shape[-1])[:, :response] for x in (dk, dv))
@@ -327,6 +356,8 @@ def _walk_back(
 
     def one(carry: tuple[Array, Array], at: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         gradients, slot, stays = at
+        # The carry is by the slots of the next boundary. A segment's own keys fetch the sum of the slot that they move
+        # into; kept keys take over theirs only if the slot still has the same key there.
         own = tuple(x[:, budget:] + _from_slots(c, slot) for x, c in zip(gradients, carry, strict=True))
         kept = tuple(x[:, :budget] + jnp.where(stays[..., None], c, 0) for x, c in zip(gradients, carry, strict=True))
         return kept, own
@@ -340,5 +371,6 @@ def _walk_back(
 def _from_slots(gradient: Array, slot: Array) -> Array:
     """`[blocks, budget, head_dim]` at the slots of some keys; zeros for keys that are in none."""
     outside = slot >= gradient.shape[1]
+    # Keys without a slot look up slot 0, an index that exists, and are set to zero after.
     found = jnp.take_along_axis(gradient, jnp.where(outside, 0, slot)[..., None], axis=1)
     return jnp.where(outside[..., None], 0, found)

@@ -74,6 +74,7 @@ def forward_kernel(
         before = highest[:, :1]
         now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - now)
+        # What has been summed is relative to the highest score before this tile: it is brought to the new one.
         fade = jnp.exp(before - now)
         total[...] = total[...] * fade + jnp.sum(weights, axis=1, keepdims=True)
         acc[...] = acc[...] * fade + product(weights.astype(blocks.v.dtype), blocks.v[...])
@@ -84,6 +85,7 @@ def forward_kernel(
         sees = total[...] > 0
         denominator = jnp.where(sees, total[...], 1.0)
         out[...] = (acc[...] / denominator[:, :1]).astype(out.dtype)
+        # All lanes hold the same number: turned over, the first row is the vector along lanes.
         lse[...] = jnp.where(sees, highest[...] + jnp.log(denominator), jnp.inf).T[:1]
 
 
@@ -121,6 +123,7 @@ def dq_kernel(
 
     @pl.when(inner == pl.num_programs(2) - 1)
     def finish():
+        # Once for the sum, in place of once for every tile.
         dq[...] = (acc[...] * scale).astype(dq.dtype)
 
 
@@ -142,6 +145,7 @@ def dkv_kernel(
 
     @pl.when(inner == 0)
     def start():
+        # Keys lie along sublanes here, rows along lanes: what belongs to the rows needs no turning.
         born[...] = turned_down(blocks.born[...])
         evicted_at[...] = turned_down(blocks.evicted_at[...])
         dk[...] = jnp.zeros_like(dk)
@@ -154,6 +158,7 @@ def dkv_kernel(
         weights = jnp.exp(scores - lse[...])
         d_weights = product(blocks.v[...], d_out[...], transposed=True)
         d_scores = weights * (d_weights - delta[...])
+        # A key tile's outputs stay in vector memory until its last row tile: they are float32 and sum themselves up.
         dv[...] += product(weights.astype(d_out.dtype), d_out[...])
         dk[...] += product(d_scores.astype(blocks.q.dtype), blocks.q[...])
 
@@ -173,8 +178,10 @@ def turned(tile: int, dtype: Any) -> Any:
 
 def beside(walk: Walk, lse: Array, delta: Array, d_out: Array) -> tuple[Operand, ...]:
     """What the backward passes read beside the blocks, in whole tiles."""
+    # Zeros will do, for lse too: the column of a padded row is negative, and all its scores are -inf.
     lse, delta, d_out = (pad_rows(x, walk.rows, 0) for x in (lse, delta, d_out))
-    vector, matrix = walk.vector(True), walk.matrix(True, d_out.shape[2])
+    vector = walk.vector(True)
+    matrix = walk.matrix(True, d_out.shape[2])
     return Operand(lse[:, None], vector), Operand(delta[:, None], vector), Operand(d_out, matrix)
 
 
@@ -197,8 +204,10 @@ class MosaicTpuKernel:
 
     def _walk(self, blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Walk:
         """How to walk over the blocks in tiles of at most `rows` × `keys`."""
-        rows, keys = even(blocks.q.shape[1], rows, LANES), even(blocks.k.shape[1], keys, LANES)
-        row_tiles, key_tiles = pl.cdiv(blocks.q.shape[1], rows), pl.cdiv(blocks.k.shape[1], keys)
+        rows = even(blocks.q.shape[1], rows, LANES)
+        keys = even(blocks.k.shape[1], keys, LANES)
+        row_tiles = pl.cdiv(blocks.q.shape[1], rows)
+        key_tiles = pl.cdiv(blocks.k.shape[1], keys)
         return Walk(rows, keys, row_tiles, key_tiles, rows_outside, self.sizes.stages)
 
     def _cut(self, blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> tuple[Walk, Blocks]:
@@ -232,6 +241,7 @@ class MosaicTpuKernel:
     def backward(self, blocks: Blocks, out: Any, lse: Any, d_out: Any) -> tuple[Any, Any, Any]:
         """See `BlockKernel`; dk and dv are float32. Raises ValueError as `forward` does."""
         _check(blocks)
+        # What the gradient of a softmax subtracts in each row, without a walk over its keys.
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
         return in_groups(self._backward, self._most(blocks), blocks, lse, delta, d_out.astype(blocks.q.dtype))
 

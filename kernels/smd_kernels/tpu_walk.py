@@ -48,6 +48,7 @@ def spans(blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Spans:
     born_low, evicted_high = key_extremes(blocks.born, blocks.evicted_at, keys)
     live = live_tiles(blocks, rows, keys)
     first, after = live.of_rows() if rows_outside else live.of_keys()
+    # Inclusive, as the upper bound of a clip is.
     last = jnp.maximum(after - 1, 0)
     return Spans(*(x.reshape(-1) for x in (first, last, column_low, column_high, born_low, evicted_high)))
 
@@ -92,6 +93,7 @@ class Walk:
 
         def held(block, outer, inner, spans):
             at = block * outer_tiles + outer
+            # An unchanged place is not fetched again: steps outside the live span cost no traffic.
             return block, *place(jnp.clip(inner, spans.first[at], spans.last[at]))
 
         return pl.BlockSpec((None, *shape), held, pipeline_mode=pl.Buffered(self.stages))
@@ -128,14 +130,16 @@ def along_lanes(blocks: Blocks) -> Blocks:
 
 def cost(blocks: Blocks, products: int, arrays: Any) -> pl.CostEstimate:
     """What a pass takes when every tile is live, with so many matrix products a tile: an upper bound, for XLA."""
-    (count, rows, head_dim), keys = blocks.q.shape, blocks.k.shape[1]
+    (count, rows, head_dim) = blocks.q.shape
+    keys = blocks.k.shape[1]
     moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     pairs = count * rows * keys
     return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved)
 
 
 def table_bytes(count: int, walk: Walk) -> int:
-    """Of the tables of `Spans`."""
+    """Bytes of the tables of `Spans` for `count` blocks."""
+    # Two int32 tables each for outer tiles, row tiles and key tiles.
     return 4 * count * (2 * walk.grid[0] + 2 * walk.row_tiles + 2 * walk.key_tiles)
 
 
@@ -169,7 +173,8 @@ def run(
     """
     count, _, head_dim = blocks.q.shape
     check_scalar_memory(count, walk)
-    shapes, values = tuple(x.value for x in outputs), tuple(x.value for x in inputs)
+    shapes = tuple(x.value for x in outputs)
+    values = tuple(x.value for x in inputs)
     call = pl.pallas_call(
         partial(kernel, scale=head_dim**-0.5),
         name=f"block_attention_{kernel.__name__}",
@@ -181,6 +186,7 @@ def run(
             out_specs=tuple(x.spec for x in outputs),
             scratch_shapes=scratch,
         ),
+        # Sums run over the inner axis alone: it is the one that has to run in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=cost(blocks, products, (blocks, values, shapes)),
         interpret=interpret,

@@ -29,7 +29,8 @@ class XlaKernel:
     sizes: BlockSizes = CPU_SIZES
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
-        rows, tile = blocks.q.shape[1], self._tile(blocks)
+        rows = blocks.q.shape[1]
+        tile = self._tile(blocks)
         if tile is None:
             return self._in_groups(_whole_forward, blocks)
         out, lse = self._in_groups(lambda part: _tiled_forward(tile, part), pad_blocks(blocks, *tile))
@@ -42,18 +43,24 @@ class XlaKernel:
         lse: Float[Array, "blocks rows"],
         d_out: Float[Array, "blocks rows head_dim"],
     ) -> tuple[Array, Array, Array]:
-        rows, keys, tile = blocks.q.shape[1], blocks.k.shape[1], self._tile(blocks)
+        rows = blocks.q.shape[1]
+        keys = blocks.k.shape[1]
+        tile = self._tile(blocks)
+        # By row, the sum over keys of weight times gradient of the weight, which the gradient of a softmax subtracts:
+        # it equals `out` times `d_out`, so no second walk over the keys is needed.
         delta = jnp.sum(out.astype(lse.dtype) * d_out.astype(lse.dtype), axis=-1)
         if tile is None:
             return self._in_groups(_whole_backward, blocks, lse, delta, d_out)
+        # `inf` is the lse of a row that sees nothing.
         per_row = pad_rows(lse, tile.rows, jnp.inf), pad_rows(delta, tile.rows, 0.0), pad_rows(d_out, tile.rows, 0.0)
         padded = pad_blocks(blocks, *tile)
         dq, dk, dv = self._in_groups(lambda *part: _tiled_backward(tile, *part), padded, *per_row)
         return dq[:, :rows], dk[:, :keys], dv[:, :keys]
 
     def _tile(self, blocks: Blocks) -> Tile | None:
-        """Of long blocks; None for those small enough to be attended to in one piece."""
-        rows, keys = blocks.q.shape[1], blocks.k.shape[1]
+        """The tile of long blocks; None for blocks small enough to be attended to in one piece."""
+        rows = blocks.q.shape[1]
+        keys = blocks.k.shape[1]
         if rows * keys < self.sizes.scores // 2:
             return None
         return Tile(even(rows, self.sizes.rows, 8), even(keys, self.sizes.keys, 8))
@@ -107,6 +114,7 @@ def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
     scores = _scores(blocks)
     highest = _finite(scores.max(-1))
     weights = jnp.exp(scores - highest[..., None])
+    # Weights are rounded for the matrix product alone; the denominator is the sum of unrounded ones.
     out = _product("nrs,nsd->nrd", weights.astype(blocks.v.dtype), blocks.v)
     return _finish(weights.sum(-1), highest, out, blocks.q.dtype)
 
@@ -119,6 +127,7 @@ def _whole_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> t
 def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
     """All three in float32 or wider."""
     narrow = blocks.q.dtype
+    # Hidden pairs have -inf - lse = -inf, for an lse of inf too: they weigh 0 without a second mask.
     weights = jnp.exp(_scores(blocks) - lse[..., None])
     d_weights = _product("nrd,nsd->nrs", d_out, blocks.v)
     d_scores = (weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5).astype(narrow)
@@ -151,6 +160,7 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
             scores = _scores(tile)
             new = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - _finite(new)[..., None])
+            # 0 as long as `highest` is -inf: nothing has been summed by then.
             shrink = jnp.exp(highest - _finite(new))
             seen = _product("nrs,nsd->nrd", weights.astype(tile.v.dtype), tile.v)
             return new, total * shrink + weights.sum(-1), out * shrink[..., None] + seen
@@ -161,6 +171,8 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
         highest, total, out = jax.lax.fori_loop(first[:, row].min(), last[:, row].max(), add, start)
         return _finish(total, highest, out, blocks.q.dtype)
 
+    # A loop, so that one tile of scores exists at a time. That loops with traced bounds have no derivative does no
+    # harm: the backward pass is written by hand.
     out, lse = jax.lax.map(one_row_tile, jnp.arange(rows // size.rows))
     return out.swapaxes(0, 1).reshape(count, rows, head_dim), lse.swapaxes(0, 1).reshape(count, rows)
 
@@ -183,6 +195,8 @@ def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out:
         dq, dk, dv = jax.lax.fori_loop(first[:, key].min(), last[:, key].max(), add, (dq, zeros, zeros))
         return dq, (dk, dv)
 
+    # A key tile completes its own dk and dv, while every one of them adds to dq: so dq is carried, and its sum has a
+    # fixed order.
     dq, parts = jax.lax.scan(one_key_tile, jnp.zeros(blocks.q.shape, wide), jnp.arange(keys // size.keys))
     dk, dv = (x.swapaxes(0, 1).reshape(blocks.k.shape) for x in parts)
     return dq.astype(blocks.q.dtype), dk, dv

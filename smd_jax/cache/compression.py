@@ -59,7 +59,7 @@ class CompressionRecord(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Compression:
-    """Of one layer; static.
+    """The compression of one layer; static.
 
     Attributes:
       policy: scores the keys. budget: how many stay. buffer: empty slots to put at their right.
@@ -110,18 +110,22 @@ class Compression:
     def _compress(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
     ) -> tuple[LayerCache, CompressionRecord]:
+        # How many slots are too many. A short prompt may have fewer than the budget.
         rest = cache.columns.shape[2] - self.budget
         if rest <= 0:
             cache, parity = self._quantize(cache, progress)
+            # Empty slots go to the left, so that the newest key stays the last of the kept ones.
             return kv_cache.pad(cache, -rest, self.buffer), CompressionRecord(None, parity)
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
             scores = self.policy.score(self._view(seen, progress, number))
             kept, gone = kv_cache.select(scores, seen.valid, self.budget)
             dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
-        else:  # the oldest slots are empty
+        else:  # a cache that is quantised and never evicts has room for all: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
+        # Before anything is dropped, because a group's range is that of all its columns, evicted or not: the learner,
+        # which computes all of them, finds the same range.
         cache, parity = self._quantize(cache, progress)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity)
 
@@ -130,6 +134,7 @@ class Compression:
         invisible is known without a record: `smd_jax.masks.windowed`."""
         if self.window is None:
             return cache
+        # The newest query has been attended, so what counts is what its successor will see.
         next_query = (progress.newest + 1)[:, None, None]
         return cache.replace(columns=jnp.where(next_query < cache.columns + self.window, cache.columns, EMPTY))
 
@@ -152,6 +157,7 @@ class Compression:
             newest=progress.newest - progress.start,
             number=number,
             states=cache.states,
+            # Steps within a prompt are negative, and wrap to large numbers that no response reaches.
             rng=rng(progress.rng, progress.step.astype(jnp.uint32)),
             budget=self.budget,
             declared=cache.statistics,

@@ -88,10 +88,13 @@ def append(
     Returns:
       The slots, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
     """
-    config, (columns, head_dim), prompt = slots.config, keys.shape[2:], slots.keys.shape[2] == 0
+    config = slots.config
+    columns, head_dim = keys.shape[2:]
+    prompt = slots.keys.shape[2] == 0
     first = columns if prompt else 0  # counted from `start`: the prompt ends with a group, a segment begins with one
     table = key_ranges(keys, valid, first, config)
     groups = group_count(slots.prompt, config)
+    # The prompt's groups come first in the table; a segment's follow, and each row is at a column of its own.
     index = jnp.zeros_like(start) if prompt else groups + (start - slots.prompt) // config.group
     of_values = value_ranges(values, config)
     key_codes = quantize(keys, of_columns(table, first, columns, config), config)
@@ -109,16 +112,21 @@ def append(
         value_ranges=jax.tree.map(join, slots.value_ranges, of_values),
         key_ranges=jax.tree.map(jax.vmap(put), slots.key_ranges, table, Ranges(index, index)),
     )
+    # The lowest bit of every code, one bit each: with it the learner rounds as the sampler did.
     return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
 
 
 def dequantized(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> tuple[Array, Array]:
     """Keys and values `[batch, kv_heads, slots, head_dim]` of slots that hold these columns; -1: anything."""
     config = slots.config
+    # From the prompt's end on, where a group begins. The quotient rounds down, so the prompt's own groups come out
+    # negative before their number is added.
     group = (columns - slots.prompt) // config.group + group_count(slots.prompt, config)
+    # An empty slot (column -1) may fall before the table; any group will do for it.
     group = jnp.maximum(group, 0)[..., None]
     of_keys = jax.tree.map(lambda x: jnp.take_along_axis(x, group, axis=2), slots.key_ranges)
     of_values = of_channels(slots.value_ranges, slots.head_dim, config)
+    # A byte may be filled with codes that stand for nothing; `head_dim` cuts them off.
     keys, values = (unpack(x, config.bits, slots.head_dim) for x in (slots.keys, slots.values))
     return dequantize(keys, of_keys), dequantize(values, of_values)
 
@@ -132,9 +140,11 @@ def map_slots(move: Callable[[Array], Array], slots: QuantizedSlots) -> Quantize
 
 def slot_bytes(head_dim: int, itemsize: int, config: QuantConfig) -> int:
     """Bytes of a slot's key and value, without the key's ranges."""
+    # The second term is the value's ranges: two numbers, the lowest and the scale, for each group of channels.
     return 2 * packed_size(head_dim, config.bits) + 2 * head_dim // config.channels(head_dim) * itemsize
 
 
 def table_bytes(prompt: int, response: int, head_dim: int, itemsize: int, config: QuantConfig) -> int:
     """Bytes of the key ranges of one row and KV head."""
+    # Two numbers a channel and group: the lowest and the scale.
     return 2 * (group_count(prompt, config) + group_count(response, config)) * head_dim * itemsize

@@ -30,6 +30,7 @@ def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) 
     leaves = jax.tree.leaves((written, read))
     rows = leaves[0].shape[0]
     size = rows_at_once(rows, jax.sharding.get_abstract_mesh().size)
+    # A single part needs no loop, and no slice of an axis that a mesh has split.
     if size == rows:
         return f(written, read)
 
@@ -42,11 +43,13 @@ def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) 
 
         return jax.tree.map(put, carry, f(*jax.tree.map(part, (carry[0], read))))
 
+    # The loop's carry needs room for the results of all rows, and shapes are known without a run.
     _, like = jax.eval_shape(f, *jax.tree.map(lambda x: x[:size], (written, read)))
     results = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), like)
     parts, rest = divmod(rows, size)
     # The loop's carry is updated where it lies: no second copy of what is written ever exists.
     carry = jax.lax.fori_loop(0, parts, lambda index, carry: one(index * size, size, carry), (written, results))
+    # Outside of the loop, whose parts have one size: slices of a compiled program have fixed lengths.
     return one(rows - rest, rest, carry) if rest else carry
 
 

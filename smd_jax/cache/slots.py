@@ -122,6 +122,7 @@ def visible(
     columns if there is a window."""
     key = cache.columns[:, :, None]
     query = columns[:, None, :, None]
+    # Padding is column -1 as a query, too, and sees nothing: every live key has a column above it.
     seen = cache.valid[:, :, None] & (key <= query)
     return seen if window is None else seen & (query < key + window)
 
@@ -137,6 +138,7 @@ def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch
     """
     valid = cache.valid[:, :, slots.keys.shape[2] :]
     slots, parity = quantized_cache.append(slots, cache.keys, cache.values, valid, start)
+    # Every slot is one of codes from here on. `gather` and `pad` put the next buffer at their right.
     nothing = cache.keys[:, :, :0]
     return cache.replace(keys=nothing, values=nothing, quantized=slots), parity
 
@@ -162,6 +164,7 @@ def turn(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
     """A prompt's cache, as if it had been made `count` steps later: statistics that go by the numbers of queries are
     told so, and in a cache that is a ring itself all slots move on, because the next one to be written has to be the
     one that was written longest ago."""
+    # A statistic's numbers go by the clock that all rows share, whether or not the slots do.
     states = tuple(x.turn(state, count) for x, state in zip(cache.statistics, cache.states, strict=True))
     cache = cache.replace(states=states)
     if not ring:
@@ -196,6 +199,7 @@ def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
     ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
     # Of equals, top_k takes the first. Searched from the right, these are the newest.
     _, from_right = jax.lax.top_k(-ranked[..., ::-1], slots - budget)
+    # Places counted from the right, back to slots.
     goes = _scatter(jnp.zeros(valid.shape, jnp.int32), slots - 1 - from_right, jnp.ones_like(from_right))
     gone_so_far = jnp.cumsum(goes, axis=-1)
     slot = jax.lax.broadcasted_iota(jnp.int32, valid.shape, valid.ndim - 1)
@@ -232,7 +236,9 @@ def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, ri
     if cache.quantized is None:
         cache = cache.replace(keys=between(cache.keys), values=between(cache.values))
     else:
+        # All slots are codes, so the arrays in full precision hold nothing that would have to move.
         keys, values = (_pad_slots(x, 0, right, 0) for x in (cache.keys, cache.values))
+        # Codes have no empty slots at the right: those are the buffer, which is in full precision.
         quantized = quantized_cache.map_slots(lambda x: _pad_slots(move(x), left, 0, 0), cache.quantized)
         cache = cache.replace(keys=keys, values=values, quantized=quantized)
     return _map_states(between, cache.replace(columns=between(cache.columns, EMPTY)))

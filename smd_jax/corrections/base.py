@@ -100,6 +100,7 @@ class CorrectionTraits:
     def __or__(self, other: CorrectionTraits) -> CorrectionTraits:
         """The traits of both corrections at once: what one of them asks for, and what neither forbids."""
         return CorrectionTraits(
+            # A loss has one ratio: a part that needs it to be taken to the sampler decides for all.
             ratio_to="sampler" if "sampler" in (self.ratio_to, other.ratio_to) else "old",
             weighs=self.weighs or other.weighs,
             clips=self.clips and other.clips,
@@ -107,6 +108,7 @@ class CorrectionTraits:
             whole_batch=self.whole_batch or other.whole_batch,
             uses_mismatch=self.uses_mismatch or other.uses_mismatch,
             uses_present=self.uses_present or other.uses_present,
+            # Unlike the others: the whole is one number per response only if all its parts are.
             per_response=self.per_response and other.per_response,
             judges_responses=self.judges_responses or other.judges_responses,
         )
@@ -135,6 +137,7 @@ class Correction:
 
 def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
     """Both at once: weights and bounds multiply, and a token counts if it counts for both."""
+    # None stands for all 1: the other one's factor is the product.
     high_scale = first.high_scale if second.high_scale is None else second.high_scale
     if first.high_scale is not None and second.high_scale is not None:
         high_scale = first.high_scale * second.high_scale
@@ -158,7 +161,7 @@ def check_bounds(low_name: str, low: float | None, high_name: str, high: float |
 
 
 def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
-    """None is no bound."""
+    """Both bounds as numbers: a ratio is never below 0 nor above infinity, so these stand for no bound."""
     return 0.0 if low is None else low, math.inf if high is None else high
 
 
@@ -167,6 +170,7 @@ def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
 
 def weighing(inputs: CorrectionInputs, weights: Float[Array, "batch R"]) -> CorrectionTerms:
     """These weights inside the response, of which every token counts."""
+    # A weight of 0 inside the response is no rejection: the token still counts in the denominators.
     return CorrectionTerms(jnp.where(inputs.mask, weights, 0.0), inputs.mask)
 
 
@@ -194,4 +198,5 @@ def log_mismatch(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
 
 def mismatch_ratio(inputs: CorrectionInputs, level: Level) -> Float[Array, "batch R"]:
     """xi of every token, at the given level."""
+    # Added up in logarithms and cut at ±20 afterwards, so that a product over a long response cannot overflow.
     return bounded_exp(at_level(log_mismatch(inputs), inputs.mask, level))

@@ -77,5 +77,6 @@ def flat_parts(correction: Correction) -> tuple[Correction, ...]:
 def _joined(parts: tuple[Correction, ...]) -> Correction:
     """The parts as one correction."""
     if not parts:
+        # The neutral element of `combine_terms`: weights of 1, and every token counts.
         return Naive()
     return parts[0] if len(parts) == 1 else Chain(parts)

@@ -72,6 +72,7 @@ class TIS(_ByRatio):
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)
+        # Clamped first: otherwise a single huge ratio would raise the mean and make all other weights small.
         weights = jnp.clip(mismatch_ratio(inputs, self.level), low, high)
         if self.batch_normalize:
             weights = _normalize(weights, inputs.mask, self.level)
@@ -94,6 +95,7 @@ class MIS(_ByRatio):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)
         ratio = mismatch_ratio(inputs, self.level)
+        # A weight of 0, where `Rejection` would take the token out of the denominators.
         return weighing(inputs, jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0))
 
 
@@ -135,6 +137,7 @@ class QuRL(Correction):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, "token")
         cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))
+        # The factor is 1 / s: where the weight is cut by some factor, the ratio may grow by that factor more.
         return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
 
 

@@ -44,6 +44,7 @@ class OPSM(Correction):
         if inputs.advantages.ndim != 1:
             raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")
         log_ratio = log_ratio_inside(sampler_logprobs_of(inputs), present_logprobs_of(inputs), inputs.mask)
+        # A mean and no sum: the threshold holds for responses of any length.
         divergence = response_mean(log_ratio, inputs.mask)
         on_policy = (inputs.advantages[:, None] >= 0) | (divergence <= self.threshold)
         return weighing(inputs, jnp.broadcast_to(on_policy, inputs.mask.shape).astype(divergence.dtype))

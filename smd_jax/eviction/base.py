@@ -104,6 +104,7 @@ def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
 
 def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
     """Raises ValueError unless a number of a policy, of sinks or queries for example, is `least` or more."""
+    # Every comparison with NaN is false, so NaN is refused here, as it would not be by `value < least`.
     if not value >= least:
         raise ValueError(f"expected {type(policy).__name__}.{field} >= {least}; got {value}")
 
@@ -117,11 +118,14 @@ def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
 def newest(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
     """The `count` newest slots."""
     slots = view.keys.shape[2]
+    # Slots are in column order, so the newest keys are the last, in every row and head alike.
     return (jnp.arange(slots) >= slots - count)[None, None]
 
 
 def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
     """Puts the protected slots above all others."""
+    # Infinity rather than a large number: no finite score can reach it. Empty slots may be among them, because
+    # `smd_jax.cache.slots.select` ignores what they score.
     return jnp.where(protected, jnp.inf, scores)
 
 

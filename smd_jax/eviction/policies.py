@@ -31,13 +31,15 @@ def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch
 def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
     """Attention of the newest queries: causal, and nothing for queries before the sequence's start."""
     query = window_positions(view, window)[:, None, :, None]
+    # A query before the start has a negative position, below that of every live key: it sees nothing.
     mask = view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)
     return masked_softmax(window_scores(view, window), mask[:, :, None])
 
 
 def pool(x: Scores, kernel: int, reducer: str) -> Scores:
     """Average (zeros outside, as torch's avg_pool1d) or maximum over `kernel` neighbouring slots, same length."""
-    window, strides = (1, 1, kernel), (1, 1, 1)
+    window = (1, 1, kernel)
+    strides = (1, 1, 1)
     sides = [(0, 0), (0, 0), (kernel // 2, (kernel - 1) // 2)]
     if reducer == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, sides)
@@ -72,9 +74,11 @@ class StreamingLLM(EvictionPolicy):
         check_at_least(self, "sinks", self.sinks, 0)
 
     def protected(self, budget: int) -> int:
+        # A budget of sinks alone would leave no window.
         return self.sinks + 1
 
     def score(self, view: CacheView) -> Scores:
+        # float32 holds every whole number up to 2**24, so no two positions become equal.
         return protect(view.positions.astype(jnp.float32), view.positions < self.sinks)
 
 
@@ -145,6 +149,8 @@ class SnapKV(EvictionPolicy):
     def score(self, view: CacheView) -> Scores:
         weights = window_weights(view, NewestQueries(self.window))
         recent = newest(view, self.window)
+        # The window is kept anyway. Its keys give nothing to their neighbours, as if they lay outside of what is
+        # pooled.
         votes = jnp.where(recent, 0.0, weights.sum(3).mean(2))
         return protect(pool(votes, self.kernel, "mean"), recent)
 
@@ -188,16 +194,22 @@ class RKV(EvictionPolicy):
         scores = window_scores(view, window).max(2)
         exists = window_positions(view, window) >= 0
         weights = masked_softmax(scores, exists[:, None, :, None] & candidates[:, :, None])
+        # A short sequence has fewer queries than the window, and the mean is over those that it has.
         count = jnp.maximum(exists.sum(-1), 1)[:, None, None]
         mean = weights.sum(2) / count
+        # -inf, so that a maximum is over candidates alone. Every candidate is in its own neighbourhood and stays
+        # finite; of the others, the empty slots are ignored and the window is protected.
         return pool(jnp.where(candidates, mean, -jnp.inf), self.kernel, "max")
 
     def _redundancy(self, view: CacheView) -> Scores:
         unit = wide(view.keys)
+        # An empty slot may hold a key of zeros, and 0 / 0 would be NaN.
         unit = unit / (jnp.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
+        # Pairs of two different live keys: the similarity of a key to itself says nothing.
         both = view.valid[:, :, :, None] & view.valid[:, :, None, :] & ~jnp.eye(unit.shape[2], dtype=bool)[None, None]
         similar = jnp.where(both, jnp.einsum("bhjd,bhsd->bhjs", unit, unit), 0.0)
         slot = jnp.arange(unit.shape[2])[None, None, None]
+        # Slots are in column order, so the highest is the newest. -1 is no slot: such a key forgets none.
         last = jnp.where(similar > self.threshold, slot, -1).max(-1, keepdims=True)
         similar = jnp.where(slot == last, 0.0, similar)
         count = jnp.maximum(view.valid.sum(-1, keepdims=True), 1)
@@ -212,6 +224,7 @@ class KeyDiff(EvictionPolicy):
         keys = wide(view.keys)
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
         count = jnp.maximum(view.valid.sum(-1), 1)[:, :, None, None]
+        # The mean over live keys: what lies in an empty slot is arbitrary.
         anchor = jnp.where(view.valid[..., None], unit, 0.0).sum(2, keepdims=True) / count
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -(unit * anchor).sum(-1)

@@ -88,12 +88,12 @@ class Observation(struct.PyTreeNode):
 
     @property
     def query_positions(self) -> Int[Array, "rows tokens"]:
-        """Of the tokens in their own sequences, -1 for those that are not there."""
+        """Positions of the tokens in their own sequences, -1 for those that are not there."""
         return jnp.where(self.query_columns >= 0, self.query_columns - self.start[:, None], -1)
 
     @property
     def positions(self) -> Int[Array, "rows kv_heads slots"]:
-        """Of the slots' keys in their own sequences, -1 where a slot is empty."""
+        """Positions of the slots' keys in their own sequences, -1 where a slot is empty."""
         return jnp.where(self.valid, self.columns - self.start[:, None, None], -1)
 
     @property
@@ -139,6 +139,7 @@ class ReceivedAttention(Statistic[Array]):
     needs_attention: ClassVar[bool] = True
 
     def init(self, shape: CacheShape) -> Float[Array, "rows kv_heads slots"]:
+        # A sum over many queries: in bfloat16 it would stop growing once it is 256 times what is added.
         return jnp.zeros((shape.rows, shape.kv_heads, shape.slots), shape.wide)
 
     def observe(self, state: Array, seen: Observation) -> Array:
@@ -165,15 +166,18 @@ class NewestQueries(Statistic[Array]):
         tokens = seen.queries.shape[2]
         if tokens == 1:  # an update of one slice stays in place everywhere, one by an array of indices does not
             return jax.lax.dynamic_update_slice_in_dim(state, seen.queries, seen.number % self.window, axis=2)
+        # No more tokens than the ring holds: of two writes to one index, either might come last.
         newest = jnp.arange(max(tokens - self.window, 0), tokens)
         return state.at[:, :, (seen.number + newest) % self.window].set(seen.queries[:, :, newest])
 
     def turn(self, state: Array, count: Int[Array, ""]) -> Array:
+        # Query n + count belongs at index (n + count) % window, which is where a roll by `count` takes it.
         return jnp.roll(state, count, axis=2)
 
     def ages(self, number: Int[Array, ""] | int) -> Int[Array, " window"]:
         """How many queries before the newest, which has this number, each index of the ring was written. A query older
         than its sequence was never written; its index holds zeros or what an earlier row left there."""
+        # Query `number` is at index `number % window`, where the difference is a multiple of the window: age 0.
         return (number - jnp.arange(self.window)) % self.window
 
 

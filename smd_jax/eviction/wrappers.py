@@ -66,9 +66,11 @@ class Pyramid(_Wrapper):
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
         if num_layers == 1:
+            # No line through a single layer: L - 1 is 0.
             return (budget,)
         window = self.inner.protected(budget)
         least = (budget - window) / self.beta
         most = 2 * (budget - window) - least
         step = (most - least) / (num_layers - 1)
+        # The inner policy's window comes on top, because what it protects must fit into every layer.
         return tuple(window + round(most - layer * step) for layer in range(num_layers))

@@ -29,29 +29,35 @@ def accumulate(
       of the rows.
     """
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
+    # There is nothing to sum: the gradients keep the dtype of the parameters.
     if count == 1:
         (loss, (sums, terms)), grads = value_and_grad(params, batch)
         return loss, grads, sums, terms
     parts = split(batch, count)
+    # Shapes alone: the carry of the scan must exist before the first microbatch has run.
     (loss, (sums, _)), _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], parts))
 
     def one(carry: Any, part: Any) -> tuple[Any, Any]:
         (loss, (sums, terms)), grads = value_and_grad(params, part)
         return jax.tree.map(jnp.add, carry, (loss, sums, grads)), terms
 
+    # Gradients look like their parameters. In 16 bits the sum would lose what is small beside it, so it is wider.
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, params))
+    # A scan and no vmap: the activations of one microbatch are all that exist at a time.
     (loss, sums, grads), terms = jax.lax.scan(one, wide, parts)
     return loss, grads, sums, merge(terms)
 
 
 def in_parts(f: Callable[[Any], Any], batch: Any, count: int) -> Any:
     """`f` of every microbatch one after another, its results `[rows, ...]` in the order of the rows."""
+    # `map` takes one microbatch after another, where `vmap` would hold all of them at once.
     return f(batch) if count == 1 else merge(jax.lax.map(f, split(batch, count)))
 
 
 def split(tree: Any, count: int) -> Any:
     """`[rows, ...]` -> `[count, rows / count, ...]`: microbatch i takes rows i, i + count, …, so that every
     microbatch has rows of every device and nothing moves between them."""
+    # A reshape to [count, rows / count] would give microbatch 0 the rows of the first devices alone.
     return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)
 
 

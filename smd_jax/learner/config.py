@@ -61,6 +61,8 @@ class UpdateConfig:
         if self.loss.beta == 0 and self.reference_visibility is not None:
             raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         check_correction(self.correction, self.visibility)
+        # Such a correction gets the loss without its surrogate (`policy_loss_of`): whatever else that does to the ratio
+        # would be lost with the clipping.
         if not self.correction.traits.clips and not self.loss.clips_plainly:
             raise ValueError(
                 f"expected the plain token ratio (Clip without delta, ratio_level 'token') with "
@@ -106,5 +108,6 @@ def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
     """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
     part = rows // count_parts(rows, config.microbatch_size)
     if config.distill is not None:
+        # Called for their errors: neither a row nor a column is divided.
         teacher_rows(part, config.distill.fraction)
         teacher_positions(columns, config.distill.position_fraction)

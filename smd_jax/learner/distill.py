@@ -45,12 +45,12 @@ def distill_term(
     D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
 
     Args:
-      params: of the policy; with a gradient, also through `hidden`.
-      reference: of the frozen reference policy; None where the direction is not "anchor".
+      params: parameters of the policy; with a gradient, also through `hidden`.
+      reference: parameters of the frozen reference policy; None where the direction is not "anchor".
       step: optimizer steps taken.
       trajectory: rows of the microbatch.
-      hidden: of the masked student, from which the response tokens are predicted.
-      weights: of the tokens in the loss, 0 outside the response.
+      hidden: hidden states of the masked student, from which the response tokens are predicted.
+      weights: how much each token weighs in the loss, 0 outside the response.
 
     Raises:
       ValueError: if the direction is "anchor" and there is no reference, or a fraction is not a whole number of rows or
@@ -58,11 +58,15 @@ def distill_term(
     """
     teacher = _teacher(config, params, reference)
     rows, columns = choose(config, step, *weights.shape)
+    # Over the steps every token is chosen equally often. Dividing by the share of them that a step looks at keeps the
+    # mean over steps what it would be with all tokens.
     scale = weights.size / (rows.size * columns.size)
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
+    # Whole sequences, whatever columns are looked at: a hidden state depends on all tokens before it.
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
-    tokens, some = trajectory.response, columns if columns.size < weights.shape[1] else None
+    tokens = trajectory.response
+    some = columns if columns.size < weights.shape[1] else None
     if some is not None:
         picked = (hidden, dense_hidden, tokens, weights)
         hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, some], picked)
@@ -100,5 +104,7 @@ def _per_token(
     """The divergence of each token, exact or from the token itself; the logits of `response_logits`."""
     if config.estimator == "exact":
         return divergence(dense, shadow, config.direction)
-    of_dense, of_shadow = token_logprobs(dense, tokens, 1.0), token_logprobs(shadow, tokens, 1.0)
+    # Temperature 1: `response_logits` has divided by the sampler's already.
+    of_dense = token_logprobs(dense, tokens, 1.0)
+    of_shadow = token_logprobs(shadow, tokens, 1.0)
     return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

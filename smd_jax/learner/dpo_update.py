@@ -81,9 +81,9 @@ class PairBatch(struct.PyTreeNode):
 
     Attributes:
       chosen, rejected: `[pairs, ...]`, both of one prompt.
-      signal: `[pairs]` false for pairs that must weigh nothing: neither was better.
-      old_chosen_logprobs, old_rejected_logprobs: `[pairs, R]` of the learner at the rollout's parameters; None: at the
-        present ones.
+      signal: `[pairs]`, false for pairs that must weigh nothing: neither was better.
+      old_chosen_logprobs, old_rejected_logprobs: `[pairs, R]`, log-probabilities of the learner at the rollout's
+        parameters; None: at the present ones.
     """
 
     chosen: Trajectory
@@ -132,10 +132,12 @@ def make_dpo_update(
         count = _count(batch, config)
         loss, grads, _, terms = accumulate(_objective(model, config, state), state.params, prepared, count)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
         params = constrain_tree(optax.apply_updates(state.params, updates))
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(prepared, terms)}
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
 
+    # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)
 
 
@@ -155,7 +157,9 @@ def check_reference(state: TrainState) -> None:
 
 def _count(batch: PairBatch, config: DPOUpdateConfig) -> int:
     """Microbatches of a step."""
-    pairs, size = batch.signal.shape[0], config.microbatch_size
+    pairs = batch.signal.shape[0]
+    size = config.microbatch_size
+    # Checked here as well, because the error of `count_parts` speaks of rows.
     if size is not None and pairs % size:
         raise ValueError(f"expected pairs that divide into microbatches of {size} pairs; got {pairs} pairs")
     return count_parts(pairs, size)
@@ -190,7 +194,7 @@ def _prepare(model: LanguageModel, config: DPOUpdateConfig, params: Params, batc
 def _learner_logprobs(
     model: LanguageModel, config: DPOUpdateConfig, params: Params, batch: PairBatch
 ) -> Float[Array, "pairs 2 R"]:
-    """Of the learner before this step."""
+    """Log-probabilities of the learner before this step, `[:, 0]` those of the chosen responses."""
 
     def of(part: PairBatch) -> Array:
         rows = _rows(part)
@@ -220,6 +224,7 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
         hidden = response_hidden(model, params, rows, learner_mask(rows, config.visibility))
         learner = replay_hidden(model, params, hidden, rows)
         seen = learner_mask(rows, config.reference_visibility or config.visibility)
+        # The reference comes with the state and is no argument of the objective: gradients are those of `params` alone.
         reference = jax.lax.stop_gradient(replay(model, state.reference, rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)
         kl = k3(learner.logprobs, reference)
@@ -232,6 +237,7 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
 def _inputs(
     part: _Prepared, rows: Trajectory, logprobs: Float[Array, "rows R"], reference: Float[Array, "rows R"]
 ) -> DPOInputs:
+    # Of the two responses of a pair, 0 is the chosen one: the order of `_rows`.
     policy = _paired(sequence_logprobs(logprobs, rows.response_mask))
     frozen = _paired(sequence_logprobs(reference, rows.response_mask))
     return DPOInputs(
@@ -245,12 +251,14 @@ def _inputs(
 
 
 def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
-    """Of the pairs that count; and over the tokens of all their responses, how far the learner is from the sampler.
+    """Means over the pairs that count; and over the tokens of all responses, how far the learner is from the sampler.
 
     A correction belongs to all tokens of a pair with signal.
     """
     rows = _rows(prepared.batch)
-    mask, logprobs = rows.response_mask, _merged(terms.logprobs)
+    mask = rows.response_mask
+    logprobs = _merged(terms.logprobs)
+    # One number a pair becomes one of each token of its two rows, which lie side by side.
     signal, weights, counted = (
         jnp.broadcast_to(jnp.repeat(x, 2)[:, None], mask.shape)
         for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.counted)

@@ -52,6 +52,8 @@ def response_hidden(
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
     hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask)
+    # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
+    # token, and what the last column predicts was never drawn.
     return hidden[:, trajectory.prompt_width - 1 : -1]
 
 
@@ -66,7 +68,7 @@ def response_logits(
     where it could not draw a token. In float32 or wider.
 
     Args:
-      columns: of the response, to which `hidden` belongs; None: all.
+      columns: columns of the response to which `hidden` belongs; None: all.
     """
     logits = model.logits(params, hidden) / trajectory.temperature
     if trajectory.drawable is None:
@@ -79,6 +81,7 @@ def response_logits(
 def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> Replay:
     """Log-probabilities and entropies from the logits of `response_logits`."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
+    # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add NaN.
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     return Replay(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
 
@@ -98,7 +101,7 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
 def replay_hidden(
     model: LanguageModel, params: Params, hidden: Float[Array, "batch R hidden"], trajectory: Trajectory
 ) -> Replay:
-    """From the hidden states of `response_hidden`, for a pass that is differentiated."""
+    """The replay from hidden states of `response_hidden`, for a pass that is differentiated."""
 
     # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
     @jax.checkpoint

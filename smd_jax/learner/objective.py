@@ -67,6 +67,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 
         agreement = None
         if config.distill is not None:
+            # Logged as a divergence in nats: its coefficient is a metric of its own.
             sums["distill"], agreement = distill_term(
                 model,
                 config.distill,
@@ -109,6 +110,7 @@ def _correction_weights(
     late = split_by_time(config.correction)[1]
     if late is None:
         return part.correction.weights
+    # Weights are constants of the step: no gradient flows through the policy's own part in them.
     present = jax.lax.stop_gradient(logprobs)
     return part.correction.weights * _late_weights(late, correction_inputs(part.batch, part.mask, present))
 
@@ -118,6 +120,7 @@ def _late_weights(late: Correction, inputs: CorrectionInputs) -> Float[Array, "b
     terms = late.terms(inputs)
     if terms.high_scale is not None:
         raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
+    # The denominators were made before the forward pass: a late rejection can take a token's weight, not its place.
     return jnp.where(terms.counted, terms.weights, 0.0)
 
 
@@ -127,6 +130,7 @@ def _ratio_to_logprobs(
     """Log-probabilities of the policy that the ratio is taken to."""
     if correction.traits.ratio_to == "sampler":
         return batch.trajectory.logprobs
+    # Without recorded ones the old policy is the present one: every ratio is 1, and its gradient that of log p.
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 

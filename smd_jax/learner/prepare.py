@@ -49,9 +49,11 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
     mask = counted_tokens(config, trajectory, batch.counted_rows)
     early = split_by_time(config.correction)[0]
     if early.traits.uses_mismatch and batch.old_logprobs is None:
+        # In microbatches, as the update itself: this pass must not need more memory than that one.
         present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
         batch = batch.replace(old_logprobs=jax.lax.stop_gradient(present))
     correction = early.terms(correction_inputs(batch, mask))
+    # Rejected tokens leave the policy loss and its denominators. The critic and distillation keep them.
     return Prepared(
         batch,
         mask,

@@ -24,7 +24,8 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       step: optimizer steps taken.
-      params: of the policy. opt_state: of the optimizer.
+      params: parameters of the policy.
+      opt_state: state of the optimizer.
       reference: parameters of the frozen reference policy, or None.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
     """
@@ -43,10 +44,11 @@ class TrainBatch(struct.PyTreeNode):
     Attributes:
       trajectory: `[batch, ...]`.
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
-      old_logprobs: `[batch, R]` of the learner at the rollout's parameters; None: at the present ones.
-      counted_rows: `[batch]` false for rows to leave out, of which nothing stays in any denominator; None: all rows
+      old_logprobs: `[batch, R]`, log-probabilities of the learner at the rollout's parameters; None: at the present
+        ones.
+      counted_rows: `[batch]`, false for rows to leave out, of which nothing stays in any denominator; None: all rows
         count.
-      old_values, returns: `[batch, R]` the critic's values at the rollout's parameters, and what it should have said;
+      old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and what it should have said;
         None without a critic.
     """
 
@@ -62,6 +64,7 @@ def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
     """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both."""
+    # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
     reference = jax.tree.map(jnp.copy, reference)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
 

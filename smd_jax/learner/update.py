@@ -39,6 +39,7 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
     """
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        # Structure and static fields alone: these checks run while the step is traced, not at every call.
         check_replayable(batch.trajectory)
         check_reference(config, state)
 
@@ -54,6 +55,7 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
         new_state = state.replace(
             step=state.step + 1, params=constrain_tree(params), opt_state=constrain_tree(opt_state)
         )
+        # The norm is that of the summed gradients, before the optimizer clips them.
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums}
         return new_state, metrics | _metrics(config, state, prepared, terms)
 
@@ -67,6 +69,8 @@ def _metrics(config: UpdateConfig, state: TrainState, prepared: Prepared, terms:
     counted = prepared.correction.counted
     metrics = {
         "entropy": token_mean(terms.entropy, mask),
+        # What the loss did is measured over the tokens that it counts; how far sampler and learner are apart, also over
+        # those that a correction rejects.
         **surrogate_metrics(terms.loss, counted, config.loss, prepared.batch.counted_rows),
         **sampler_learner_metrics(prepared.batch.trajectory.logprobs, terms.logprobs, mask),
         **correction_metrics(terms.correction_weights, counted, mask),

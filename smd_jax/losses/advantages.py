@@ -35,6 +35,7 @@ def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scal
     if scale == "group":
         centred = centred / (groups.std(1, ddof=1, keepdims=True) + EPSILON)
     if scale == "batch":
+        # The deviation of the rewards themselves, whose groups may differ in their means; not that of `centred`.
         centred = centred / (groups.std(ddof=1) + EPSILON)
     return centred.reshape(-1)
 

@@ -80,6 +80,7 @@ def kl_divergence(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, ".
     check_shape("q_logits", q_logits, p_logits.shape)
     p = jax.nn.log_softmax(p_logits, axis=-1)
     q = jax.nn.log_softmax(q_logits, axis=-1)
+    # Logits of tokens that could not be drawn are very low but finite: there a probability of 0 meets no infinity.
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
@@ -142,6 +143,7 @@ def sampled_divergence(
     learner = dense_logprobs if direction == "published" else shadow_logprobs
     log_ratio = jax.lax.stop_gradient(jnp.clip(dense_logprobs - shadow_logprobs, -SAFETY_BOUND, SAFETY_BOUND))
     slope = _slope(log_ratio, direction, estimator)
+    # The last factor is 0 with a gradient of 1: it adds nothing to the value, and makes `slope` its gradient.
     return _value(log_ratio, direction, estimator) + slope * (learner - jax.lax.stop_gradient(learner))
 
 
@@ -202,6 +204,7 @@ def _whole(size: int, fraction: float, what: str) -> int:
 def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]:
     """`count` of the indices 0 … size-1, evenly spread from `start` on and around; over `size` starts every index
     comes up `count` times."""
+    # The offsets are static and made by numpy; only the start is traced.
     return (start + (np.arange(count) * size // count).astype(np.int32)) % size
 
 
@@ -218,5 +221,7 @@ def choose(
     """
     row_count = teacher_rows(rows, config.fraction)
     column_count = teacher_positions(columns, config.position_fraction)
+    # Round q of the rows begins at column q: rows that start at r meet columns that start at q + r, for every q. Where
+    # all rows are chosen there are no rounds, and the columns turn by one each step.
     period = 1 if row_count == rows else rows
     return spread(step, rows, row_count), spread(step // period + step % period, columns, column_count)

@@ -117,6 +117,7 @@ def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     A pair counts if it has signal and the correction does not reject it.
     """
     check_shape("counted", counted, ("pairs",))
+    # At least 1: a batch in which no pair counts has weights of 0 and no NaN.
     return counted.astype(jnp.float32) / jnp.maximum(counted.sum(), 1)
 
 
@@ -197,6 +198,7 @@ def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> Co
     def joined(one: Array | None, other: Array | None) -> Array | None:
         return None if one is None or other is None else jnp.concatenate([one, other], axis=1)
 
+    # A product over no tokens is 1: half a pair would be corrected as if the other half agreed.
     complete = chosen.mask.any(axis=1, keepdims=True) & rejected.mask.any(axis=1, keepdims=True)
     return CorrectionInputs(
         sampler_logprobs=joined(chosen.sampler_logprobs, rejected.sampler_logprobs),

@@ -52,6 +52,7 @@ def best_worst(rewards: Float[Array, " batch"], group_size: int) -> Pairs:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     groups = rewards.reshape(-1, group_size)
     first_best = jnp.argmax(groups, axis=1)
+    # argmin takes the first of equal ones. Read backwards, that is the last, so that two equal ones are not one row.
     last_worst = group_size - 1 - jnp.argmin(groups[:, ::-1], axis=1)
     return _pairs(first_best, last_worst, group_size, groups.max(axis=1) > groups.min(axis=1))
 

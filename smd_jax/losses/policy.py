@@ -129,6 +129,7 @@ def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Fl
 
     The log ratio is cut at 20 (as in verl), where the estimate is 485 million: no gradient beyond, but no overflow.
     """
+    # Cut from above alone: far below 0 the exponential vanishes, and what remains is linear.
     log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
     return jnp.exp(log_ratio) - 1.0 - log_ratio
 
@@ -178,6 +179,7 @@ def surrogate_metrics(
     """
     if config.ratio_level == "token":
         return {name: token_mean(x, counted) for name, x in terms.surrogate.items()}
+    # A mean over responses in two steps: of the counted tokens of each, and of the responses.
     rows = jnp.ones(counted.shape[0], bool) if counted_rows is None else counted_rows
     means = {name: response_mean(jnp.where(counted, x, 0.0), counted) for name, x in terms.surrogate.items()}
     return {name: token_mean(x, rows[:, None]) for name, x in means.items()}

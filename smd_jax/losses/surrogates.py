@@ -119,6 +119,8 @@ class Clip(Surrogate):
         if self.delta is not None:
             ratio = jnp.where(advantages < 0, jnp.minimum(ratio, self.delta), ratio)
         return SurrogateTerms(
+            # The smaller of the two: the bounds take the gradient only where the ratio has moved the way that the
+            # advantage pushes, so that a ratio on the wrong side can come back.
             objective=jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages),
             metrics={
                 "clip_ratio/low_mean": clipped_low,

@@ -73,6 +73,7 @@ def value_loss(
     error = jnp.square(values - returns)
     if config.clip_range is None:
         return 0.5 * jnp.sum(weights * error), jnp.zeros_like(inside)
+    # Where the clip holds, this error has no gradient; the larger of the two errors decides which one counts.
     near = jnp.clip(values, old_values - config.clip_range, old_values + config.clip_range)
     bounded = jnp.square(near - returns)
     return 0.5 * jnp.sum(weights * jnp.maximum(error, bounded)), bounded > error

@@ -62,6 +62,7 @@ class SequenceMean(TokenWeighting):
     ) -> Float[Array, "batch R"]:
         _check(mask, counted_rows)
         tokens = mask.astype(jnp.float32)
+        # At least 1: a sequence without tokens gets 0 / 1 and no NaN, and counts in the mean over sequences.
         return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * _rows(mask, counted_rows))
 
 

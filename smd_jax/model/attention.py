@@ -90,12 +90,15 @@ def attend(
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     copies = None
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
+        # Padding alone has an `evicted_at` of 0.
         copies = mask.quantized.copies(k, v, mask.evicted_at > 0)
     if impl in ("reference", "xla") or not isinstance(mask, KeyInterval):
         visible = to_visible(mask)
         if copies is not None:
+            # A quantised key is a second key beside the precise one, and the mask says which of them a query sees.
             k, v, visible = beside(k, v, visible, copies)
         return reference.attention(q, k, v, visible) if impl == "reference" else attend_and_observe(q, k, v, visible)[0]
+    # A mask may have a single row or head for all; the kernels read an interval for every key.
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
     kernel, blocks_at_once = _kernel(impl, sizes)
@@ -162,6 +165,7 @@ def cost(segments: Segments | None, tokens: int) -> float:
     `budget + length` keys that were gathered for its segment, seen or not.
     """
     if segments is None:
+        # Half of the square, because tiles of queries before their keys are skipped.
         return tokens**2 / 2
     prompt = min(segments.first, tokens)
     gathered = (tokens - prompt) * (segments.budget + segments.length)
@@ -170,7 +174,8 @@ def cost(segments: Segments | None, tokens: int) -> float:
 
 def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
     """Why a kernel cannot run on the device that JAX computes on, or None if it can."""
-    found, needed = _platform(), "gpu" if impl == "mosaic_gpu" else "tpu"
+    found = _platform()
+    needed = "gpu" if impl == "mosaic_gpu" else "tpu"
     if found != needed:
         return f"expected JAX to run on a {needed.upper()}; got {found!r}"
     if impl == "mosaic_tpu":
@@ -225,6 +230,7 @@ def decode(
     if (reason := why_not_decode(impl, q, k)) is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     if impl == "xla":
+        # Plain products, which the compiler splits over a mesh by itself.
         return decode_attention(q, k, v, valid, impl)
     return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
 

@@ -82,7 +82,10 @@ class Attention(nn.Module):
         tokens = flat(x)
         q, k, v = (self._split(proj(tokens), x.shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # Over each head by itself and before RoPE, as in Qwen3.
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        # Rotated before the library sees them: a cache keeps keys at their original positions.
         out, layer = attend(rotate(q, rope), rotate(k, rope), v, layer)
         return self.o_proj(out.swapaxes(1, 2).reshape(len(tokens), -1)).reshape(x.shape), layer
 
@@ -183,6 +186,7 @@ class Decoder(nn.Module):
     def _hidden(
         self, tokens: Int[Array, "batch tokens"], rope: Rope, attend: Attend, layers: tuple[LayerState, ...]
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
+        # The table is cast after the look-up, a few rows in place of a whole vocabulary.
         x = constrain(gathered_embedding(self.embed.embedding)[tokens].astype(self.config.dtype))
         new = []
         for layer, state in zip(self.layers, layers, strict=True):
@@ -191,6 +195,8 @@ class Decoder(nn.Module):
         return self.norm(x), tuple(new)
 
     def _logits(self, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
+        # Multiplied here and not by nn.Embed or nn.Dense, whose logits would have the compute dtype: sums, and what
+        # comes of them, stay in float32.
         table = self.embed.embedding.T if self.config.tie_embeddings else self.lm_head()
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
         product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
@@ -246,6 +252,7 @@ class Decoder(nn.Module):
         multiplied with in float32."""
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            # The same object where nothing is converted, by which `smd_jax.sampler.params` tells what is new.
             unchanged = path[-1].key == "scale" or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 

@@ -180,6 +180,7 @@ def _refuse_unsupported(config: dict[str, Any], model_type: ModelType) -> None:
         got = config.get(key)
         if got is not None and got != value:
             raise ValueError(f"{model_type} with {key}={got!r} is not supported; only {key}={value!r} is")
+    # Newer files name the kind of every layer; absent, all are full attention.
     layer_types = set(config.get("layer_types") or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise ValueError(f"layer_types must all be 'full_attention'; got {sorted(layer_types)}")
@@ -217,6 +218,7 @@ def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling. As in transformers 5, `rope_scaling` comes before `rope_parameters`."""
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    # Older files say `type` where newer ones say `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0

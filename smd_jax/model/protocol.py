@@ -91,7 +91,7 @@ class ModelShape:
             )
 
     def window(self, layer: int) -> int | None:
-        """Of one layer."""
+        """The window of one layer, see `windows`."""
         return self.windows[layer] if self.windows else None
 
 

@@ -13,6 +13,7 @@ from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`)."""
+    # In float64 on the host: sizes are static, and the result is a constant of the program.
     half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     plain = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
@@ -26,6 +27,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
+    # Full turns of each frequency within the original context. Frequencies with many turns stay as they are, those with
+    # few are divided by the factor, and those between are mixed.
     turns = scaling.original_max_positions * plain / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -33,12 +36,14 @@ def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
 
 
 def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig) -> tuple[np.ndarray, float]:
+    # The index of the frequency that makes so many turns within the original context; no whole number.
     def dimension(rotations: float) -> float:
         length = scaling.original_max_positions / (rotations * 2 * math.pi)
         return config.head_dim * math.log(length) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
+    # 0: the plain frequency; 1: divided by the factor. The least width avoids a division by zero.
     ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0.0, 1.0)
     factor = scaling.attention_factor
     if factor is None:
@@ -52,6 +57,7 @@ def rope_tables(
     """cos and sin of every token's angles, `[batch, tokens, head_dim / 2]` in float32 or wider."""
     frequencies, factor = inverse_frequencies(config)
     wide = jnp.promote_types(config.dtype, jnp.float32)
+    # Whatever the compute dtype: bfloat16 does not tell all positions above 256 apart.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
@@ -61,6 +67,7 @@ def rotate(
     rope: tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]],
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Applies RoPE in the dtype of the tables; first and second half of head_dim are the pairs (Hugging Face)."""
-    cos, sin = rope[0][:, None], rope[1][:, None]
+    cos = rope[0][:, None]
+    sin = rope[1][:, None]
     first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)

@@ -38,6 +38,7 @@ def layer_masks(shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mas
     if columns > shape.max_positions:
         raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {columns}")
     check_mask(mask, batch=rows, layers=shape.num_layers, kv_heads=shape.num_kv_heads, columns=columns)
+    # Here for prompts and learner alike, so that a window is the same for both.
     return tuple(windowed(layer_mask(mask, index), shape.window(index)) for index in range(shape.num_layers))
 
 

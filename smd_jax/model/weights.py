@@ -74,8 +74,11 @@ class _Stored:
 
 def tensor_table(config: ModelConfig) -> dict[str, Leaf]:
     """Hugging Face tensor name -> parameter, for every parameter of a decoder of shape `config`."""
-    hidden, ffn, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    ffn = config.intermediate_size
+    vocab = config.vocab_size
+    q = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
     layer = {
         "input_layernorm.weight": Leaf("attention_norm/scale", (hidden,)),
         "self_attn.q_proj.weight": Leaf("attention/q_proj/kernel", (hidden, q)),
@@ -134,6 +137,7 @@ def load_checkpoint(directory: str | Path, *, dtype: DTypeLike = jnp.float32) ->
     )
     _check_stored(table, stored)
     flat: dict[str, Any] = {}
+    # File by file, so that each is opened once.
     for file in sorted({stored[n].file for n in table}):
         with safe_open(file, framework="numpy") as tensors:
             for n, leaf in table.items():
@@ -220,6 +224,7 @@ def _shards(index: Path) -> list[Path]:
         raise ValueError(f"{index} must hold weight_map, an object of tensor name -> file name; got {weight_map!r}")
     files = []
     for name in sorted({str(value) for value in weight_map.values()}):
+        # An index is part of a download: it must not name files elsewhere on this machine.
         if name != os.path.basename(name) or "\\" in name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} must name safetensors files in its own directory; got {name!r}")
         if not (index.parent / name).is_file():
@@ -313,6 +318,7 @@ def _pack(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
+        # A tensor that is bigger than the limit leaves a negative room, so that the next one begins a new group.
         if not groups or size > room:
             groups.append([])
             room = limit
@@ -344,6 +350,7 @@ def _replaced(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()
     _refuse_foreign(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
+    # In the same parent: a rename within a file system happens as a whole or not at all.
     new = directory.parent / f".{directory.name}.new-{os.getpid()}"
     old = directory.parent / f".{directory.name}.old-{os.getpid()}"
     new.mkdir()
@@ -353,6 +360,7 @@ def _replaced(directory: Path) -> Iterator[Path]:
             directory.rename(old)
         new.rename(directory)
     finally:
+        # The previous checkpoint was moved away and the new one did not take its place.
         if old.exists() and not directory.exists():
             old.rename(directory)
         shutil.rmtree(new, ignore_errors=True)
@@ -362,6 +370,7 @@ def _replaced(directory: Path) -> Iterator[Path]:
 def _refuse_foreign(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"expected a directory or nothing at {directory}; there is a file")
+    # The directory is replaced as a whole, and files that no checkpoint has would be lost with it.
     known = {"config.json", _INDEX_FILE, *TOKENIZER_FILES}
     foreign = sorted(
         file.name

@@ -41,7 +41,8 @@ class PromptLayer(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class PrefillAttend:
-    """Of a whole prompt; a layer's state is a PromptLayer, and becomes a LayerCache with a slot for every column.
+    """The attention of a whole prompt. A layer's state is a PromptLayer, and becomes a LayerCache with a slot for
+    every column.
 
     Attributes:
       statistics: those of the eviction policy. first: column of the first token, padding or not.
@@ -83,6 +84,7 @@ class PrefillAttend:
             columns=jnp.broadcast_to(layer.columns[:, None], k.shape[:3]),
             start=layer.start,
             received=received,
+            # A prompt's queries are numbered by their columns, and its keys lie in slots of their own from 0 on.
             number=jnp.int32(self.first),
             slot=jnp.int32(0),
         )
@@ -112,8 +114,8 @@ class DecodeLayer(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class DecodeAttend:
-    """Of a token of a response or a chunk of a prompt: writes the keys to their slots, and attends to every live key,
-    those included. A layer's state is a DecodeLayer, and becomes its LayerCache."""
+    """The attention of a token of a response, or of a chunk of a prompt: it writes the keys to their slots and attends
+    to every live key, those included. A layer's state is a DecodeLayer, and becomes its LayerCache."""
 
     attention: AttentionConfig
 
@@ -125,12 +127,15 @@ class DecodeAttend:
         layer: DecodeLayer,
         /,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
+        # Before the attention, because a query sees its own key. Compression comes after it, at the segment's end.
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
-            # Of a row that has ended (column -1) nobody reads what it sees.
+            # No key is newer than the query, so no causal mask is needed. What a row that has ended (column -1) sees is
+            # never read.
             valid = cache.valid
             if layer.window is not None:
+                # A window counts the query's own column, as in `smd_jax.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
             out, received = decode(q, keys, values, valid, self.attention.decode_impl)
         else:

@@ -89,7 +89,9 @@ def plan(
         check_budget(policy, config.budget, num_layers)
         return policy.layer_budgets(config.budget, num_layers), config.buffer
     if config.quant is None:
+        # Nothing is ever compressed: prompt and buffer together are the ring of P + R slots.
         return (prompt_width,) * num_layers, config.max_new_tokens
+    # Every segment is quantised as a whole, so there is room for whole ones beside the buffer.
     return (prompt_width + whole_segments(config),) * num_layers, config.buffer
 
 
@@ -120,11 +122,14 @@ def cache_bytes(
 ) -> int:
     """Bytes of keys and values that a rollout of `rows` prompts holds."""
     budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
-    itemsize, quant = jnp.dtype(model.dtype).itemsize, config.quant
-    precise, table = 2 * model.head_dim * itemsize, 0
+    itemsize = jnp.dtype(model.dtype).itemsize
+    quant = config.quant
+    precise = 2 * model.head_dim * itemsize  # a key and a value
+    table = 0
     kept = precise
     if quant is not None:
         kept = slot_bytes(model.head_dim, itemsize, quant)
         table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)
+    # Of a quantised cache only the buffer is in full precision.
     each = sum(budget * kept + buffer * precise + table for budget in budgets)
     return each * model.num_kv_heads * rows

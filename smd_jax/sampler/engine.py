@@ -165,7 +165,9 @@ class Engine:
             loop = _Loop(self, params, prompts, key, group_size, stop, limits)
             loop.run(report)
             records = loop.records
-            steps, segments, prefills = loop.steps, loop.segments, loop.prefills
+            steps = loop.steps
+            segments = loop.segments
+            prefills = loop.prefills
             del loop  # and its caches: the device needs the room for the trajectory
         trajectory = self._place(records.trajectory())
         tokens = int(records.drawn.sum())
@@ -195,7 +197,9 @@ class Engine:
         """From the host to where the learner wants it: rows over the mesh, if they divide."""
         rows = trajectory.terminated.shape[0]
         if self.mesh is None:
+            # Where JAX puts a new array: the default device, whichever the user chose.
             return jax.device_put(trajectory, jnp.zeros(()).sharding)
+        # Rows that do not divide evenly over the devices are copied whole to each of them.
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(trajectory, whole if rows % self.ways else batch_sharding(self.mesh))
 
@@ -263,6 +267,7 @@ class _Loop:
         first = self.prefill(to_read)
         self.read = deque([first])
         self.state = _empty(first.prefilled, engine.decode_rows)
+        # Shapes alone: the program is traced, nothing is computed and the state is not donated.
         like_segment = jax.eval_shape(partial(_segment, self.sampler), self.params, self.state, stop)[1]
         self.records = HostRecords(self.sampler, self.prompts, group_size, first.prefilled.records, like_segment)
         self.records.leave_prompts(to_read.prompts, first.prefilled.records)
@@ -297,7 +302,9 @@ class _Loop:
     def prefill(self, to_read: PromptsToRead) -> _ReadPrompts:
         """Reads a batch of prompts, each once for all rows of its group."""
         prompts, width = to_read
-        padded = np.resize(prompts, self.prefill_rows)  # repeats some, so that all batches are of one size
+        # Another size of the batch would be another program to compile.
+        padded = np.resize(prompts, self.prefill_rows)  # repeats some; nobody goes on from those
+        # Prompts are padded at the left, so their tokens are in the last columns of the batch.
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
         prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
         self.prefills += 1
@@ -314,10 +321,12 @@ class _Loop:
         places, rows = (np.array(x, np.int32) for x in zip(*taken, strict=True))
         decode_rows = free[: len(rows)]
         self.seated[decode_rows] = rows
+        # Arrays over all decode rows, however few begin: `_seat` is compiled for one shape.
         source = np.full(self.engine.decode_rows, -1, np.int32)
         source[decode_rows] = places
         limit = np.zeros(self.engine.decode_rows, np.int32)
         limit[decode_rows] = self.limits[rows]
+        # A free row (-1) gets some row's key here. Nobody draws from it, because `source` leaves the row as it is.
         seats = Seats(jnp.asarray(source), self.keys[np.maximum(self.seated, 0)], jnp.asarray(limit))
         self.state = _seat(self.sampler, self.state, read.prefilled, seats)
 
@@ -332,6 +341,7 @@ class _Loop:
         self.steps = int(steps)
         self.segments += 1
         self.records.note(rows, drawn[decode_rows], done[decode_rows], terminated[decode_rows])
+        # `done` has an entry for every decode row; those without a seat are done as well, and are left out here.
         self.seated[decode_rows[done[decode_rows]]] = -1
 
 
@@ -351,6 +361,8 @@ class _Pace:
         seconds = time.perf_counter() - self.began
         eta = None
         if self.marks:
+            # The oldest mark that is kept. The first one of all follows the first segment, so compilation does not
+            # count.
             earlier_seconds, earlier_steps = self.marks[0]
             eta = self.steps_left() * (seconds - earlier_seconds) / (steps - earlier_steps)
         self.marks.append((seconds, steps))
@@ -365,8 +377,11 @@ class _Pace:
         )
 
     def steps_left(self) -> float:
-        """Of the decode loop: until the decode rows have done all that is expected, or the longest row has. A row is
-        expected to become as long as the mean of those that ended; one that is longer already, as long as it may."""
+        """Steps of the decode loop until the decode rows have drawn all that is expected, or the longest row has.
+
+        A row is expected to become as long as the mean of those that ended; one that is longer already, as long as it
+        may.
+        """
         drawn = self.records.drawn
         ended = self.records.ended
         expected = self.limits.astype(np.float64)
@@ -374,6 +389,7 @@ class _Pace:
             mean = drawn[ended].mean()
             expected = np.where(drawn < mean, np.minimum(expected, mean), expected)
         left = np.maximum(expected - drawn, 0)[~ended]
+        # Work spread evenly over the decode rows is the least it can take; one row's own tokens cannot be spread.
         return float(max(left.sum() / self.decode_rows, left.max(initial=0)))
 
 
@@ -392,6 +408,8 @@ def _empty(prefilled: Prefilled, decode_rows: int) -> SamplerState:
     return constrain_rows(empty(prefilled, decode_rows))
 
 
+# The state is donated to both programs that change it: without that, old and new caches would exist side by side, and
+# the caches are what fills the device. The prompts that were read are not: other rows may go on from them later.
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def _seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
     return constrain_rows(seat(sampler, state, prefilled, seats))

@@ -65,6 +65,7 @@ def rollout(
         another vocabulary, and keys that are not threefry's.
     """
     check_whole("group_size", group_size, 1)
+    # Inside a jitted function there are no values to look at.
     if not isinstance(prompts.valid, Tracer):
         check_prompts(prompts, model.shape.vocab_size)
     if limits is not None and not isinstance(limits, Tracer):
@@ -91,11 +92,13 @@ def rollout_program(
 ) -> Trajectory:
     """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions."""
     count, width = prompts.tokens.shape
-    rows, sampler = count * group_size, Sampler(model, policy, config, width)
+    rows = count * group_size
+    sampler = Sampler(model, policy, config, width)
     params = sampler_params(model, params)
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, prompt_keys(prompts))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
+    # Under a trace nobody has checked the limits, and the records have room for `max_new_tokens`.
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
     state = begin(prefilled, keys, limit)
 
@@ -105,9 +108,11 @@ def rollout_program(
     def segment(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
         state, records, index = carry
         state, record = run_segment(sampler, params, state, stop)
+        # All rows begin together, so a segment's number is the same for all: one slice, updated where it lies.
         records = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), records, record)
         return state, records, index + 1
 
+    # Shapes of one record, for the loop's carry: the segment itself is compiled once, within the loop.
     like = jax.eval_shape(lambda: run_segment(sampler, params, state, stop)[1])
     carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
     state, records, _ = jax.lax.while_loop(unfinished, segment, carry)

@@ -110,6 +110,7 @@ class HostRecords:
         """A segment that began `first` tokens into a row's response is the row's number `first / buffer`, whenever it
         ran: a row is seated between segments, so that its own begin at multiples of the buffer."""
         new = jax.device_get(left.record)
+        # Here, because this is the first place where the host sees the values.
         check_finite(new.logprobs[left.decode_rows])
         segment = new.first[left.decode_rows] // self._sampler.config.buffer
         for room, leaf in zip(jax.tree.leaves(self._segment_records), jax.tree.leaves(new), strict=True):
@@ -125,7 +126,9 @@ class HostRecords:
 def _room(sampler: Sampler, like: SegmentRecord, rows: int) -> SegmentRecord:
     """Numpy arrays for the records of all rows."""
     with jax.default_device(_host()):
+        # The segment has the decode rows, and the records have all rows of the run.
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
+        # Copies, because NumPy's view of a JAX array cannot be written to.
         return jax.tree.map(np.array, no_records(sampler, one))
 
 

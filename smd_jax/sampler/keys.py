@@ -35,6 +35,7 @@ def prompt_keys(prompts: PromptBatch) -> Key[Array, " prompts"]:
     A prompt is read once for all of its responses, so what it loses cannot depend on one row's key. This way it depends
     on nothing else either: not on padding, on the batch, on the size of its group, or on how a mesh splits the group.
     """
+    # One more than the position, because mixing leaves 0 as it is.
     place = _mixed(positions(prompts.valid).astype(jnp.uint32) + 1)
     # A sum, so that padding adds nothing wherever it is; each token is mixed with its place first.
     words = _mixed(place ^ prompts.tokens.astype(jnp.uint32))
@@ -51,10 +52,11 @@ def _mixed(x: UInt32[Array, "prompts P"]) -> UInt32[Array, "prompts P"]:
 
 
 def token_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
-    """From which the tokens of a response are drawn."""
+    """The keys from which the tokens of a response are drawn."""
+    # Apart from those of evictions: what a policy draws does not move the tokens' numbers.
     return jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys)
 
 
 def eviction_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
-    """For policies that draw."""
+    """The keys for eviction policies that draw."""
     return jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)

@@ -13,6 +13,7 @@ def sampler_params(model: LanguageModel, params: Params) -> Params:
     Args:
       params: of the model.
     """
+    # A leaf that is the same object was not converted, and needs no barrier.
     given = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def converted_here(leaf: jax.Array) -> jax.Array:

@@ -65,7 +65,8 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
     if sampler.config.prefill_chunk is not None:
         return _prefill_chunks(sampler, params, prompts, rng, sampler.config.prefill_chunk)
-    model, policy = sampler.model, sampler.policy
+    model = sampler.model
+    policy = sampler.policy
     width = prompts.tokens.shape[1]
     first = sampler.prompt_width - width
     start = _first_column(sampler, prompts)
@@ -77,6 +78,7 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
     caches = [_from_prompt(sampler, layer, first) for layer in layers]
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
+    # Padding says NEVER here, too. `smd_jax.sampler.records` puts its 0 in, where it knows the columns of the response.
     evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
     compressed = [_compress_prompt(sampler, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)]
     cache, records = zip(*compressed, strict=True)
@@ -101,13 +103,14 @@ class _Chunks:
 
     @classmethod
     def of(cls, sampler: Sampler, width: int, chunk: int) -> _Chunks:
-        """Of prompts in the last `width` columns before the response. A chunk is not longer than they are."""
+        """The chunks of prompts in the last `width` columns before the response. No chunk is longer than they."""
         length = min(chunk, width)
         count = -(-width // length)
+        # Counted back from the prompt's end, hence below 0 where whole chunks hold more columns than the prompt.
         return cls(length, count, sampler.prompt_width - count * length)
 
     def columns(self, index: Array) -> Int[Array, " length"]:
-        """Of the tokens of a chunk; negative where they lie before the prompt."""
+        """Columns of the tokens of a chunk; negative where they lie before the prompt."""
         return self.first + index * self.length + jnp.arange(self.length, dtype=jnp.int32)
 
 
@@ -137,6 +140,7 @@ def _prefill_chunks(
         reading = _read_chunk(sampler, params, padded, start, chunks, index, reading)
         if not sampler.policy.evicts:
             return reading
+        # The first column whose query does not see what goes here: the chunk's last query still does.
         boundary = chunks.columns(index)[-1] + 1
         return _compress_chunk(sampler, chunks, _progress(sampler, prompts, rng, boundary), boundary, reading)
 
@@ -152,6 +156,8 @@ def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
     """Before the first chunk: empty caches of a budget and a chunk; without evictions, of all that there will be."""
     shape = sampler.model.shape
     whole = chunks.count * chunks.length
+    # Without evictions a row of the rollout has `budget` slots for the prompt. A narrow batch needs fewer for its
+    # chunks, but `_to_rows` cuts that many from the right.
     slots = [budget + chunks.length if sampler.policy.evicts else max(whole, budget) for budget in sampler.budgets]
     never = jnp.full((rows, shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
     return _Reading(
@@ -176,9 +182,11 @@ def _read_chunk(
         for x in (padded.tokens, padded.valid)
     )
     column = chunks.columns(index)[None]
+    # Padding lies before a row's start; it gets position 0, because a model may not know negative ones.
     places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
     columns = jnp.where(there, column, EMPTY)
     if sampler.policy.evicts:
+        # Behind the kept keys, in the slots that are empty after every compression.
         slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     else:  # the last token of the last chunk comes to lie in the last slot
         left = (chunks.count - index) * chunks.length
@@ -193,7 +201,8 @@ def _compress_chunk(
     sampler: Sampler, chunks: _Chunks, progress: RowProgress, boundary: Int[Array, ""], reading: _Reading
 ) -> _Reading:
     """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
-    cache, noted = [], []
+    cache = []
+    noted = []
     layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
     for compression, layer, evicted_at in layers:
         layer, gone = compression.in_place(layer, progress, boundary - 1)
@@ -205,6 +214,7 @@ def _compress_chunk(
 
 
 def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:
+    # Columns are those of the widest prompt, wherever a narrower batch was cut from.
     missing = sampler.prompt_width - prompts.valid.shape[1]
     return missing + jnp.argmax(prompts.valid, axis=1).astype(jnp.int32)
 
@@ -216,6 +226,7 @@ def _progress(
     start = _first_column(sampler, prompts)
     everywhere = jnp.broadcast_to(boundary, start.shape)
     step = everywhere - sampler.prompt_width
+    # Prompts are read together, so all rows are at the same column; the prompt counts as one segment, from column 0 on.
     return RowProgress(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
 
 
@@ -234,6 +245,7 @@ def _compress_prompt(
     compression = sampler.compressions(sampler.row_buffer)[layer]
     cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1))
     if gone.dropped is not None:
+        # Every query of the prompt still sees it, and none of the response does.
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
     return cache, PromptRecord(evicted_at, gone.parity)
 
@@ -247,6 +259,7 @@ def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
 
 def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
     """From the slots of a cache that chunks were read into to those of a row."""
+    # A compression leaves the kept keys at the left; without any, the newest are at the right.
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
     kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))
     return kv_cache.gather(cache, kept, sampler.row_buffer)

@@ -49,11 +49,14 @@ class PromptQueue:
           lengths: `[prompts]` tokens of each. width: columns of their batch. chunk: columns read at once; None: all.
         """
         widths = buckets(width if chunk is None else min(chunk, width))
+        # The first width that is not below the length.
         queue_of = np.searchsorted(widths, lengths)
         if chunk is not None and chunk < width:
             chunks = -(-lengths // chunk)
+            # Prompts of two chunks wait behind the last queue by width, those of three behind them, and so on.
             queue_of = np.where(chunks > 1, len(widths) + chunks - 2, queue_of)
             most_chunks = -(-width // chunk)
+            # All of them are read in the full width, by the one program that skips what is padding.
             widths = widths + [width] * (most_chunks - 1)
         queues = [deque(np.flatnonzero(queue_of == index).tolist()) for index in range(len(widths))]
         return cls(widths, queues)

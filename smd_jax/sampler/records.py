@@ -37,6 +37,7 @@ def no_records(sampler: Sampler, like: SegmentRecord) -> SegmentRecord:
     records = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
     if records.gone is None:
         return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id))
+    # A segment that never runs must drop nothing, and a 0 would be the key of column 0.
     gone = tuple(x if x.dropped is None else x.replace(dropped=jnp.full_like(x.dropped, EMPTY)) for x in records.gone)
     return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id), gone=gone)
 
@@ -54,10 +55,12 @@ def to_trajectory(
       prompts, read: `[rows, …]` each row's prompt, and per layer how it was read.
       records: `[segments, rows, …]`. terminated: rows that ended by themselves.
     """
-    config, response = sampler.config, sampler.config.max_new_tokens
+    config = sampler.config
+    response = sampler.config.max_new_tokens
 
     def by_row(x: Array) -> Array:
         """`[segments, rows, buffer, …]` to `[rows, R, …]`."""
+        # The last segment may reach beyond R: the segments are whole ones.
         return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :response]
 
     emitted = by_row(records.emitted)
@@ -97,7 +100,9 @@ def _evicted_at(
             return evicted_at
         dropped = jnp.moveaxis(gone.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
         segments, rest = dropped.shape[2:]
+        # Segment i is compressed after its last query, so its keys are gone for the first query of segment i + 1.
         boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
+        # No query is left behind the last column: what goes there is not recorded.
         dropped = jnp.where((boundary < sampler.columns)[None, None, :, None], dropped, EMPTY)
         now = jnp.repeat(boundary, rest)[None, None]
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
@@ -106,6 +111,7 @@ def _evicted_at(
     # A window's evictions are in no record, because they need none; the mask says them, so that it says the truth.
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
     evicted_at = jnp.stack(layers, axis=1)
+    # After the evictions, so that columns without a token are never seen, whatever was noted of them.
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
     return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
 
@@ -120,6 +126,7 @@ def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows 
     """The mask in which nothing but itself sees a row's last token: it was drawn, but never entered the cache."""
     column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
     width = sampler.prompt_width
+    # A response has no gaps, so its number of tokens says where it ends.
     after = width + valid[:, width:].sum(axis=1, keepdims=True, dtype=jnp.int32)
     last = (column == after - 1) & (after < sampler.columns)
     return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
@@ -149,7 +156,7 @@ def segments_of(
 
 
 def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list[Segments]:
-    """Of one layer."""
+    """The ways in which one layer's segments can be described."""
     buffer = config.buffer
     chunk = config.prefill_chunk
     found = [Segments(prompt_width, buffer, budget)]

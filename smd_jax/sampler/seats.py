@@ -72,6 +72,7 @@ def empty(prefilled: Prefilled, rows: int) -> SamplerState:
         cache_steps=jnp.zeros((), jnp.int32),
         drawn=zeros,
         limit=zeros,
+        # Nobody sits there: such a row draws nothing, and its steps leave empty slots.
         done=jnp.ones((rows,), bool),
         terminated=jnp.zeros((rows,), bool),
         stop=zeros,
@@ -87,6 +88,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
     new = seats.source >= 0
 
     def choose(old: Array, prompts: Array) -> Array:
+        # -1 would be the last prompt. Any will do where the old row stays.
         chosen = prompts[jnp.maximum(seats.source, 0)]
         return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
 
@@ -100,6 +102,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         start=choose(state.start, prefilled.start),
         rng=jnp.where(new, seats.rng, state.rng),
         hidden=choose(state.hidden, prefilled.hidden),
+        # All slots of a new row, empty ones too: nothing of the row before it stays.
         cache=jax.tree.map(choose, state.cache, turned),
     )
 

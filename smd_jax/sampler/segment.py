@@ -42,12 +42,15 @@ def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
     """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
+    # Both hold for every row that is still live at a step: such a row has drawn a token at each step before it. What
+    # they say of rows that ended on the way is not used.
     uniforms = _uniforms(sampler, state)
     places = _positions(sampler, state)
     record = _no_record(sampler, state)
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
         state, _, segment_step = carry
+        # The steps that are left when all rows have ended would only write empty slots.
         return (segment_step < sampler.config.buffer) & ~jnp.all(state.done)
 
     def step(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
@@ -64,11 +67,14 @@ def run_segment(
         return state, record
     progress = RowProgress(
         start=state.start,
+        # A row that ended within the segment is told later columns than it has. Nobody reads what it keeps.
         newest=sampler.prompt_width + record.first + segment_steps - 1,
         segment_start=sampler.prompt_width + record.first,
+        # The whole segment, even where all rows ended early: random numbers go by the boundary alone.
         step=record.first + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
+    # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
     newest_query = sampler.prompt_width + state.cache_steps - 1
     layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
     compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
@@ -80,6 +86,7 @@ def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffe
     """One number for every token, from its row's key and its place in the response alone; the same in any precision."""
 
     def draw(key: Key[Array, ""], index: Int[Array, ""]) -> Float[Array, ""]:
+        # float32 by name: with 64-bit numbers enabled, JAX's default would be other numbers.
         return jax.random.uniform(jax.random.fold_in(key, index), (), jnp.float32)
 
     place = state.drawn[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
@@ -87,7 +94,9 @@ def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffe
 
 
 def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
-    """Of every token that the segment may read, arrays `[rows, buffer, ...]`, made before its loop begins."""
+    """The encoded positions of every token that the segment may read, arrays `[rows, buffer, ...]`, made before its
+    loop begins."""
+    # Column less the column of the row's first token: the position in its own sequence.
     first = sampler.prompt_width + state.drawn - state.start
     places = first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
     return sampler.model.encode_positions(places)
@@ -121,6 +130,7 @@ def _draw(
     config = sampler.config
     live = ~state.done
     logits = sampler.model.logits(params, state.hidden[:, None])[:, 0]
+    # Before this draw: the end token itself is not among the `min_new_tokens`.
     may_end = state.drawn >= config.min_new_tokens
     if config.eos_token_id is not None and config.min_new_tokens:
         logits = forbid(logits, config.eos_token_id, ~may_end)
@@ -129,10 +139,12 @@ def _draw(
     ended = jnp.zeros_like(live) if config.eos_token_id is None else token == config.eos_token_id
     if stop is not None:
         found, stopped = advance(stop, state.stop, token)
+        # Back to the start until then, so that no stop string begins among the tokens that have to come.
         state = state.replace(stop=jnp.where(may_end, found, 0))
         ended = ended | (stopped & may_end)
 
     def put(x: Array, new: Array) -> Array:
+        # Zeros for rows that have ended: their logits are of padding, and may be anything.
         new = jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, 0).astype(x.dtype)
         return jax.lax.dynamic_update_index_in_dim(x, new, segment_step, axis=1)
 
@@ -146,6 +158,7 @@ def _draw(
     drawn = state.drawn + live
     state = state.replace(
         drawn=drawn,
+        # `ended` may be true of a row that was done before: its padding may be the end token.
         terminated=state.terminated | (live & ended),
         done=state.done | ended | (drawn >= state.limit),
     )
@@ -163,6 +176,7 @@ def _encode(
     """Brings the newest token of the rows that go on into the cache, and its hidden state into the state."""
     query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
+        # The buffer begins behind the kept keys, and every segment fills it anew.
         slots = tuple(budget + segment_step for budget in sampler.budgets)
     else:
         # A ring, because a row may begin at any step. It has slots for a whole prompt and response: a row never comes

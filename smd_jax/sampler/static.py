@@ -69,6 +69,7 @@ class Sampler:
     prompt_width: int
 
     def __post_init__(self) -> None:
+        # Called for its check of the budgets alone.
         plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
         if self.prompt_width + self.config.max_new_tokens > self.model.shape.max_positions:
             raise ValueError(
@@ -97,7 +98,7 @@ class Sampler:
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
-        """Of every layer, to so many empty slots beside the budget."""
+        """The compression of every layer, which leaves so many empty slots beside the budget."""
         quant = self.config.quant
         record_parity = quant is not None and quant.record_parity
         window = self.model.shape.window

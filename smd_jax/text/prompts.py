@@ -117,6 +117,7 @@ def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
     lengths = valid.sum(axis=1)
     if not lengths.all():
         raise ValueError(f"expected at least one token in every prompt; prompt {np.argmin(lengths)} is all padding")
+    # Either a token with padding right behind it, or padding in the last column.
     gaps = (valid[:, :-1] & ~valid[:, 1:]).any(axis=1) | ~valid[:, -1]
     if gaps.any():
         row = int(np.argmax(gaps))
@@ -164,6 +165,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     Raises:
       ValueError: a token id outside the embedding, or more spare rows than padding explains.
     """
+    # Ids may have holes, and then the largest one exceeds the number of tokens.
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     if needed > vocab_size:
         raise ValueError(

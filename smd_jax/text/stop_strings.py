@@ -42,7 +42,7 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     """The table of several stop strings; whichever comes first ends the response.
 
     Args:
-      tokenizer: of transformers.
+      tokenizer: a transformers tokenizer.
       strings: stop strings, compared byte by byte in UTF-8, without normalisation.
       vocab_size: rows of the model's embedding. Rows that no token has leave the state as it is.
 
@@ -55,6 +55,7 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     text_tokenizer = as_text_tokenizer(tokenizer)
     vocabulary = _Vocabulary(token_bytes(text_tokenizer, vocab_size))
     for string, pattern in zip(strings, patterns, strict=True):
+        # One at a time, to name the string that cannot be reached.
         _check_reachable(string, vocabulary.run(_automaton([pattern])), text_tokenizer)
         _check_ordinary(string, text_tokenizer)
     table = vocabulary.run(_automaton(patterns))
@@ -93,6 +94,7 @@ def _encode(strings: Sequence[str]) -> list[bytes]:
     if not strings:
         raise ValueError("expected at least one stop string; got none")
     for string in strings:
+        # Surrogates by themselves have no encoding in UTF-8.
         if not string or any("\ud800" <= character <= "\udfff" for character in string):
             raise ValueError(f"expected stop strings of at least one character of Unicode; got {string!r}")
     return [string.encode() for string in strings]
@@ -105,12 +107,14 @@ def _automaton(patterns: Sequence[bytes]) -> np.ndarray:
     steps = np.zeros((stop + 1, 256), np.int32)
     steps[stop] = stop
     fallback = np.zeros(stop, np.int32)  # state of the longest proper end of a text that is a state too
+    # Shortest first: the fallback of a state is shorter than its text, so its row is complete when it is copied.
     for text, state in state_of.items():
         if len(text) > 1:
             fallback[state] = steps[fallback[state_of[text[:-1]]], text[-1]]
         if text:
             steps[state] = steps[fallback[state]]
         for longer in {pattern[: len(text) + 1] for pattern in patterns if pattern.startswith(text)}:
+            # A beginning that is no state is a whole stop string, or has one inside.
             steps[state, longer[-1]] = state_of.get(longer, stop)
     return steps
 

@@ -92,6 +92,7 @@ def byte_alphabet() -> dict[str, int]:
     Bytes that are printable in Latin-1 stand for themselves; the others are, in order, the characters from 256 on.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # The characters from 256 on sort behind Latin-1, in the order of the bytes that they stand for.
     hidden = iter(sorted(set(range(256)) - {ord(character) for character in alphabet}))
     return {character: ord(character) if ord(character) < 256 else next(hidden) for character in alphabet}
 
@@ -109,6 +110,7 @@ def _reader(tokenizer: TextTokenizer) -> Callable[[str], bytes] | None:
     kinds = "".join(f"{step['type']} " for step in steps)
     if kinds == "ByteLevel ":
         return _byte_level()
+    # A pattern may also be a regular expression, which `str.replace` cannot follow.
     known_patterns = all("String" in step["pattern"] for step in steps if step["type"] == "Replace")
     return _sentencepiece(steps) if known_patterns and _SENTENCEPIECE.fullmatch(kinds) else None
 
@@ -162,6 +164,7 @@ def _added_text(tokenizer: TextTokenizer, tokens: list[str]) -> list[bytes]:
         whole = tokenizer.convert_tokens_to_string([*first, *tokens[order]])
         return whole == "".join([before, *texts[order]])
 
+    # Forwards and backwards, so that every token is tried with other neighbours.
     if not (adds_up(slice(None)) and adds_up(slice(None, None, -1))):
         raise ValueError(
             "expected a tokenizer whose tokens add the same text behind any other (a byte-level or sentencepiece "

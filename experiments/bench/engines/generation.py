@@ -10,7 +10,10 @@ import random
 import statistics
 import time
 
-EARLY, LATE, WINDOW = 400, 4000, 160  # in new tokens: where steps are looked at, and how many of them
+# In new tokens: where steps are looked at, and how many of them.
+EARLY = 400
+LATE = 4000
+WINDOW = 160
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -36,7 +36,8 @@ CHECKED = 4  # rows whose log-probabilities the learner computes again
 
 def response_lengths(rows: int, longest: int, spread: str) -> np.ndarray:
     """From a 32nd of the longest on, in even steps or in even ratios, in random order."""
-    shortest, step = max(longest // 32, 1), np.linspace(0, 1, rows)
+    shortest = max(longest // 32, 1)
+    step = np.linspace(0, 1, rows)
     exact = shortest + step * (longest - shortest) if spread == "even" else shortest * (longest / shortest) ** step
     return np.random.default_rng(0).permutation(np.rint(exact).astype(np.int32))
 
@@ -45,7 +46,8 @@ class Sampling:
     """What is sampled in every turn, by the engine or as fixed batches one after the other."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.marks = args, generation.Marks()
+        self.args = args
+        self.marks = generation.Marks()
         self.model = smd.Decoder(model_config(True, args.prompt + args.new_tokens))
         self.params = random_params(self.model.config)
         self.policy = POLICIES[args.policy]
@@ -77,7 +79,9 @@ class Sampling:
 
     def fixed(self, key: jax.Array) -> tuple[smd.Trajectory, float]:
         """Batches in the order of arrival, each until its longest row is done; the last of them."""
-        batch, steps, trajectory = self.args.batch, 0, None
+        batch = self.args.batch
+        steps = 0
+        trajectory = None
         keys = row_keys(key, len(self.limits))
         for start in range(0, len(self.limits), batch):
             rows = slice(start, start + batch)
@@ -98,7 +102,8 @@ class Sampling:
     def memory(self) -> dict[str, int]:
         """Bytes of the program of a segment, and of its keys and values by the formula."""
         found = smd.memory.segment_memory(self.engine, self.params, self.args.prompt)
-        c, args = self.model.config, self.args
+        c = self.model.config
+        args = self.args
         slots = args.budget + args.buffer if self.policy.evicts else args.prompt + args.new_tokens
         expected = 2 * c.num_layers * c.num_kv_heads * slots * c.head_dim * jnp.dtype(c.dtype).itemsize * args.batch
         return {"cache_bytes": found.state, "expected_cache_bytes": expected, "temp_bytes": found.temporary}
@@ -111,8 +116,10 @@ def main() -> None:
     parser.add_argument("--spread", choices=("log", "even"), default="log", help="of the lengths of --rows")
     parser.add_argument("--fixed", action="store_true", help="fixed batches in place of the engine")
     args = parser.parse_args()
-    clock, sampling = common.Clock(args, warmup=1), Sampling(args)
-    trajectory, utilisation = None, None
+    clock = common.Clock(args, warmup=1)
+    sampling = Sampling(args)
+    trajectory = None
+    utilisation = None
     for number in range(clock.updates):
         clock.begin()
         trajectory, utilisation = sampling.turn(number)

@@ -44,7 +44,7 @@ POLICIES = {"ours": smd.eviction.Knorm(), "ours-snapkv": smd.eviction.SnapKV(), 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of what is sampled."""
+    """Sizes of the model and of what is sampled."""
 
     model: smd.ModelConfig
     batches: tuple[int, ...]
@@ -130,7 +130,7 @@ def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, decode_rows: 
 
 
 def slot_bytes(sizes: Sizes) -> int:
-    """Of a key and its value, in all layers and heads."""
+    """Bytes of a key and its value, in all layers and heads."""
     c = sizes.model
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
 
@@ -174,8 +174,10 @@ SMALL = {"num_layers": 2, "vocab_size": 1024, "hidden_size": 256, "intermediate_
 
 def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
     """Time of a step of `rows` rows, and the share of the roofline."""
-    policy, new_tokens = POLICIES[name], sizes.segments * sizes.buffer
-    engine, marks = make_engine(sizes, policy, rows, new_tokens), [0.0]
+    policy = POLICIES[name]
+    new_tokens = sizes.segments * sizes.buffer
+    engine = make_engine(sizes, policy, rows, new_tokens)
+    marks = [0.0]
 
     def report(progress: smd.sampler.Progress) -> None:
         marks.append(progress.seconds)
@@ -184,7 +186,8 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     engine.run(params, given, jax.random.key(0), limits=np.full(rows, sizes.buffer, np.int32))  # compiles
     done = engine.run(params, given, jax.random.key(1), report=report)
     steps = np.diff(marks)[2:] / sizes.buffer
-    step, least = statistics.median(steps), step_bytes(sizes, policy, rows, nbytes(params)) / bandwidth
+    step = statistics.median(steps)
+    least = step_bytes(sizes, policy, rows, nbytes(params)) / bandwidth
     row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.budget}
     row |= {"new_tokens": new_tokens, "budget": sizes.budget, "buffer": sizes.buffer}
     row |= {"tokens_per_s": rows / step, "ms_per_step_early": steps[0] * 1e3, "ms_per_step_late": steps[-1] * 1e3}
@@ -221,7 +224,8 @@ def largest_batch(sizes: Sizes, policy: smd.eviction.EvictionPolicy, context: in
         engine = make_engine(sizes, policy, rows, context - width)
         return smd.memory.segment_memory(engine, params, width).total
 
-    few, slots = 8, sizes.budget + sizes.buffer if policy.evicts else context
+    few = 8
+    slots = sizes.budget + sizes.buffer if policy.evicts else context
     rows = max(int((limit - nbytes(params)) / (slots * slot_bytes(sizes))), few + 1)
     each = (total(rows) - total(few)) / (rows - few)
     rows = even(rows + (limit - total(rows)) / each)

@@ -38,7 +38,7 @@ class Numbers:
 
 
 def cache_bytes(sampler: Sampler, batch: int) -> int:
-    """Of keys and values, as the sampler will allocate them."""
+    """Bytes of keys and values, as the sampler will allocate them."""
     c = sampler.cache_config
     return 2 * batch * c.num_layers * c.cache_size * c.num_kv_heads * c.head_dim * sampler.dtype.dtype.itemsize
 
