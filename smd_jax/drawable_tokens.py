@@ -56,13 +56,14 @@ class DrawableTokens(struct.PyTreeNode):
         """The logits, with `OUTSIDE` for tokens that could not be drawn: no probability, and no gradient.
 
         Args:
-          columns: of the response, to which the logits belong; None: all.
+          columns: those of the response to which the logits belong; None: all.
         """
         columns = jnp.arange(logits.shape[1]) if columns is None else columns
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
 
 
 def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
+    # The dtype tells the form: bits are uint8, ids int32.
     if sets.dtype != jnp.uint8:
         return among(sets, vocab)
     if sets.shape[-1] != packed_size(vocab, 1):

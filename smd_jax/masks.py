@@ -58,10 +58,10 @@ class ShadowMask(struct.PyTreeNode):
     Attributes:
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
         for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
-      segments: of every layer, or of one for all: where the sampler compressed its cache, and to how many keys. With
+      segments: one for every layer, or one for all: where the sampler compressed its cache, and to how many keys. With
         it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
         whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
-      quantized: of a quantised cache, how a key looks to queries that come after its segment; None: as it is.
+      quantized: how a key of a quantised cache looks to queries that come after its segment; None: as it is.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]

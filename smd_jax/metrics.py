@@ -75,6 +75,7 @@ def mismatch_metrics(
     # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
     delta = jnp.where(mask, learner_logprobs, 0.0) - jnp.where(mask, sampler_logprobs, 0.0)
     ratio = jnp.exp(delta)
+    # Outside the mask the ratio is 1, which could be an extreme: minimum and maximum look inside alone.
     empty = ~mask.any()
     return {
         "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(delta), mask),
@@ -166,6 +167,7 @@ def correction_metrics(
     Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
     rejected if it does not count any more or weighs 0; without tokens nothing is rejected.
     """
+    # All lost tokens lie in the mask: a response has lost everything where `lost` equals it.
     lost = mask & (~counted | (weights == 0))
     present = mask.any(axis=1)
     return {

@@ -40,7 +40,7 @@ class QuantConfig:
     """A quantised KV cache; static.
 
     Attributes:
-      bits: of a code: 8, 4 or 2.
+      bits: size of a code: 8, 4 or 2.
       group: columns that share a key channel's range; must divide the rollout's buffer.
       value_group: channels that share a token's range; must divide head_dim, or be larger: then all channels do.
       record_parity: the sampler records one bit per element of keys and values. Without, the learner rounds by itself
@@ -154,6 +154,7 @@ def _ranges(low: Array, high: Array, config: QuantConfig) -> Ranges:
 
 def of_columns(ranges: Ranges, first: int, columns: int, config: QuantConfig) -> Ranges:
     """Key ranges of groups -> of columns, `[batch, kv_heads, columns, head_dim]`; `first` as in `key_ranges`."""
+    # The first group may begin before column 0, with columns that `by_group` added.
     before = -first % config.group
     return jax.tree.map(lambda x: jnp.repeat(x, config.group, axis=2)[:, :, before : before + columns], ranges)
 
@@ -172,11 +173,11 @@ def quantize(
     """The code of every element.
 
     Args:
-      ranges: of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
+      ranges: those of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
     """
     scale = _wide(ranges.scale)
-    # A group of equal elements has scale 0. A subnormal scale counts as 0, because devices may flush it. The inner
-    # `where` keeps the division away from it.
+    # A group of equal elements has scale 0, and a subnormal scale counts as 0. The inner `where` keeps both away from
+    # the division.
     flat = scale < jnp.finfo(scale.dtype).tiny
     quotient = jnp.where(flat, 0.0, (_wide(x) - _wide(ranges.low)) / jnp.where(flat, 1.0, scale))
     if parity is None:
@@ -219,9 +220,9 @@ class QuantizedReplay(struct.PyTreeNode):
     A segment's keys and values are quantised when it ends, the prompt's when the response begins.
 
     Attributes:
-      parity: of the sampler's codes; None if not recorded.
+      parity: the last bit of each of the sampler's codes; None if not recorded.
       config: static. first: column where the first segment begins, the prompt's width. Static.
-      length: of a segment, the rollout's buffer. Static.
+      length: columns of a segment, the rollout's buffer. Static.
     """
 
     parity: Parity | None
@@ -256,6 +257,7 @@ class QuantizedReplay(struct.PyTreeNode):
         key_bits = value_bits = None
         if self.parity is not None:
             key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
+        # All columns at once: no group crosses the end of a segment, so each is as it was in the sampler.
         of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
         of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)
         keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys)

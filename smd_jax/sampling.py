@@ -82,9 +82,9 @@ class Sampled(struct.PyTreeNode):
 
     Attributes:
       tokens: `[batch]` ids.
-      logprobs: `[batch]` of the tokens, under the distribution that they were drawn from (temperature and filters
+      logprobs: `[batch]` those of the tokens, under the distribution that they were drawn from (temperature and filters
         applied; greedy decoding reports those at temperature 1, without filters).
-      entropy: `[batch]` of that distribution, in nats.
+      entropy: `[batch]` entropy of that distribution, in nats.
       drawable: the tokens that could have been drawn, in the form that `drawable_form` tells: int32 ids `[batch, k]`,
         the most likely first, -1 where there are fewer; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without
         filters.
@@ -247,7 +247,7 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
     """Shape (of one row, one step) and dtype of `Sampled.drawable`; None without filters.
 
     Ids of top-k, or a bit for each token of the vocabulary, whichever takes fewer bytes. Every token drawn has such a
-    set: of a vocabulary of 151,936, without top-k 19 KB, with top_k=50 but 200 bytes.
+    set: with a vocabulary of 151,936 it takes 19 KB without top-k, and 200 bytes with top_k=50.
     """
     if not config.filters(vocab):
         return None
@@ -269,6 +269,7 @@ def _drawable(
     if ids is not None:
         if form.dtype == jnp.int32:
             return jnp.where(inside, ids, -1)
+        # So many ids that a bit for every token takes fewer bytes.
         inside = among(jnp.where(inside, ids, -1), vocab)
     return pack(inside.astype(jnp.uint8), 1)
 

@@ -203,6 +203,7 @@ def constrain_rows(tree: Any) -> Any:
     def pin(x: Array) -> Array:
         if x.ndim < 3:
             return constrain(x) if x.ndim else x
+        # Heads that the tensor axis does not divide stay whole on every device.
         heads = "tensor" if x.shape[1] % mesh.shape["tensor"] == 0 else None
         return jax.lax.with_sharding_constraint(x, P(BATCH, heads))
 

@@ -22,10 +22,10 @@ class Trajectory(struct.PyTreeNode):
       logprobs: `[batch, R]` the sampler's log-probabilities of the response tokens, 0 where not valid.
       terminated: `[batch]` whether the response ended by itself, with an end-of-sequence token or a stop string.
       mask: what the sampler saw: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
-      temperature: of the sampler; the learner divides its logits by it. Static.
+      temperature: the sampler's; the learner divides its logits by it. Static.
       replayable: false if the sampler was greedy, which a learner cannot replay. Static.
-      entropy: `[batch, R]` of the distributions that the tokens were drawn from, in nats, 0 where not valid; None if
-        nobody wrote it down.
+      entropy: `[batch, R]` entropy of the distributions that the tokens were drawn from, in nats, 0 where not valid;
+        None if nobody wrote it down.
       drawable: which tokens could be drawn, where filters or a minimum length left only some; None: all of them.
     """
 
@@ -42,6 +42,7 @@ class Trajectory(struct.PyTreeNode):
     @property
     def prompt_width(self) -> int:
         """P, columns of the prompt with its padding."""
+        # Log-probabilities exist for the response alone, so their width tells where it begins.
         return self.tokens.shape[1] - self.logprobs.shape[1]
 
     @property
@@ -70,7 +71,7 @@ def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "row
     the token means nothing. Reads the values, so it cannot run under jit.
 
     Args:
-      logprobs: of the drawn tokens, 0 for columns behind the end of a row.
+      logprobs: those of the drawn tokens, 0 for columns behind the end of a row.
     """
     bad = int(jnp.sum(~jnp.all(jnp.isfinite(jnp.asarray(logprobs)), axis=1)))
     if bad:

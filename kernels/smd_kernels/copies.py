@@ -30,7 +30,8 @@ class Copies:
 
     Attributes:
       k, v: in the shape and dtype of the keys and values.
-      first: column where the first segment begins; what is before is a segment too. length: of the others. Static.
+      first: column where the first segment begins; what is before is a segment too. Static.
+      length: columns of every other segment. Static.
     """
 
     k: Float[Array, "*lead tokens head_dim"]

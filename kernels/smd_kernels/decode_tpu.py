@@ -69,6 +69,7 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
     weights = jnp.where(valid, jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)), 0.0)
     total = jnp.sum(weights, axis=1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
+    # Normalised and summed in float32, and only then rounded for the product, as in the other implementations.
     received_ref[...] = jnp.sum(weights, axis=0, keepdims=True)
     out_ref[...] = _dot(weights.astype(v_ref.dtype), v_ref[...], over=slots_axis).astype(out_ref.dtype)
 

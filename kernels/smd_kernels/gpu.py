@@ -189,6 +189,7 @@ def _forward_kernel(
         total = jnp.where(blind, 1.0, total)
         # The queries are not needed any more: their buffer takes the output, from which TMA stores it.
         q[...] = (acc / down(total, acc.shape)).astype(narrow)
+        # `highest` is to base 2; the lse is natural.
         s.lse[number] = jnp.where(blind, jnp.inf, highest * math.log(2) + jnp.log(total))
         tiles.store((q, out.at[own]), (s.lse.at[number], lse.at[own]))
 

@@ -36,9 +36,10 @@ class Limits:
     """What a kernel was written for.
 
     Attributes:
-      dtypes: of queries, keys and values, by name. because: of that, where the reason isn't plain.
+      dtypes: those of queries, keys and values, by name. because: why only these, where the reason isn't plain.
       head_dims: the only ones; None where any multiple of `head_dim_multiple` will do.
-      slots_multiple: of the slots of a cache. group: most query heads per KV head; None: any number. Of decoding alone.
+      slots_multiple: the slots of a cache must be a multiple of it. group: most query heads per KV head; None: any
+        number. Both concern decoding alone.
     """
 
     dtypes: tuple[str, ...]

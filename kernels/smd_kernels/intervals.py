@@ -86,6 +86,7 @@ def _backward(kernel: BlockKernel, saved: tuple[Blocks, Array, Array], d_out: Ar
     blocks, out, lse = saved
     dq, dk, dv = kernel.backward(blocks, out, lse, d_out)
     integers = (no_gradient(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
+    # Kernels sum dk and dv in float32 or wider; a gradient has the dtype of its array.
     return (Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers),)
 
 

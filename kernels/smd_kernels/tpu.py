@@ -63,6 +63,7 @@ def forward_kernel(
     @pl.when(inner == 0)
     def start():
         column[...] = turned_down(blocks.column[...])
+        # Scratch keeps its numbers from one grid step to the next: every outer tile starts anew.
         highest[...] = jnp.full_like(highest, LOWEST)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
@@ -145,6 +146,7 @@ def dkv_kernel(
 
     @pl.when(inner == 0)
     def start():
+        # Keys lie along sublanes here, rows along lanes: what belongs to the rows needs no turning.
         born[...] = turned_down(blocks.born[...])
         evicted_at[...] = turned_down(blocks.evicted_at[...])
         dk[...] = jnp.zeros_like(dk)
@@ -240,6 +242,7 @@ class MosaicTpuKernel:
     def backward(self, blocks: Blocks, out: Any, lse: Any, d_out: Any) -> tuple[Any, Any, Any]:
         """See `BlockKernel`; dk and dv are float32. Raises ValueError as `forward` does."""
         _check(blocks)
+        # What the gradient of a softmax subtracts in each row, without a walk over its keys.
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
         return in_groups(self._backward, self._most(blocks), blocks, lse, delta, d_out.astype(blocks.q.dtype))
 

@@ -58,6 +58,7 @@ def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
     block = pl.program_id(0)
     row_tile = block * pl.num_programs(row_axis) + pl.program_id(row_axis)
     key_tile = block * pl.num_programs(key_axis) + pl.program_id(key_axis)
+    # Only the ends of a span are known to be live: between them there may be dead tiles.
     return (spans.born_low[key_tile] <= spans.column_high[row_tile]) & (
         spans.column_low[row_tile] < spans.evicted_high[key_tile]
     )
@@ -186,6 +187,7 @@ def run(
             out_specs=tuple(x.spec for x in outputs),
             scratch_shapes=scratch,
         ),
+        # Sums run over the inner axis alone: it is the one that has to run in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=cost(blocks, products, (blocks, values, shapes)),
         interpret=interpret,

@@ -15,9 +15,9 @@ class SegmentMemory:
     """Bytes of one segment: `buffer` steps of the decode loop and the compression at its end.
 
     Attributes:
-      state: of the rows, donated and updated in place: keys, values, their columns, and what the policy watches.
-      temporary: beside arguments and results.
-      total: of all that is alive while it runs, weights included, and of a batch of prompts that waits for decode rows.
+      state: state of the rows, donated and updated in place: keys, values, their columns, and what the policy watches.
+      temporary: what lives beside arguments and results.
+      total: all that is alive while it runs, weights included, and a batch of prompts that waits for decode rows.
     """
 
     state: int
@@ -34,5 +34,6 @@ def segment_memory(engine: Engine, params: Params, prompt_width: int) -> Segment
     program = engine.segment_program(params, prompt_width)
     found: Any = program.lowered.compile().memory_analysis()
     donated = found.alias_size_in_bytes
+    # What is donated counts as an argument and as a result, but is there once.
     alive = found.argument_size_in_bytes + found.output_size_in_bytes - donated + found.temp_size_in_bytes
     return SegmentMemory(donated, found.temp_size_in_bytes, alive + tree_bytes(program.waiting.cache))

@@ -29,9 +29,12 @@ class LearnerPass:
     """One forward and backward pass over a microbatch, on one device.
 
     Attributes:
-      model: how it attends, and whether it recomputes its layers. shape: of the device's part.
-      rows: of the microbatch on this device. prompt, response: columns.
-      segments: where the sampler compressed; None if it never did. boolean: whether the mask is T x T booleans.
+      model: how it attends, and whether it recomputes its layers.
+      shape: the device's part of the model.
+      rows: rows of the microbatch on this device.
+      prompt, response: their columns.
+      segments: where the sampler compressed; None if it never did.
+      boolean: whether the mask is T x T booleans.
     """
 
     model: Decoder
@@ -62,41 +65,45 @@ class LearnerPass:
         return self.boolean or self.model.impl in ("reference", "xla")
 
     def saved(self) -> int:
-        """Of one layer, what its backward pass reads.
+        """Bytes of one layer that its backward pass reads.
 
         MLP: gate, up, sigmoid, its product with gate, and that with up. Two norms and two residual sums. Attention:
         q, k, v, its output, and once more with the heads side by side; over segments a copy of the response's q, k, v;
         as T x T scores, those.
         """
         s = self.shape
-        heads, kv_heads = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        heads = s.num_heads * s.head_dim
+        kv_heads = s.num_kv_heads * s.head_dim
         floats = self.columns * (5 * s.intermediate_size + 4 * s.hidden_size + 3 * heads + 2 * kv_heads)
         if self.gathers:
             floats += self.response * (heads + 2 * kv_heads)
         scores = SCORE_COPIES * s.num_heads * self.columns**2 * WIDE if self.squares else 0
+        # One float32 a query and head, the log of its softmax's denominator: with it the backward pass makes the
+        # weights once more from the scores.
         denominators = self.columns * s.num_heads * WIDE
         return self.rows * (floats * self.itemsize + denominators + scores)
 
     @property
     def gathers(self) -> bool:
         """Whether attention goes by segments."""
+        # The same decision as attention's own, so that the plan counts what will run.
         if self.squares or self.segments is None or self.model.impl == "interval":
             return False
         return self.model.impl == "segments" or pays(self.segments, self.columns)
 
     def between_layers(self) -> int:
-        """Of one layer: cotangents that wait for the gradients of its matrices, which the compiler may leave to the
-        end; and its input, if the rest is recomputed."""
+        """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
+        may leave to the end; and its input, if the rest is recomputed."""
         s = self.shape
         floats = s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         return self.rows * self.columns * floats * self.itemsize
 
     def outside_layers(self) -> int:
-        """Embeddings, the last norm, the hidden states of the response, and the cotangent on its way down."""
+        """Bytes of embeddings, the last norm, the hidden states of the response, and the cotangent on its way down."""
         return 4 * self.rows * self.columns * self.shape.hidden_size * self.itemsize
 
     def tiles(self) -> int:
-        """Scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
+        """Bytes of the scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
         s = self.shape
         kernels: dict[str, Hardware] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
         kernel = kernels.get(self.platform)
@@ -106,22 +113,24 @@ class LearnerPass:
         sizes = self.model.sizes or (CPU_SIZES if self.platform == "cpu" else ACCELERATOR_SIZES)
         keys = self.segments.budget + self.segments.length if self.segments and self.gathers else self.columns
         scores = min(sizes.scores, self.rows * s.num_heads * self.columns * keys)
+        # The five arrays of an MLP that `saved` counts: their memory is free while attention has its scores.
         freed = 5 * self.rows * self.columns * s.intermediate_size * self.itemsize
         return max(SCORE_COPIES * WIDE * scores - freed, 0)
 
     def activations(self) -> int:
-        """At the end of the forward pass."""
+        """Bytes at the end of the forward pass."""
         layers = self.shape.num_layers
+        # Where layers are recomputed, what a backward pass reads exists for one of them at a time.
         if self.remat:
             return layers * self.between_layers() + self.saved() + self.outside_layers() + self.tiles()
         return layers * (self.saved() + self.between_layers()) + self.outside_layers() + self.tiles()
 
     def last_layer(self) -> int:
-        """At the end of the backward pass, when all gradients exist."""
+        """Bytes at the end of the backward pass, when all gradients exist."""
         return self.shape.num_layers * self.between_layers() + self.saved() + self.outside_layers()
 
     def logits(self) -> int:
-        """Of the response, recomputed in the backward pass but alive while it begins."""
+        """Logits of the response, recomputed in the backward pass but alive while it begins."""
         return LOGIT_COPIES * self.rows * self.response * self.shape.vocab_size * WIDE
 
     def teacher(self, distill: DistillConfig) -> tuple[int, int]:
@@ -129,6 +138,7 @@ class LearnerPass:
         are added where the masked policy weighs the divergence or the dense one has a gradient, and where only some
         rows have one, which then share no memory with all (measured). A gradient keeps the layers of the dense policy.
         """
+        # Less a little, because a rounding error in the product must not add a row.
         dense = replace(self, rows=math.ceil(self.rows * distill.fraction - 1e-6))
         more = distill.direction in ("reverse", "published") or distill.fraction < 1
         kept = dense.activations() if distill.direction == "published" else dense.outside_layers()

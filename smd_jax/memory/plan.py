@@ -114,7 +114,7 @@ class Workload:
 
     @property
     def where(self) -> Platform:
-        """The platform."""
+        """The platform: the one that was named, or JAX's. What is no GPU or TPU is planned like a CPU."""
         name = jax.default_backend() if self.platform is None else self.platform
         return "gpu" if name == "gpu" else "tpu" if name == "tpu" else "cpu"
 
@@ -190,10 +190,14 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
       params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
       decode_rows: rows decoded at once, refilled as they finish; None: all in one program.
     """
-    config, mesh, model = work.config, work.mesh, work.model.config
-    shape, ways = local_shape(model, mesh), row_ways(mesh)
+    config = work.config
+    mesh = work.mesh
+    model = work.model.config
+    shape = local_shape(model, mesh)
+    ways = row_ways(mesh)
     sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, 1 if mesh is None else mesh.size)
     decoded = decode_rows or work.rows
+    # Rounded up: the device with the most rows decides.
     here = -(-work.rows // ways)
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
@@ -229,20 +233,28 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
     if work.optimizer is None or not work.learns:
         return 0, 0, 0
     learner = _learner(work, sampler)
-    activations, logits = learner.activations(), learner.logits()
+    activations = learner.activations()
+    logits = learner.logits()
     if work.distill is not None:
         more = learner.teacher(work.distill)
-        activations, logits = activations + more[0], logits + more[1]
-    gradients, new = tree_bytes(params, work.mesh), largest_part(params, work.mesh)
+        activations = activations + more[0]
+        logits = logits + more[1]
+    gradients = tree_bytes(params, work.mesh)
+    new = largest_part(params, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits
+    # The plan adds gradients to activations. At the end few activations are left beside all gradients: what they are
+    # fewer is taken off here.
     return max(new, learner.last_layer() + gradients - activations), activations, logits
 
 
 def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
-    config, width, shape = work.config, work.prompt_width, sampler.shape
+    config = work.config
+    width = work.prompt_width
+    shape = sampler.shape
     rows = -(-(work.microbatch_size or work.rows // work.minibatches) // row_ways(work.mesh))
     found = segments_of(work.policy, config, shape.num_layers, width)
+    # Layers may have budgets of their own: the largest stands for all.
     segments = max(found, key=lambda segments: segments.budget) if found else None
     boolean = config.mask_storage == "boolean"
     return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
@@ -263,10 +275,12 @@ def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
     def needed(each: int) -> int:
         return plan_memory(work, params, each * ways).total
 
+    # Raises unless one row a device fits: below there is always a choice.
     check_memory(plan_memory(work, params, ways), memory_bytes)
     if needed(most) <= memory_bytes:
         return most * ways
     choices = [*range(1, min(most, PARTS)), *range(PARTS, most, PARTS)]
+    # A plan grows with its rows, so the choices are in the order of their bytes and can be bisected.
     return choices[bisect_right(choices, memory_bytes, key=needed) - 1] * ways
 
 
@@ -281,7 +295,8 @@ def workload_of(loop: PolicyLoop) -> Workload:
             "expected a Decoder, because the plan counts the equations of its layers; got "
             f"{type(loop.model).__name__}: set `slots` and `microbatch_size` yourself"
         )
-    config, update = loop.config, loop.config.update
+    config = loop.config
+    update = loop.config.update
     return Workload(
         loop.model,
         config.policy,
@@ -306,7 +321,8 @@ def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, Memo
     """
     if memory_bytes is not None:
         return _with_decode_rows(loop, workload_of(loop), params, memory_bytes)
-    planned, available = plan_memory(workload_of(loop), params, loop.config.decode_rows), device_memory()
+    planned = plan_memory(workload_of(loop), params, loop.config.decode_rows)
+    available = device_memory()
     if available is not None:
         check_memory(planned, available)
     return loop, planned
@@ -328,6 +344,7 @@ def fit_evaluation(
 
 def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
     ways = row_ways(loop.mesh)
+    # Up to a number that divides over the devices.
     prefill_rows = -(-loop.config.prefill_rows // ways) * ways
     work = replace(work, prefill_rows=prefill_rows)
     decode_rows = fit_decode_rows(memory_bytes, work, params)
@@ -345,6 +362,7 @@ def largest_batch(
     """
     shapes = param_shapes(Decoder(model))
     weights = tree_bytes(jax.eval_shape(lambda params: sampler_params(Decoder(model), params), shapes))
+    # The platform changes what is worked with, not the size of a cache.
     row = SamplerPass(model, policy, config, prompt_width, "gpu").cache(1)
     return max(memory_bytes - weights, 0) // row
 
@@ -363,7 +381,8 @@ def check_memory(plan: MemoryPlan, available: int) -> None:
     """Raises ValueError if the plan needs more than `available` bytes on a device: how much, and what lowers it."""
     if plan.total <= available:
         return
-    phase, largest = "rollout" if plan.rollout >= plan.update else "update", plan.largest
+    phase = "rollout" if plan.rollout >= plan.update else "update"
+    largest = plan.largest
     raise ValueError(
         f"expected a plan of at most {show_bytes(available)} on each device; got one of {show_bytes(plan.total)} in "
         f"the {phase} ({plan.decode_rows} decode rows), {show_bytes(plan.total - available)} more than there is. "
@@ -375,6 +394,7 @@ def device_memory() -> int | None:
     """Bytes that one device can hand out: of an accelerator what its allocator may take, of a CPU the machine's
     memory; None where it is not known."""
     device = jax.local_devices()[0]
+    # None on a CPU.
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -390,6 +410,7 @@ def parse_bytes(text: str) -> int:
       ValueError: for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    # Decimal, because 0.1TB is a whole number of bytes and no float.
     count = 0 if match is None else int(Decimal(match[1]) * UNITS.get(match[2], 0))
     if count < 1:
         units = ", ".join(unit for unit in UNITS if unit)
@@ -400,6 +421,6 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(count: int) -> str:
-    """In the unit of 1024 that makes it readable."""
+    """The bytes in the largest unit of 1024 of which there is at least one."""
     unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
     return f"{count} B" if unit == "B" else f"{count / UNITS[unit]:.2f} {unit}"

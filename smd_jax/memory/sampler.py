@@ -34,7 +34,8 @@ from smd_jax.sharding import tree_shardings
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
-INT, WIDE = 4, 4  # bytes of an int32 and of the float32 in which softmax and logits are computed
+INT = 4  # bytes of an int32
+WIDE = 4  # bytes of the float32 in which softmax and logits are computed
 SAMPLER_LOGITS = 3  # of a step alive together: logits, weights, their sums
 SCORE_COPIES = 3  # of attention's scores alive together: scores, weights, mask
 
@@ -42,6 +43,7 @@ SCORE_COPIES = 3  # of attention's scores alive together: scores, weights, mask
 def local_shape(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
     """A device's part of heads, MLP and vocabulary; whole where the tensor axis does not divide it."""
     ways = 1 if mesh is None else mesh.shape["tensor"]
+    # One divisor for both: the query heads of a group stay with their KV head.
     heads = ways if config.num_kv_heads % ways == 0 else 1
     return replace(
         config,
@@ -58,24 +60,25 @@ def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Of a pytree with parameters in it, on each device; of arrays or their shapes."""
+    """Bytes of a pytree with parameters in it, on each device; its leaves are arrays or their shapes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _placed(tree, mesh))
 
 
 def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Of the copy that is made for the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
+    """Bytes of the copy in the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
     CPU backend multiplies matrices of 16 bits in float32, and holds them once more in that."""
     of_policy = drop_value_head(params)
     read = jax.eval_shape(lambda params: sampler_params(Decoder(config), params), of_policy)
     copied = zip(_placed(of_policy, mesh), _placed(read, mesh), strict=True)
     narrow = jnp.dtype(config.dtype).itemsize
     widened = compute_itemsize(config, platform)
+    # A copy in the compute dtype, and where the platform widens that, one more in what it widens to.
     each = narrow + (widened if widened != narrow else 0)
     return sum(math.prod(shape) * each for (_, old), (shape, new) in copied if old != new)
 
 
 def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None) -> int:
-    """Of weights that are here whole though the fsdp axis divides them: of all layers on CPUs, where the compiler
+    """Bytes of weights that are here whole though the fsdp axis divides them: of all layers on CPUs, where the compiler
     gathers them early and keeps them (measured), of the one at work and the next elsewhere (assumed)."""
     if mesh is None or mesh.shape["fsdp"] == 1:
         return 0
@@ -98,23 +101,27 @@ def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int
 
 
 def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
-    """Of the gradients that are on their way at once: those of one layer, or of the widest other module."""
+    """Bytes of the gradients that are on their way at once: of one layer, or of the widest other module."""
     return max(tree_bytes({name: part}, mesh) for name, part in params.items())
 
 
 def trajectory_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int) -> int:
-    """Tokens and validity; of the response log-probabilities, entropies and drawable tokens; the shadow mask."""
-    response, columns = config.max_new_tokens, prompt_width + config.max_new_tokens
+    """Bytes of tokens and validity; of the response's log-probabilities, entropies and drawable tokens; of the mask."""
+    response = config.max_new_tokens
+    columns = prompt_width + config.max_new_tokens
     form = drawable_form(config.sampling, model.vocab_size)
     each = 2 * WIDE + (0 if form is None else math.prod(form.shape) * form.dtype.itemsize)
+    # A byte for every boolean: the validity of a column, and whether a row has terminated.
     return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width))
 
 
 def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int) -> int:
-    """A row's shadow mask: when each key was evicted, or T x T booleans; and the parities of a quantised cache."""
-    columns, heads = prompt_width + config.max_new_tokens, model.num_layers * model.num_kv_heads
+    """Bytes of a row's shadow mask, one integer a key or T x T booleans, and of the parities of a quantised cache."""
+    columns = prompt_width + config.max_new_tokens
+    heads = model.num_layers * model.num_kv_heads
     each = columns * columns if config.mask_storage == "boolean" else columns * INT
     if config.quant is not None and config.quant.record_parity:
+        # One bit for every number of a key and of a value.
         each += 2 * columns * packed_size(model.head_dim, 1)
     return heads * each
 
@@ -141,12 +148,12 @@ class SamplerPass:
     devices: int = 1
 
     def cache(self, rows: int) -> int:
-        """All of a KV cache: keys and values, and their statistics."""
+        """Bytes of a whole KV cache: keys and values, and their statistics."""
         keys = cache_bytes(self.shape, self.policy, self.config, self.prompt_width, rows)
         return keys + rows * self._statistics()
 
     def _statistics(self) -> int:
-        """Of a row: the column of every slot, and what the policy's statistics keep."""
+        """Bytes of a row beside its keys: the column of every slot, and what the policy's statistics keep."""
         budgets, buffer = self._plan()
         columns = sum(budget + buffer for budget in budgets) * self.shape.num_kv_heads * INT
         return columns + sum(tree_bytes(_states(self.shape, self.policy, 1, budget + buffer)) for budget in budgets)
@@ -159,11 +166,14 @@ class SamplerPass:
 
     def prefill(self, rows: int) -> int:
         """Reading prompts, whole or chunk by chunk: keys and values of all layers, and what one layer works with."""
-        shape, width = self.shape, self.prompt_width
+        shape = self.shape
+        width = self.prompt_width
         chunk = self.config.prefill_chunk
         columns = width if chunk is None else min(chunk, width)  # a chunk is never longer than the prompt
+        # The queries of a chunk meet their own keys and those that are kept: all of the prompt if nothing is evicted.
         slots = width if chunk is None else columns + (self.config.budget if self.policy.evicts else width)
-        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        heads = shape.num_heads * shape.head_dim
+        kv_heads = shape.num_kv_heads * shape.head_dim
         kept = rows * slots * 2 * kv_heads * shape.num_layers * jnp.dtype(shape.dtype).itemsize
         layer = rows * columns * (3 * shape.intermediate_size + 2 * shape.hidden_size) * self._numbers()
         observed = kv_cache.needs_attention(self.policy.statistics)
@@ -176,7 +186,9 @@ class SamplerPass:
     def decode(self, rows: int) -> int:
         """A step's logits, hidden states and scores; of a quantised cache a layer as it is read. Or what compressing
         some rows of a layer takes, if that is more."""
-        shape, (budgets, buffer) = self.shape, self._plan()
+        shape = self.shape
+        budgets, buffer = self._plan()
+        # Layers are worked on one after another: the one with the most slots decides.
         slots = max(budgets) + buffer
         keys = 2 * slots * shape.num_kv_heads * shape.head_dim * self._numbers()
         wide = 3 * shape.intermediate_size + 4 * shape.hidden_size + 2 * shape.num_heads * shape.head_dim
@@ -194,6 +206,7 @@ class SamplerPass:
         if not self.policy.evicts:
             return 0
         view = _view(self.shape, self.policy, rows, slots, min(self.config.budget, slots))
+        # Traced from shapes and neither compiled nor run: a policy of the user's own is counted like ours.
         traced = jax.make_jaxpr(self.policy.score)(view)
         return 2 * max((x.size * x.dtype.itemsize for x in _arrays(traced.jaxpr)), default=0)
 
@@ -202,7 +215,8 @@ def _view(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int, bud
     def array(*sizes: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, *sizes), dtype)
 
-    heads, dtype = shape.num_kv_heads, jnp.dtype(shape.dtype)
+    heads = shape.num_kv_heads
+    dtype = jnp.dtype(shape.dtype)
     keys = array(heads, slots, shape.head_dim, dtype=dtype)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     return CacheView(

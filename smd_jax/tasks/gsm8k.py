@@ -69,6 +69,7 @@ def final_answer(completion: str) -> str:
 
     In the second case math-verify looks for the answer: in `\boxed{}` first, then after "answer", then the last number.
     """
+    # The last marker: an answer that is corrected later counts as corrected.
     _, marker, after = completion[-GRADED_CHARACTERS:].rpartition(GSM8K_MARKER)
     return after.strip().partition("\n")[0] if marker else completion[-GRADED_CHARACTERS:]
 

@@ -53,6 +53,7 @@ class ReasoningGymTask:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Row:
+        # Iterating over a task ends at this error; a procedural dataset can make rows beyond its size.
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
         item = self.dataset[index]
@@ -60,11 +61,13 @@ class ReasoningGymTask:
 
     def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         """The dataset's own score of every completion, white space at its ends removed."""
-        answers, metadata = column_of(columns, "answer"), column_of(columns, "metadata")
+        answers = column_of(columns, "answer")
+        metadata = column_of(columns, "metadata")
         rows = zip(prompts, completions, answers, metadata, strict=True)
         return [self._score(completion, question, answer, extra) for question, completion, answer, extra in rows]
 
     def _score(self, completion: str, question: Prompt, answer: Any, metadata: Any) -> float:
+        # The fields that the dataset gave the row with: verifiers look at more than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
         return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
 

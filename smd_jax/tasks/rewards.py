@@ -46,8 +46,10 @@ def compute_rewards(
 def _checked(row: int, value: Any) -> np.float32:
     """TRL skips a reward of None; here every completion needs a number, because its group is normalised by it."""
     array = np.asarray(value)
+    # Booleans, signed and unsigned integers, floats.
     if array.ndim or array.dtype.kind not in "biuf":
         raise ValueError(f"expected a number as the reward of every completion; row {row} got {value!r}")
+    # What is too large becomes infinity and is refused below; a warning beside the error would say nothing new.
     with np.errstate(over="ignore"):
         number = np.float32(array)
     if not np.isfinite(number):

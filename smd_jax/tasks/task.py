@@ -95,10 +95,12 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
         raise ValueError(
             f"expected size >= 1, batch >= 1, step >= 0 and seed >= 0; got {size}, {batch}, {step} and {seed}"
         )
+    # Counted through all epochs, so that no row is left out where the batch does not divide the dataset.
     epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
     return np.array([_epoch_order(size, seed, int(e))[p] for e, p in zip(epochs, places, strict=True)])
 
 
+# Asked for every row of a batch, which mostly lies in one epoch or two: the permutation is made once for all of them.
 @functools.lru_cache(maxsize=4)
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size)

@@ -42,7 +42,7 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     """The table of several stop strings; whichever comes first ends the response.
 
     Args:
-      tokenizer: of transformers.
+      tokenizer: a transformers tokenizer.
       strings: stop strings, compared byte by byte in UTF-8, without normalisation.
       vocab_size: rows of the model's embedding. Rows that no token has leave the state as it is.
 
@@ -94,6 +94,7 @@ def _encode(strings: Sequence[str]) -> list[bytes]:
     if not strings:
         raise ValueError("expected at least one stop string; got none")
     for string in strings:
+        # Surrogates by themselves have no encoding in UTF-8.
         if not string or any("\ud800" <= character <= "\udfff" for character in string):
             raise ValueError(f"expected stop strings of at least one character of Unicode; got {string!r}")
     return [string.encode() for string in strings]

@@ -110,6 +110,7 @@ def _reader(tokenizer: TextTokenizer) -> Callable[[str], bytes] | None:
     kinds = "".join(f"{step['type']} " for step in steps)
     if kinds == "ByteLevel ":
         return _byte_level()
+    # A pattern may also be a regular expression, which `str.replace` cannot follow.
     known_patterns = all("String" in step["pattern"] for step in steps if step["type"] == "Replace")
     return _sentencepiece(steps) if known_patterns and _SENTENCEPIECE.fullmatch(kinds) else None
 

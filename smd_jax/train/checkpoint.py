@@ -81,6 +81,7 @@ def save(
     """
     if max_to_keep < 1:
         raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
+    # Whatever can be refused is refused before a file is written.
     meta = {
         "leaves": _leaf_table(state),
         "data_position": _checked_position(data_position),
@@ -121,6 +122,7 @@ def restore(
         _check_files(_folder(directory, step))
         meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         _check_keys(meta)
+    # Both before any array is read: they name the difference where orbax would fail on a shape.
     _check_config(meta["config"], to_jsonable(config), may_differ)
     _check_leaves(meta["leaves"], _leaf_table(like))
     target = jax.tree.map(_placed, like)
@@ -184,11 +186,13 @@ def to_jsonable(value: object, path: str = "config") -> Json:
 
 def config_differences(saved: Json, given: Json, may_differ: Sequence[str] = ()) -> list[str]:
     """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results."""
-    left, right = _flatten("", saved), _flatten("", given)
+    left = _flatten("", saved)
+    right = _flatten("", given)
     names = [name for name in left | right if left.get(name, _ABSENT) != right.get(name, _ABSENT)]
     return [
         f"{name}: expected {_shown(left, name)}, got {_shown(right, name)}"
         for name in names
+        # With the dot: a name that merely begins like an allowed one is another field.
         if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in may_differ)
     ]
 
@@ -206,6 +210,7 @@ def _string_key(key: object, path: str) -> str:
 def _flatten(path: str, value: Json) -> dict[str, Json]:
     """Dotted path -> leaf; an empty list or object is a leaf itself."""
     if isinstance(value, list):
+        # An empty list has no items to name, and stays a leaf: otherwise it would vanish from the comparison.
         value = {str(i): item for i, item in enumerate(value)} or value
     if not isinstance(value, dict) or not value:
         return {path: value}
@@ -323,16 +328,19 @@ def _folder(directory: str | Path, step: int) -> Path:
 
 
 def _write_checksums(folder: Path) -> None:
+    # Renamed when whole: half a list would make good files look damaged.
     temporary = folder / f"{_CHECKSUMS}.tmp"
     temporary.write_text(json.dumps(_checksums(folder)), encoding="utf-8")
     temporary.replace(folder / _CHECKSUMS)
 
 
 def _check_files(folder: Path) -> None:
+    # A run killed between the rename of the checkpoint and this file leaves a whole one without checksums.
     file = folder / _CHECKSUMS
     if not file.is_file():
         return
-    expected, found = json.loads(file.read_text(encoding="utf-8")), _checksums(folder)
+    expected = json.loads(file.read_text(encoding="utf-8"))
+    found = _checksums(folder)
     damaged = [name for name in expected if expected[name] != found.get(name)]
     if damaged:
         lines = [f"{name} (CRC-32 expected {expected[name]}, got {found.get(name, 'no file')})" for name in damaged]
@@ -348,6 +356,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 def _crc32(file: Path) -> int:
     value = 0
     with open(file, "rb") as stream:
+        # 16 MiB at a time: a file may be larger than the memory that is left.
         while chunk := stream.read(1 << 24):
             value = zlib.crc32(chunk, value)
     return value
@@ -356,6 +365,7 @@ def _crc32(file: Path) -> int:
 def _writer(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
+        # Synchronous, so that a checkpoint is whole when `save` returns. What a killed save left behind is removed.
         enable_async_checkpointing=False,
         cleanup_tmp_directories=True,
     )
@@ -363,5 +373,6 @@ def _writer(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointMan
 
 
 def _reader(directory: str | Path) -> ocp.CheckpointManager:
+    # Looking for checkpoints must not make a directory.
     options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
     return ocp.CheckpointManager(Path(directory).resolve(), options=options)

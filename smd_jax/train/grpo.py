@@ -88,10 +88,13 @@ class GRPOLoop(PolicyLoop):
         groups_found = 0
         while len(rollouts) < most and groups_found < self.config.prompts_per_step:
             number = len(rollouts)
+            # Rollout `index` owns the batches from index * most on, drawn or not: a resumed run draws the same ones,
+            # whatever earlier rollouts needed.
             rollouts.append(self.graded_rollout(state.params, jax.random.fold_in(key, number), index * most + number))
             rewards = jnp.asarray(rollouts[-1].rewards)
             groups_found += int(groups_with_signal(rewards, self.config.group_size).sum())
         samples = fullest(rollouts, self.config.group_size, self.config.prompts_per_step)
+        # The rows come from several rollouts: they are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
@@ -110,13 +113,17 @@ class GRPOLoop(PolicyLoop):
         return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
-        """Of the learner before the update. With shadow masks that is the sampler, whose log-probabilities are at hand,
-        unless a correction is to measure that. Others need a pass of their own, if more than one step is taken."""
+        """Log-probabilities of the learner before the update; None where nothing looks at them, or the update has them.
+
+        With shadow masks the learner is the sampler, whose log-probabilities are at hand, unless a correction is to
+        measure that. Others need a pass of their own, if more than one step is taken.
+        """
         update = self.config.update
         if not update.correction.traits.needs_old:
             return None
         if takes_sampler_for_old(update):
             return trajectory.logprobs
+        # A single step is taken at the rollout's parameters: the update finds these log-probabilities itself.
         return self.replay(params, trajectory) if self.config.steps_per_rollout > 1 else None
 
 
@@ -127,6 +134,7 @@ def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
     """
     rewards = np.concatenate([samples.rewards for samples in rollouts])
     signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
+    # False sorts before True, and a stable sort keeps the order of the rollouts among groups of a kind.
     chosen = np.argsort(~signal, kind="stable")[:groups]
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
     trajectories = [samples.trajectory for samples in rollouts]

@@ -95,7 +95,7 @@ class LoopConfig:
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps."""
+        """Optimizer steps that one rollout feeds."""
         return self.minibatches * self.num_iterations
 
 
@@ -103,9 +103,10 @@ class Samples(NamedTuple):
     """One rollout and what the task said of it, on the host; the completions of a prompt are contiguous.
 
     Attributes:
-      trajectory: `[batch, ...]`. rewards: float32 `[batch]`.
+      trajectory: `[batch, ...]`.
+      rewards: float32 `[batch]`.
       task_rows: the row of the task that each completion belongs to. completions: their texts.
-      counted_rows: `[batch]` false for completions to leave out of the update; None: all count.
+      counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
       metrics: of everything that was drawn, also of what is left out.
     """
 
@@ -141,7 +142,7 @@ class Loop:
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout."""
+        """Takes the optimizer steps of one rollout."""
         raise TypeError(f"{type(self).__name__} has no learn: its class must define it")
 
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
@@ -151,8 +152,10 @@ class Loop:
         started = time.perf_counter()
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
+        # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
         samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
         state, metrics = self.learn(state, samples)
+        # All metrics come to the host in one transfer, after the last step.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         return state, host | {"step_time": time.perf_counter() - started}
 
@@ -179,7 +182,8 @@ class Loop:
     @cached_property
     def stop_table(self) -> StopTable | None:
         """The stop strings, over the tokens of this tokenizer."""
-        strings, vocab_size = self.config.stop_strings, self.model.shape.vocab_size
+        strings = self.config.stop_strings
+        vocab_size = self.model.shape.vocab_size
         return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
 
     def respond(
@@ -200,6 +204,7 @@ class Loop:
             )
             took = {"rollout/utilisation": jnp.float32(done.stats.utilisation)}
             return shard_batch(done.trajectory, self.mesh), took
+        # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
         copies = self._copies(len(rows), group_size)
         with jax.set_mesh(self.mesh):
             trajectory = rollout(
@@ -216,7 +221,7 @@ class Loop:
         return trajectory, {}
 
     def policy_params(self, params: Params) -> Params:
-        """Those that the sampler reads: of the model alone."""
+        """The parameters that the sampler reads: those of the model, without what an algorithm adds to them."""
         return params
 
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
@@ -228,6 +233,7 @@ class Loop:
         fits = (
             copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
         )
+        # If nothing fits, `shard_batch` refuses the prompts, and says what it expects.
         return next(fits, group_size)
 
     def minibatches(self, batch: Any, state: TrainState, counted_rows: np.ndarray | None = None) -> Iterator[Any]:
@@ -285,6 +291,7 @@ def order_of_pass(
     """
     if number == 0:
         return np.arange(groups)
+    # False sorts before True, and a stable sort keeps the random order among those that count.
     order = np.random.default_rng([*seed, number]).permutation(groups)
     return order if counted_groups is None else order[np.argsort(~counted_groups[order], kind="stable")]
 
@@ -307,6 +314,7 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
 
 
 def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
+    # A mean of extremes would be no extreme.
     reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
     return values[0] if len(values) == 1 else reductions.get(name, jnp.mean)(jnp.stack(values))
 

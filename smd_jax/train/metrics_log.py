@@ -57,7 +57,8 @@ class MetricsWriter:
     """Appends one JSON object a step to a file, such as `{"step": 3, "reward": 0.5}`.
 
     Every line is flushed when it is written. Numbers are written so that they read back as the same double; NaN and
-    infinities, which JSON does not have, become `null` (`read_metrics` gives NaN). On many hosts only process 0 writes.
+    infinities, which JSON does not have, become `null` (`read_metrics` gives NaN). Whoever makes a writer
+    writes: on many hosts each process needs a file of its own, or process 0 alone makes one.
 
     Args:
       path: the file; its directory is made when absent.
@@ -79,6 +80,7 @@ class MetricsWriter:
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for step, line in rows if next_step is None or step < next_step]
+        # Read whole and checked before it is replaced: a file with a line that cannot be read stays as it is.
         _replace(self.path, b"".join(line + b"\n" for line in kept))
         self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
@@ -132,6 +134,7 @@ def _number(name: str, value: Any) -> float | int | None:
     number = array.item()
     if not isinstance(number, bool | int | float):
         raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
+    # JSON has neither NaN nor infinity.
     return number if math.isfinite(number) else None
 
 
@@ -139,6 +142,7 @@ def _read_lines(path: Path) -> list[tuple[int, bytes]]:
     """(step, line without its newline) of every row; nothing when the file is absent."""
     if not path.is_file():
         return []
+    # Every whole row ends with a newline, so that what follows the last one is empty, or cut off.
     *lines, tail = path.read_bytes().split(b"\n")
     rows = [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
     # A row lacks its newline only when a crash cut it. If all of the object is there, it is still a row.
@@ -158,6 +162,7 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{path}, line {number}: expected a JSON object; got {line[:80]!r}") from error
+    # `type` rather than isinstance, because True is an int in Python.
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError(f"{path}, line {number}: expected a JSON object with an integer 'step'; got {line[:80]!r}")
     return row["step"]
@@ -169,5 +174,6 @@ def _replace(path: Path, content: bytes) -> None:
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()
+        # On the disk before the move: otherwise a power cut could leave the new name with nothing in it.
         os.fsync(file.fileno())
     os.replace(temporary, path)

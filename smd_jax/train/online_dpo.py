@@ -65,6 +65,7 @@ class OnlineDPOLoop(Loop):
         super().__post_init__()
         config = self.config
         minibatch = config.prompts_per_step // config.minibatches
+        # Called for its error, here before anything is sampled.
         count_parts(minibatch, config.update.microbatch_size)
         check_rows(minibatch, self.mesh, "the pairs of a minibatch")
         check_rows(config.update.microbatch_size or minibatch, self.mesh, "the pairs of a microbatch")
@@ -80,7 +81,7 @@ class OnlineDPOLoop(Loop):
 
     @cached_property
     def replay(self) -> ReplayFunction:
-        """No more rows at a time than the update has pairs."""
+        """The learner's log-probabilities, with no more rows at a time than the update has pairs."""
         config = self.config
         rows = config.update.microbatch_size or config.prompts_per_step // config.minibatches
         return make_replay(self.model, config.update.visibility, rows)
@@ -102,17 +103,20 @@ class OnlineDPOLoop(Loop):
 
     def pairs(self, samples: Samples) -> Pairs:
         """One pair of every group, as the judge or the rewards have it."""
-        config, size = self.config, self.config.group_size
+        config = self.config
+        size = self.config.group_size
         if self.judge is not None:
             groups = [
                 samples.completions[first : first + size] for first in range(0, config.completions_per_step, size)
             ]
+            # All rows of a group have one prompt, so every `size`-th row stands for its group.
             return pairs_of_ranks(
                 judged_ranks(self.judge, [row["prompt"] for row in samples.task_rows[::size]], groups)
             )
         rewards = samples.rewards
         if config.missing_eos_penalty is not None:
             cut_off = ~np.asarray(samples.trajectory.terminated)
+            # A copy of the task's rewards: the metrics keep those.
             rewards = rewards - np.float32(config.missing_eos_penalty) * cut_off
         return best_worst(jnp.asarray(rewards), size)
 

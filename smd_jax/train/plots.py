@@ -194,6 +194,7 @@ def _draw_curves(axes: Axes, runs: list[History], name: str, style: LineStyle, f
     curves = [found for found in (curve(run, name) for run in runs) if len(found[0])]
     if not curves:
         return
+    # A logarithmic axis has no 0: an exact agreement is drawn at the floor.
     curves = [(steps, np.maximum(values, floor)) for steps, values in curves]
     if len(curves) > 1:
         for steps, values in curves:
@@ -242,9 +243,11 @@ def _legend(figure: Figure, arms: Arms) -> None:
 
 def _draw_mask(axes: Axes, mask: np.ndarray, prompt_length: int) -> None:
     queries, keys = mask.shape
+    # The rows may be those of the last queries alone: row i stands at position first + i.
     first = keys - queries
     causal = np.arange(keys)[None, :] <= np.arange(first, keys)[:, None]
     kinds = np.where(mask, 2, np.where(causal, 1, 0))
+    # A cell is centred at its position, so its edges are half a position away; queries run downwards.
     edges = (-0.5, keys - 0.5, keys - 0.5, first - 0.5)
     colours = ListedColormap([_FUTURE, _HIDDEN, _VISIBLE])
     axes.imshow(kinds, cmap=colours, vmin=0, vmax=2, extent=edges, interpolation="nearest", aspect="equal")

@@ -47,11 +47,12 @@ class PolicyLoop(Loop):
 
     @cached_property
     def update(self) -> Update:
+        # Made once a loop: a function that is jitted anew is compiled anew.
         return make_update(self.model, self.optimizer, self.config.update)
 
     @cached_property
     def replay(self) -> ReplayFunction:
-        """No more rows at a time than the update has."""
+        """The learner's log-probabilities of a rollout, with no more rows at a time than the update has."""
         config = self.config
         rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
         return make_replay(self.model, config.update.visibility, rows)
@@ -73,10 +74,12 @@ class PolicyLoop(Loop):
         """The optimizer steps on what a whole rollout has to teach. A minibatch in which nothing counts leaves the
         parameters alone, as momentum and weight decay would not."""
         counted_rows = None if batch.counted_rows is None else np.asarray(batch.counted_rows)
+        # Before the first update, which takes over the buffers of these parameters.
         before = self.before_any_step(state.params, batch)
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
             if part.counted_rows is not None and not bool(part.counted_rows.any()):
+                # The step still counts: the rows and random numbers of later rollouts follow from it.
                 state = state.replace(step=state.step + 1)
                 continue
             state, metrics = self.update(state, part)

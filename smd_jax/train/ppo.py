@@ -44,7 +44,7 @@ class PPOConfig(PolicyConfig):
 
     Attributes:
       update: the learner, with a critic (`UpdateConfig.value`).
-      gamma, lam: of `smd_jax.losses.returns.gae`.
+      gamma, lam: discount and decay, see `smd_jax.losses.returns.gae`.
       whiten_advantages: shift and scale them to mean 0 and variance 1 over the tokens of a rollout, as in TRL.
     """
 
@@ -90,6 +90,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         judged, logprobs = in_parts(lambda part: _judge(model, config.update, params, part), trajectory, parts)
         mask = trajectory.response_mask
         advantages, returns = gae(terminal_rewards(rewards, mask), judged, mask, config.gamma, config.lam)
+        # Advantages come from all tokens of a response. Their mean and spread are those of the tokens that count.
         counted = counted_tokens(config.update, trajectory, counted_rows)
         if config.whiten_advantages:
             advantages = whiten(advantages, counted)
@@ -113,6 +114,7 @@ def _judge(
         return judged, None
     if takes_sampler_for_old(config):
         return judged, trajectory.logprobs
+    # Without `replay_hidden`: this pass is not differentiated, and has nothing to recompute.
     logits = response_logits(model, params, hidden, trajectory)
     return judged, replay_logits(logits, trajectory).logprobs
 
@@ -142,7 +144,7 @@ class PPOLoop(PolicyLoop):
         super().check(state)
 
     def policy_params(self, params: Params) -> Params:
-        """Without the critic's head."""
+        """The parameters without the critic's head, which is no part of the model."""
         return drop_value_head(params)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:

@@ -167,6 +167,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, every: int, labe
     began = time.monotonic()
 
     def report(step: int, metrics: Mapping[str, float]) -> None:
+        # A log file gets a line now and then, and the last one.
         if step % every == 0 or step == total:
             parts = [name, f"{step}/{total}", status(metrics, label), _clock(time.monotonic() - began)]
             _print_line(" ".join(filter(None, parts)), file)

@@ -66,8 +66,10 @@ def train(
     checkpoints = directory / "checkpoints"
     check_directory(directory, resume)
     state = shard_tree(state, loop.mesh)
+    # Without `resume` there is none: `check_directory` has seen to that.
     if checkpoint.latest_step(checkpoints) is not None:
         state = checkpoint.restore(checkpoints, state, config=config).state
+    # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = int(state.step) // loop.config.steps_per_rollout
 
     def save() -> None:
@@ -75,6 +77,7 @@ def train(
         checkpoint.save(checkpoints, done, state, data_position=position, config=config)
 
     with (
+        # Rows behind the checkpoint belong to steps that are taken once more.
         MetricsWriter(directory / "metrics.jsonl", next_step=start if resume else None) as writer,
         training_progress(run.steps, start=start, name=label) as report,
     ):
@@ -83,8 +86,10 @@ def train(
             done += 1
             if evaluate is not None and _due(done, run.evaluate_every):
                 metrics |= evaluate(state)
+            # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
             writer.write(done - 1, metrics)
             report(done, metrics)
+            # The last one is saved below, whether it is due or not.
             if _due(done, run.checkpoint_every) and done < run.steps:
                 save()
     if done > start:

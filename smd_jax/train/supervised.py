@@ -25,8 +25,9 @@ class Examples(struct.PyTreeNode):
     """Prompts with their answers, left-padded.
 
     Attributes:
-      tokens: `[batch, T]`. valid: `[batch, T]`.
-      targets: `[batch, T]` true for tokens of the answer, end of sequence included.
+      tokens: `[batch, T]` ids.
+      valid: `[batch, T]`, true for tokens of prompt and answer.
+      targets: `[batch, T]`, true for tokens of the answer, end of sequence included.
     """
 
     tokens: Int[Array, "batch T"]
@@ -41,7 +42,8 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
       ValueError: for an empty prompt, or a pair that with its end of sequence is longer than `width` (naming its row).
     """
     tokens = np.full((len(prompts), width), pad_token_id(tokenizer), np.int32)
-    start, answer_start = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), np.int32)
+    start = np.zeros(len(prompts), np.int32)
+    answer_start = np.zeros(len(prompts), np.int32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
         ids = [*tokenizer.encode(prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
@@ -50,7 +52,8 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
         if len(ids) > width:
             raise ValueError(f"expected prompt + answer within {width} tokens; example {row} has {len(ids)}")
         tokens[row, width - len(ids) :] = ids
-        start[row], answer_start[row] = width - len(ids), width - len(answer_ids)
+        start[row] = width - len(ids)
+        answer_start[row] = width - len(answer_ids)
     column = np.arange(width)[None]
     return Examples(
         jnp.asarray(tokens), jnp.asarray(column >= start[:, None]), jnp.asarray(column >= answer_start[:, None])
@@ -60,6 +63,7 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
 def cross_entropy(model: LanguageModel, params: Params, examples: Examples) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answers' tokens, in nats."""
     logits = apply_model(model, params, examples.tokens, positions(examples.valid), dense_mask(examples.valid))
+    # Column t predicts the token of column t + 1: the last column predicts nothing, the first is not predicted.
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], examples.tokens[:, 1:])
     wanted = examples.targets[:, 1:]
     return jnp.sum(jnp.where(wanted, losses, 0.0)) / jnp.maximum(wanted.sum(), 1)
@@ -73,6 +77,7 @@ def make_supervised_update(
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
         loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
         params = constrain_tree(optax.apply_updates(state.params, updates))
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
 
