@@ -388,7 +388,7 @@ DECODE_SHAPES = (
 )
 # A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
 LOOP = Shape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
-ROLLOUT = Shape(batch=32, heads=16, kv_heads=8, slots=1024, head_dim=64)
+ROLLOUT = Shape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
 LAYERS = 4
 DECODE_BUDGET = 896
 DECODE_STEPS = 512

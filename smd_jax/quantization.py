@@ -154,6 +154,7 @@ def _ranges(low: Array, high: Array, config: QuantConfig) -> Ranges:
 
 def of_columns(ranges: Ranges, first: int, columns: int, config: QuantConfig) -> Ranges:
     """Key ranges of groups -> of columns, `[batch, kv_heads, columns, head_dim]`; `first` as in `key_ranges`."""
+    # The first group may begin before column 0, with columns that `by_group` added.
     before = -first % config.group
     return jax.tree.map(lambda x: jnp.repeat(x, config.group, axis=2)[:, :, before : before + columns], ranges)
 

@@ -127,6 +127,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     Saved beside a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
     every Qwen tokenizer first composes accents (Unicode NFC).
     """
+    # Without merges every byte stays a token of its own, and special tokens get the ids behind the bytes.
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -137,6 +138,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
         eos_token=END,
         extra_special_tokens=[START],
         padding_side="left",
+        # Clean-up would take blanks out of a decoded text.
         clean_up_tokenization_spaces=False,
         chat_template=CHATML if chat else None,
     )
@@ -167,6 +169,7 @@ def write_random_checkpoint(
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(temporary)
         token_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        # `save_checkpoint` takes the ids of special tokens over from these files.
         for name in ("config.json", "generation_config.json"):
             (Path(temporary) / name).write_text(json.dumps(token_ids))
         save_checkpoint(directory, random_params(config, seed), config, dtype=dtype, tokenizer_from=temporary)

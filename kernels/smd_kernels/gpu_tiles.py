@@ -73,6 +73,7 @@ def full_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_
     born, evicted_at = (x.reshape(x.shape[0], -1, keys) for x in (blocks.born, blocks.evicted_at))
     born = born.max(-1)[:, None]
     evicted_at = evicted_at.min(-1)[:, None]
+    # Padding is never full: the column of its rows is negative, the interval of its keys empty.
     return (born <= column.min(-1)[:, :, None]) & (column.max(-1)[:, :, None] < evicted_at)
 
 

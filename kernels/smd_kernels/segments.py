@@ -278,6 +278,7 @@ def _chunk(plan: _Plan, tokens: _Tokens, padded: _Tokens, kept: Array, chunk: Ar
     group = padded.rows.shape[2]
     rows, own_k, own_v, own_evicted_at, _ = jax.tree.map(lambda x: _part(plan, x, chunk), padded)
     column = plan.segments.first + chunk * together * length + jnp.arange(together * length, dtype=jnp.int32)
+    # The same columns for every row and KV head, whose segments lie side by side.
     column = jnp.tile(column.reshape(together, length), (padded.rows.shape[0], 1))
     kept = jax.lax.dynamic_slice_in_dim(kept, chunk * together, together, axis=1)
 
@@ -335,6 +336,7 @@ def _response_backward(
 
 def _stays(kept: Array) -> Array:
     """Whether the key in a slot is still there at the next boundary."""
+    # Behind the last boundary nothing stays. Two empty slots are equal, too, but hold no key.
     following = jnp.pad(kept[:, 1:], [(0, 0), (0, 1), (0, 0)], constant_values=EMPTY)
     return (kept == following) & (kept != EMPTY)
 

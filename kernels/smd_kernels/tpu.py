@@ -63,6 +63,7 @@ def forward_kernel(
     @pl.when(inner == 0)
     def start():
         column[...] = turned_down(blocks.column[...])
+        # Scratch keeps its numbers from one grid step to the next: every outer tile starts anew.
         highest[...] = jnp.full_like(highest, LOWEST)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)

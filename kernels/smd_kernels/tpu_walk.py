@@ -58,6 +58,7 @@ def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
     block = pl.program_id(0)
     row_tile = block * pl.num_programs(row_axis) + pl.program_id(row_axis)
     key_tile = block * pl.num_programs(key_axis) + pl.program_id(key_axis)
+    # Only the ends of a span are known to be live: between them there may be dead tiles.
     return (spans.born_low[key_tile] <= spans.column_high[row_tile]) & (
         spans.column_low[row_tile] < spans.evicted_high[key_tile]
     )

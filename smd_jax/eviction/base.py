@@ -93,6 +93,7 @@ class EvictionPolicy:
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
     """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects."""
+    # Layer by layer, because a policy may give each its own budget, and protect a share of it.
     for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
         needed = max(policy.protected(size), 1)
         if size < needed:
@@ -130,5 +131,5 @@ def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
 
 
 def wide(x: Float[Array, ...]) -> Float[Array, ...]:
-    """In float32 or wider."""
+    """The same numbers in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -24,6 +24,7 @@ def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch
     queries = view.statistic(window)
     batch, heads, count, head_dim = queries.shape
     kv_heads = view.keys.shape[1]
+    # float32 for both factors: in bfloat16 keys of nearly equal score would tie, and ties keep the older.
     grouped = wide(queries).reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
     return jnp.einsum("bhgwd,bhsd->bhgws", grouped, wide(view.keys)) * head_dim**-0.5
 
@@ -40,6 +41,7 @@ def pool(x: Scores, kernel: int, reducer: str) -> Scores:
     """Average (zeros outside, as torch's avg_pool1d) or maximum over `kernel` neighbouring slots, same length."""
     window = (1, 1, kernel)
     strides = (1, 1, 1)
+    # Both sides together are kernel - 1 slots, so that the length stays; an even kernel has one more at the left.
     sides = [(0, 0), (0, 0), (kernel // 2, (kernel - 1) // 2)]
     if reducer == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, sides)
@@ -120,6 +122,7 @@ class TOVA(EvictionPolicy):
         return (NewestQueries(1),)
 
     def score(self, view: CacheView) -> Scores:
+        # The one query of the window; the mean is over KV heads and the query heads of each.
         mean = window_weights(view, NewestQueries(1))[:, :, :, 0].mean((1, 2))
         return jnp.broadcast_to(mean[:, None], view.valid.shape)
 
@@ -222,6 +225,7 @@ class KeyDiff(EvictionPolicy):
 
     def score(self, view: CacheView) -> Scores:
         keys = wide(view.keys)
+        # The floor, that of torch's `normalize`, is for empty slots, which may hold zeros.
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
         count = jnp.maximum(view.valid.sum(-1), 1)[:, :, None, None]
         # The mean over live keys: what lies in an empty slot is arbitrary.
@@ -254,4 +258,5 @@ class Random(EvictionPolicy):
         of_head = jax.vmap(of_key, in_axes=(None, None, 0))
         of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
         heads = jnp.arange(view.positions.shape[1])
+        # Empty slots share a position and hence a number, which nobody reads.
         return jax.vmap(of_row, in_axes=(0, None, 0))(view.rng, heads, view.positions)

@@ -41,6 +41,7 @@ class Protect(_Wrapper):
         check_at_least(self, "recent", self.recent, 0)
 
     def protected(self, budget: int) -> int:
+        # A sum, although the two may protect the same keys: the budget must hold them where they do not.
         return self.inner.protected(budget) + self.sinks + self.recent
 
     def score(self, view: CacheView) -> Scores:

@@ -102,6 +102,7 @@ def attend(
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
     kernel, blocks_at_once = _kernel(impl, sizes)
+    # "interval" and "segments" do what they are named for; the others choose what is cheaper here.
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
         return over_heads(partial(_intervals, kernel), q, *arrays)
@@ -127,6 +128,7 @@ def _segments(
 
 def best(q: Array, k: Array, mask: LayerMask) -> Implementation:
     """The implementation that `impl=None` takes, also where it is a kernel that never ran on hardware."""
+    # Only intervals have tiles that can be skipped unseen; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):

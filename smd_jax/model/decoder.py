@@ -54,6 +54,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        # Scaled in float32, too, so that there is one rounding to the dtype of x and not two.
         return (normed * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 

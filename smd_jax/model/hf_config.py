@@ -82,6 +82,7 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         intermediate_size=_required(config, "intermediate_size"),
         num_layers=_required(config, "num_hidden_layers"),
         num_heads=num_heads,
+        # Absent or null: every query head has a KV head of its own.
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=_head_dim(config, model_type),
         max_positions=_max_positions(config, rope_scaling),
@@ -212,6 +213,7 @@ def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> 
     given = _required(config, "max_position_embeddings")
     if not isinstance(rope_scaling, YarnRope):
         return given
+    # The larger, because a file may give either context, the trained or the stretched one.
     return max(given, int(rope_scaling.factor * rope_scaling.original_max_positions))
 
 
@@ -251,6 +253,7 @@ def _rope_scaling(rope_type: str, rope: dict[str, Any], config: dict[str, Any]) 
         )
     if rope.get("truncate") is False:
         raise ValueError("yarn with truncate=False is not supported; only truncate=True is")
+    # An absent factor is the ratio of the two contexts.
     factor = float(rope.get("factor") or _required(config, "max_position_embeddings") / original)
     return YarnRope(
         factor=factor,
@@ -272,6 +275,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float | None:
     """Explicit, or from DeepSeek's two mscales, or None where the default `0.1 ln(factor) + 1` holds."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
+    # Nothing is stretched, so scores keep their size.
     if factor <= 1:
         return 1.0
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")

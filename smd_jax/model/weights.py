@@ -129,6 +129,7 @@ def load_checkpoint(directory: str | Path, *, dtype: DTypeLike = jnp.float32) ->
     directory, name = Path(directory), float_name(dtype)
     config = model_config_from_hf(_read_json(directory / "config.json"), name)
     table = tensor_table(config)
+    # Headers alone: names, shapes and dtypes of all tensors, and no weights.
     stored = _read_headers(_tensor_files(directory))
     _check_names(
         missing=table.keys() - stored.keys(),
@@ -181,6 +182,7 @@ def save_checkpoint(
     dtype = float_name(dtype)
     hf_config = hf_config_from_model(config, dtype)
     table, flat = tensor_table(config), flatten_dict(dict(params), sep="/")
+    # Before the first file is written, because this needs no more than names and shapes.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
         if tokenizer_from is not None:
@@ -209,6 +211,7 @@ def _tensor_files(directory: Path) -> list[Path]:
         return [directory / _SINGLE_FILE]
     if (directory / _INDEX_FILE).is_file():
         return _shards(directory / _INDEX_FILE)
+    # Only to say in the error what is there; nothing of it is opened.
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ValueError(
@@ -292,6 +295,7 @@ def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
 
 
 def _to_stored(parameter: Any, leaf: Leaf, dtype: FloatName) -> np.ndarray:
+    # NumPy has no bfloat16 of its own; JAX's dtype brings it along.
     array = np.asarray(parameter).astype(jnp.dtype(dtype))
     # safetensors writes the buffer and ignores strides.
     return np.ascontiguousarray(array.T if leaf.is_transposed else array)

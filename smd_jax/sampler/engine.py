@@ -8,9 +8,10 @@
 A loop on the host around three programs: prefill (compiled for a few widths), seat and segment (compiled once). What
 waits is in `smd_jax.sampler.prompt_queue`, what came back in `smd_jax.sampler.host_records`.
 
-Caches are donated: the state is updated where it lies. What a row says and forgets does not depend on its place or on
-its neighbours. Records go to the host while the next segment runs, and the trajectory is put together there: the device
-never holds more than the rows that are decoded and, at the end, the trajectory, with the rows in the prompts' order.
+Caches are donated: the state is updated where it lies. The tokens of a row and its evictions do not depend on its place
+or on its neighbours. Records go to the host while the next segment runs, and the trajectory is put together there: the
+device never holds more than the rows that are decoded and, at the end, the trajectory, with the rows in the prompts'
+order.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class Engine:
             return SegmentProgram(_segment.lower(sampler, params, state, None), prefilled)
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
-        """From the host to where the learner wants it: rows over the mesh, if they divide."""
+        """Moves the trajectory from the host to where the learner wants it: rows over the mesh, if they divide."""
         rows = trajectory.terminated.shape[0]
         if self.mesh is None:
             # Where JAX puts a new array: the default device, whichever the user chose.
@@ -273,7 +274,7 @@ class _Loop:
         self.records.leave_prompts(to_read.prompts, first.prefilled.records)
 
     def run(self, report: Callable[[Progress], None] | None) -> None:
-        """Until all rows have ended."""
+        """Seats and decodes until all rows have ended."""
         pace = _Pace(self.began, self.records, self.limits, self.engine.decode_rows)
         while not self.records.ended.all():
             self.fill()

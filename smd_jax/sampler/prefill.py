@@ -222,7 +222,7 @@ def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompt
 def _progress(
     sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]
 ) -> RowProgress:
-    """A compression within or behind the prompt."""
+    """How far all rows are at a compression within the prompt, or at its end; `boundary` is the column after it."""
     start = _first_column(sampler, prompts)
     everywhere = jnp.broadcast_to(boundary, start.shape)
     step = everywhere - sampler.prompt_width
@@ -258,7 +258,7 @@ def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
 
 
 def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
-    """From the slots of a cache that chunks were read into to those of a row."""
+    """Moves the kept keys of a cache that chunks were read into to the slots of a row's cache."""
     # A compression leaves the kept keys at the left; without any, the newest are at the right.
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
     kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))

@@ -43,7 +43,7 @@ class PromptQueue:
 
     @classmethod
     def of(cls, lengths: np.ndarray, width: int, chunk: int | None) -> PromptQueue:
-        """All prompts.
+        """The queue of all prompts.
 
         Args:
           lengths: `[prompts]` tokens of each. width: columns of their batch. chunk: columns read at once; None: all.

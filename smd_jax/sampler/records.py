@@ -1,4 +1,4 @@
-"""From what the segments of a rollout said of themselves to the trajectory.
+"""Puts the trajectory together from the records of a rollout's segments.
 
 Records are kept by segment and row, `[segments, rows, …]`: segment i of a row began at column P + i · buffer, whenever
 and in whatever place of the cache it ran.
@@ -108,7 +108,8 @@ def _evicted_at(
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
     layers = [one(*layer) for layer in zip(read, gone, strict=True)]
-    # A window's evictions are in no record, because they need none; the mask says them, so that it says the truth.
+    # A window's evictions are in no record, because they follow from the columns. The mask holds them all the same, so
+    # that it says what each query saw.
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
     evicted_at = jnp.stack(layers, axis=1)
     # After the evictions, so that columns without a token are never seen, whatever was noted of them.

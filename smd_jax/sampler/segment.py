@@ -21,7 +21,7 @@ from smd_jax.text.stop_strings import StopTable, advance
 
 @any_leaves
 class SegmentRecord(struct.PyTreeNode):
-    """What a segment says of itself. It began `first` tokens into a row's response.
+    """The record of one segment, which began `first` tokens into a row's response.
 
     Attributes:
       first: `[rows]`. tokens, logprobs, entropy: `[rows, buffer]`. emitted: `[rows, buffer]` tokens that belong to the

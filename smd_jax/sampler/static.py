@@ -30,7 +30,8 @@ prompt whatever the clock says. P = 2, R = 4, row B seated at cache_steps 3, whe
     row A     p0   p1   r0   r1   r2   r3        r0 is written to slot 2, when query_number is 2
     row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
 
-Here is what does not change from rollout to rollout; the parts are pure functions of it, of parameters and of a state:
+`Sampler` holds what does not change from rollout to rollout. The parts are pure functions of it, of parameters and of a
+state:
 
     smd_jax.sampler.prefill     prompts ─► Prefilled
     smd_jax.sampler.seats       Prefilled ─► rows of a SamplerState
