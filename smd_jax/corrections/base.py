@@ -148,6 +148,7 @@ def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> Correction
 
 
 def check_positive(name: str, value: float) -> None:
+    # No `<=`, which is false for NaN: that is refused, too.
     if not value > 0:
         raise ValueError(f"expected {name} > 0; got {value}")
 
@@ -188,6 +189,7 @@ def sampler_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
 def present_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
     if inputs.logprobs is None:
         raise ValueError("expected the learner's present log-probabilities (logprobs) for this correction; got None")
+    # Weights are constants of a step, also where they follow from the policy that it trains.
     return jax.lax.stop_gradient(inputs.logprobs)
 
 

@@ -58,6 +58,7 @@ def split_by_time(correction: Correction) -> tuple[Correction, Correction | None
     """
     if not correction.traits.uses_present:
         return correction, None
+    # Flat, because one late part in a chain would otherwise hold back the whole chain.
     parts = flat_parts(correction)
     early = tuple(part for part in parts if not part.traits.uses_present)
     late = tuple(part for part in parts if part.traits.uses_present)

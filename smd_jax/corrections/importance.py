@@ -68,6 +68,7 @@ class TIS(_ByRatio):
 
     @property
     def traits(self) -> CorrectionTraits:
+        # Dividing by a mean over the minibatch makes its rows depend on each other.
         return dataclasses.replace(super().traits, whole_batch=self.batch_normalize)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:

@@ -29,7 +29,7 @@ class SparseRL(Chain):
     parts: tuple[Correction, ...] = (
         TIS("token", clip_max=1.5, batch_normalize=True),  # use_tis, tis_mode: truncate, tis_upper_bound: 1.5
         Rejection("token", 0.5, 1.5),  # use_rs; its bounds are null in the file: those of tis apply
-        Veto(1e-4),
+        Veto(1e-4),  # rs_veto_threshold
     )
 
 

@@ -196,6 +196,7 @@ def teacher_positions(columns: int, fraction: float) -> int:
 
 def _whole(size: int, fraction: float, what: str) -> int:
     exact = fraction * size
+    # A product of floats is seldom exactly whole.
     if abs(exact - round(exact)) > 1e-6 or round(exact) < 1:
         raise ValueError(f"expected {what} to be a whole number >= 1; got {fraction} * {size}")
     return round(exact)

@@ -225,6 +225,7 @@ def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Fl
 
 def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Array, " pairs"]:
     if config.loss_type == "sigmoid":
+        # No log of a sigmoid, which would be log 0 where the rejected response is far ahead.
         return -jax.nn.log_sigmoid(config.beta * preference)
     return (preference - 1.0 / (2.0 * config.beta)) ** 2
 

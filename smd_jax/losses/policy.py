@@ -145,6 +145,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
         log-probabilities, or bounds of single tokens are scaled and the loss does not clip those.
     """
     _check_shapes(inputs)
+    # Weights are never negative, so that 0 is the mask.
     inside = inputs.weights > 0
     advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
     # Where a token weighs 0, log-probabilities and weights may be anything. They are replaced before any arithmetic: a

@@ -231,6 +231,7 @@ def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int,
     records = rows * recorded_bytes(sampler.shape, sampler.config, sampler.prompt_width)
     if one_program:
         return work + RECORD_COPIES * records
+    # Prompts that were read wait for decode rows in caches of their own.
     return sampler.cache(prefill_rows) + work
 
 

@@ -84,6 +84,7 @@ def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh
         return 0
     size = compute_itemsize(config, platform)
 
+    # Matrices alone: vectors are whole on every device anyway (`smd_jax.sharding.param_spec`).
     def whole(part: Any) -> int:
         return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
 

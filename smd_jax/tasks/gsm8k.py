@@ -28,6 +28,7 @@ def load_gsm8k(path: str | Path) -> Gsm8kTask:
     return Gsm8kTask([row for _, row in numbered])
 
 
+# Compared and hashed by identity: lists of rows have no hash, and comparing all of them would serve nobody.
 @dataclass(frozen=True, eq=False)
 class Gsm8kTask:
     """Grade-school mathematics (arXiv:2110.14168), graded by math-verify; rows have "prompt" and "answer".
@@ -85,6 +86,7 @@ def same_answer(gold: str, answer: str) -> bool:
     except ModuleNotFoundError as error:
         raise missing_extra("math_verify") from error
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0 sets no clock
+    # Priority 0 comes first: a boxed answer stands before any other number.
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     expected, found = (parse(text, targets, parsing_timeout=seconds) for text in (gold, answer))
     return verify(expected, found, timeout_seconds=seconds)

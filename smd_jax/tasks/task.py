@@ -104,4 +104,5 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
 # Asked for every row of a batch, which mostly lies in one epoch or two: the permutation is made once for all of them.
 @functools.lru_cache(maxsize=4)
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    # Both numbers and not their sum, or seed 1 would begin where seed 0 is in its second epoch.
     return np.random.default_rng([seed, epoch]).permutation(size)

@@ -169,6 +169,7 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
+        # JSON has no infinity, and two equal texts compare as well.
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Path):
         return str(value)
@@ -177,6 +178,7 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     if isinstance(value, Mapping):
         return {_string_key(key, path): to_jsonable(item, f"{path}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # The class counts in a comparison: two policies may have the same fields.
         return {"_class": type(value).__name__} | _fields_to_jsonable(value, path)
     raise TypeError(
         f"{path}: expected None, bool, int, float, str, Path, list, tuple, dict or a dataclass; "
@@ -310,6 +312,7 @@ def _damage_named(directory: str | Path, step: int) -> Iterator[None]:
     """Whatever reading a damaged file raises becomes one error that says where a run can go on from."""
     try:
         yield
+    # What the checks here, JSON and orbax raise for files that are missing, cut off or changed.
     except (ValueError, KeyError, OSError) as error:
         others = [found for found in all_steps(directory) if found != step]
         advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
@@ -364,6 +367,7 @@ def _crc32(file: Path) -> int:
 
 def _writer(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
+        # None keeps all: `discard_after` chooses for itself.
         preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
         # Synchronous, so that a checkpoint is whole when `save` returns. What a killed save left behind is removed.
         enable_async_checkpointing=False,

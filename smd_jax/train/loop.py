@@ -178,7 +178,7 @@ class Loop:
         completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
         metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        assert trajectory.entropy is not None  # only of trajectories made by hand
+        assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
         return Samples(trajectory, rewards, repeated, completions, None, metrics | took)
 
@@ -248,6 +248,7 @@ class Loop:
           counted_rows: `[rows]` which of them count; None: all.
         """
         config = self.config
+        # Numbers of rows, one line a group: its rows lie side by side.
         groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
         # A group counts if any of its rows does: groups are never split.
         counted_groups = None if counted_rows is None else np.any(counted_rows[groups], axis=1)

@@ -70,6 +70,7 @@ def plot_training(histories: Mapping[str, History | Sequence[History]], path: st
     panels = _panels_with_data(arms)
     figure = Figure(figsize=(4.6 * len(panels), 3.9), layout=ConstrainedLayoutEngine(wspace=0.06))
     FigureCanvasAgg(figure)
+    # For one panel `subplots` gives the axes themselves and no array.
     for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
         _style(axes)
         panel(axes, arms)
@@ -152,6 +153,7 @@ def _draw_reward(axes: Axes, arms: Arms) -> None:
     axes.set_title("Reward")
     axes.set_ylabel("mean reward")
     for colour, runs in zip(COLOURS, arms.values(), strict=False):
+        # Where there are evaluations, the training reward steps back behind them.
         faded = 0.45 if _has({"": runs}, EVAL_SPARSE, EVAL_DENSE) else 1.0
         _draw_curves(axes, runs, REWARD, _SOLID | {"color": colour, "alpha": faded})
         _draw_curves(axes, runs, EVAL_SPARSE, _SPARSE | {"color": colour, "markerfacecolor": colour})

@@ -88,6 +88,7 @@ class PolicyLoop(Loop):
 
     def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
         """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the first step sees all of it and has them itself."""
+        # The first step's forward pass is one of the whole rollout at the rollout's parameters.
         if self.config.minibatches == 1:
             return {}
         # The guard must see every token, so a learner that takes the sampler's word for the old policy is asked itself.

@@ -140,6 +140,7 @@ class PPOLoop(PolicyLoop):
         return make_train_batch(self.model, self.config)
 
     def check(self, state: TrainState) -> None:
+        # Before the rollout, as all that can be refused cheaply.
         check_value_head(state.params)
         super().check(state)
 

@@ -47,10 +47,12 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
         ids = [*tokenizer.encode(prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
+        # The first token of the answer is predicted from the last one of the prompt: there must be one.
         if len(ids) == len(answer_ids):
             raise ValueError(f"expected at least one token in every prompt; example {row} has none")
         if len(ids) > width:
             raise ValueError(f"expected prompt + answer within {width} tokens; example {row} has {len(ids)}")
+        # Left-padded like the prompts of a rollout: all rows end at the last column.
         tokens[row, width - len(ids) :] = ids
         start[row] = width - len(ids)
         answer_start[row] = width - len(answer_ids)
