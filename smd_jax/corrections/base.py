@@ -32,9 +32,9 @@ class CorrectionInputs(struct.PyTreeNode):
     """What a correction looks at. Log-probabilities of the sampled tokens, `[batch, R]`, nats, float32 or wider.
 
     Attributes:
-      sampler_logprobs: of pi_sampler, as the rollout recorded them; None where it recorded none.
-      old_logprobs: of pi_old, the learner (under its own mask) at the rollout's parameters.
-      logprobs: of pi, the learner now, without gradient; None before its forward pass.
+      sampler_logprobs: those of pi_sampler, as the rollout recorded them; None where it recorded none.
+      old_logprobs: those of pi_old, the learner (under its own mask) at the rollout's parameters.
+      logprobs: those of pi, the learner now, without gradient; None before its forward pass.
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
       mask: the tokens of the response. What lies outside may hold anything.
     """

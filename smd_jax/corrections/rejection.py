@@ -49,6 +49,7 @@ class Rejection(Correction):
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, self.level)
+        # All tokens of a response have one ratio above the token level, so they stay or go together.
         return rejecting(inputs, (ratio >= self.low) & (ratio <= self.high))
 
 

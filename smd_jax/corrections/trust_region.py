@@ -41,6 +41,7 @@ class OPSM(Correction):
         return CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        # The sign of the advantage decides over a whole response: tokens with signs of their own leave none.
         if inputs.advantages.ndim != 1:
             raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")
         log_ratio = log_ratio_inside(sampler_logprobs_of(inputs), present_logprobs_of(inputs), inputs.mask)
@@ -76,10 +77,12 @@ class DPPOTV(Correction):
         return CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        # What lies outside the response may be anything: replaced before it reaches an exp.
         now = jnp.where(inputs.mask, present_logprobs_of(inputs), 0.0)
         before = jnp.where(inputs.mask, sampler_logprobs_of(inputs), 0.0)
         # A difference of probabilities, where a ratio's bounds would forbid a rare token to become ten times as likely.
         further = jnp.exp(now) - jnp.exp(before)
+        # One advantage a response becomes a column, which holds for all of its tokens.
         advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
         inside = jnp.where(advantages > 0, further <= self.high, further >= -self.low)
         truncation = jnp.minimum(1.0, self.clip_max / bounded_exp(now - before))

@@ -24,7 +24,8 @@ class UpdateConfig:
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
         full-context policy on the sparse sampler's tokens.
-      loss: the policy loss. policy_coef: its weight; 0 leaves distillation alone.
+      loss: the policy loss.
+      policy_coef: weight of the policy loss; 0 leaves distillation alone.
       correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
         none; every other one runs under either visibility, and has nothing to do under "shadow".
       distill: the second track, or None.
@@ -58,6 +59,7 @@ class UpdateConfig:
             )
         if self.loss.beta > 0 and self.policy_coef == 0:
             raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
+        # An option that nothing reads is refused rather than ignored.
         if self.loss.beta == 0 and self.reference_visibility is not None:
             raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         check_correction(self.correction, self.visibility)
@@ -106,6 +108,7 @@ def takes_sampler_for_old(config: UpdateConfig) -> bool:
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
     """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
+    # Fractions are shares of a microbatch, because that is what one forward pass of the teacher sees.
     part = rows // count_parts(rows, config.microbatch_size)
     if config.distill is not None:
         # Called for their errors: neither a row nor a column is divided.

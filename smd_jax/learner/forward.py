@@ -112,7 +112,7 @@ def replay_hidden(
 
 
 def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
-    """What the learner's queries see."""
+    """The mask of the learner's queries: the sampler's own, or one under which nothing is evicted."""
     return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
 
 

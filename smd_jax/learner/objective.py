@@ -106,7 +106,7 @@ def policy_loss_of(config: UpdateConfig) -> LossConfig:
 def _correction_weights(
     config: UpdateConfig, part: Prepared, logprobs: Float[Array, "batch R"]
 ) -> Float[Array, "batch R"]:
-    """Those made before the forward pass, times those of a correction that had to wait for it."""
+    """Weights made before the forward pass, times those of a correction that had to wait for it."""
     late = split_by_time(config.correction)[1]
     if late is None:
         return part.correction.weights

@@ -29,10 +29,10 @@ class Prepared(struct.PyTreeNode):
     Attributes:
       batch: as it came, with the old log-probabilities that the correction asked for.
       mask: tokens that count: responses without rows left out and without truncated completions.
-      correction: of every token, as far as it does not depend on the present policy.
-      weights: of the tokens that the correction does not reject, in the policy loss.
-      value_weights: of the mean over all tokens that count. distill_weights: over all tokens of the responses, for
-        distillation needs no reward.
+      correction: what happens to every token, as far as it does not depend on the present policy.
+      weights: weights in the policy loss, of the tokens that the correction does not reject.
+      value_weights: weights in the value loss, a mean over all tokens that count.
+      distill_weights: weights in the distillation, a mean over all tokens of the responses, because it needs no reward.
     """
 
     batch: TrainBatch

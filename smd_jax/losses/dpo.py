@@ -60,9 +60,9 @@ class DPOInputs(struct.PyTreeNode):
     """What the loss looks at, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
 
     Attributes:
-      chosen_logprobs, rejected_logprobs: of the policy being trained; the only inputs with a gradient.
-      reference_chosen_logprobs, reference_rejected_logprobs: of the frozen reference.
-      weights: of each pair in the loss, see `pair_weights`; where 0, the log-probabilities may be anything.
+      chosen_logprobs, rejected_logprobs: those of the policy being trained; the only inputs with a gradient.
+      reference_chosen_logprobs, reference_rejected_logprobs: those of the frozen reference.
+      weights: how much each pair weighs in the loss, see `pair_weights`; where 0, log-probabilities may be anything.
       correction_weights: factor of each pair's loss that corrects for the sampler being another policy.
     """
 
@@ -79,7 +79,7 @@ class DPOTerms(struct.PyTreeNode):
     """Per-pair terms for the metrics, `[pairs]`, 0 where a pair weighs nothing.
 
     Attributes:
-      chosen_logprobs, rejected_logprobs: of the policy.
+      chosen_logprobs, rejected_logprobs: log-probabilities of the responses under the policy.
       chosen_rewards, rejected_rewards: DPO's implicit reward, beta * (log policy - log reference) of the response.
     """
 
@@ -94,7 +94,7 @@ class PairTerms(struct.PyTreeNode):
     """What a correction does to each pair, `[pairs]`.
 
     Attributes:
-      weights: of the pair, its two responses taken for one; without gradient.
+      weights: weight of the pair, its two responses taken for one; without gradient.
       counted: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
     """
 
@@ -105,7 +105,7 @@ class PairTerms(struct.PyTreeNode):
 def sequence_logprobs(
     logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, " batch"]:
-    """log-probability of each response: the sum over its tokens. What lies outside the mask may be anything."""
+    """The log-probability of each response: the sum over its tokens. What lies outside the mask may be anything."""
     check_shape("logprobs", logprobs, ("batch", "R"))
     check_shape("mask", mask, logprobs.shape)
     return jnp.where(mask, logprobs, 0.0).sum(axis=1)

@@ -29,7 +29,7 @@ class Pairs(struct.PyTreeNode):
 
     Attributes:
       chosen, rejected: `[groups]` rows of the batch.
-      signal: `[groups]` whether one was better; the others must weigh nothing.
+      signal: `[groups]`, whether one was better; the others must weigh nothing.
     """
 
     chosen: Int[Array, " groups"]
@@ -75,7 +75,8 @@ def judged_ranks(
 
     Args:
       judge: called as `judge(prompts, completions)`; TRL's judges are given as their bound method, `judge.judge`.
-      prompts: one per group. completions: those of each group, as many in each.
+      prompts: one per group.
+      completions: those of each group, as many in each.
 
     Returns:
       int32, in each row the indices of the group's completions from best to worst.
@@ -101,13 +102,14 @@ def check_group_size(group_size: int) -> None:
 def _pairs(
     best: Int[Array, " groups"], worst: Int[Array, " groups"], group_size: int, signal: Bool[Array, " groups"]
 ) -> Pairs:
-    """From places within the groups to rows of the batch."""
+    """The pairs as rows of the batch, from places within the groups."""
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
     return Pairs(first + best.astype(jnp.int32), first + worst.astype(jnp.int32), signal)
 
 
 def _checked(index: int, answer: Any, group_size: int) -> list[int]:
     """A judge that fails says so in many ways (-1, None, a text): whatever is no order is refused."""
+    # As objects: numpy would otherwise make numbers of what is none, such as True, before it can be looked at.
     order = np.asarray(answer, dtype=object)
     numbers = [int(x) for x in order.ravel() if isinstance(x, int | np.integer) and not isinstance(x, bool)]
     if order.shape != (group_size,) or sorted(numbers) != list(range(group_size)):

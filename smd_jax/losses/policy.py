@@ -75,9 +75,9 @@ class LossInputs(struct.PyTreeNode):
     """What a policy loss looks at; all float32 (or wider) `[batch, R]`.
 
     Attributes:
-      logprobs: of the policy being trained; the only input with a gradient.
-      old_logprobs: of the policy that the ratio is taken to.
-      reference_logprobs: of the reference policy; None where beta is 0.
+      logprobs: log-probabilities of the policy being trained, in nats; the only input with a gradient.
+      old_logprobs: those of the policy that the ratio is taken to.
+      reference_logprobs: those of the reference policy; None where beta is 0.
       advantages: `[batch]`, or `[batch, R]` where every token has its own (PPO). Finite, also where a token weighs 0.
       weights: weight of each token in the loss, made by a `TokenWeighting` from the tokens that stay in it: 0 outside
         the response and where a correction rejects a token. Also the mask: where a token weighs 0, the other arrays but
@@ -199,7 +199,7 @@ def _check_shapes(inputs: LossInputs) -> None:
 def _high_scale(
     high_scale: Float[Array, "batch R"] | None, inside: Bool[Array, "batch R"], config: LossConfig
 ) -> Float[Array, "batch R"] | None:
-    """What the surrogate gets to see of it: 1 where a token weighs 0, and no gradient."""
+    """The scale of the bounds as the surrogate sees it: 1 where a token weighs 0, and without gradient."""
     if high_scale is None:
         return None
     if not config.takes_high_scale:
@@ -226,6 +226,7 @@ def _reference_kl(
     inside: Bool[Array, "batch R"],
     beta: float,
 ) -> Float[Array, "batch R"]:
+    # Nothing is read from the reference, which is None then.
     if beta == 0:
         return jnp.zeros_like(logprobs)
     if reference_logprobs is None:

@@ -55,6 +55,7 @@ def gae(
     check_shape("mask", mask, ("batch", "R"))
     check_shape("rewards", rewards, mask.shape)
     check_shape("values", values, mask.shape)
+    # A sum over a whole response, which 16 bits could not hold exactly.
     wide = jnp.promote_types(jnp.result_type(rewards, values), jnp.float32)
     rewards = jnp.where(mask, rewards, 0.0).astype(wide)
     values = jnp.where(mask, values, 0.0).astype(wide)
@@ -82,6 +83,7 @@ def whiten(advantages: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) ->
     check_shape("mask", mask, ("batch", "R"))
     check_shape("advantages", advantages, mask.shape)
     centred = _centred(advantages, mask)
+    # At least 1: a single token has a variance of 0, and not 0 / 0.
     variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
     return centred * jax.lax.rsqrt(variance + EPSILON)
 

@@ -19,7 +19,8 @@ class CoefSchedule:
     """A coefficient that goes from `start` to `end`, up or down, and stays there.
 
     Attributes:
-      start: at optimizer step 0. end: from step `steps` on.
+      start: the coefficient at optimizer step 0.
+      end: the coefficient from step `steps` on.
       steps: optimizer steps from the one to the other.
       shape: "linear", or "cosine": half a wave, slow at both ends.
     """

@@ -22,7 +22,7 @@ class SurrogateInputs(struct.PyTreeNode):
 
     Attributes:
       ratio: new over old probability, of the token or of its response (`LossConfig.ratio_level`); with a gradient.
-      logprobs: of the policy being trained; with a gradient.
+      logprobs: log-probabilities of the policy being trained; with a gradient.
       advantages: `[batch, 1]` of responses, or `[batch, R]` where every token has its own.
       high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1. It is given to no
         surrogate but those that take it (`takes_high_scale`).
@@ -138,7 +138,8 @@ class ClipWeight(Surrogate):
     Metrics: `cispo_clip_ratio`, where the bound cut the weight of a token with a positive advantage, as TRL counts.
 
     Attributes:
-      epsilon_high: as MiniMax-M1 writes it. TRL means the bound itself, so that its epsilon_high 5.0 is our 4.0.
+      epsilon_high: the weight is cut at `1 + epsilon_high`, as MiniMax-M1 writes it. TRL means the bound itself, so
+        that its epsilon_high 5.0 is our 4.0.
     """
 
     epsilon_high: float = 0.2

@@ -51,9 +51,10 @@ def value_loss(
     value has no gradient where it has left the range towards the return, and one where it has left it the wrong way.
 
     Args:
-      values: now; the only argument with a gradient. old_values: at the rollout's parameters. returns: G, see
-        `smd_jax.losses.returns.gae`.
-      weights: of each token, 0 outside the response; what stands there in the other arrays may be anything.
+      values: the critic's values at the present parameters; the only argument with a gradient.
+      old_values: its values at the rollout's parameters.
+      returns: G, see `smd_jax.losses.returns.gae`.
+      weights: how much each token weighs, 0 outside the response; there the other arrays may hold anything.
 
     Returns:
       The loss, and where the clipped error was the larger one.

@@ -84,13 +84,18 @@ class Workload:
     """What one step of a loop does, as far as its memory goes.
 
     Attributes:
-      policy, config: of the sampler. prompt_width: columns of the prompt. rows: of a rollout, on all devices.
-      optimizer: None: nothing is learnt. reference: whether parameters of a frozen policy are kept.
+      policy, config: eviction policy and sizes of the sampler.
+      prompt_width: columns of the prompt.
+      rows: rows of a rollout, on all devices together.
+      optimizer: the learner's optimizer; None: nothing is learnt.
+      reference: whether parameters of a frozen policy are kept.
       prefill_rows: prompts read at once; None: as many as are decoded at once.
-      minibatches: optimizer steps that share the rows. microbatch_size: rows of one forward and backward pass.
+      minibatches: optimizer steps that share the rows.
+      microbatch_size: rows of one forward and backward pass.
       distill: the second track.
       learns: False: an evaluation, during which the optimizer's state is there but no update.
-      mesh: how all is split; None: one device. platform: that it will run on; None: that of JAX.
+      mesh: how all is split; None: one device.
+      platform: the platform that it will run on; None: that of JAX.
     """
 
     model: Decoder
@@ -127,12 +132,14 @@ class MemoryPlan:
       weights: parameters, as stored.
       sampler_weights: the copy in the compute dtype, which sampler and learner multiply with, 0 if the weights are
         stored in it; and what of them is gathered from the fsdp axis.
-      optimizer: its state. reference: parameters of the frozen reference or teacher.
-      trajectory: of all rows of a rollout, with the shadow mask.
+      optimizer: state of the optimizer.
+      reference: parameters of the frozen reference or teacher.
+      trajectory: all rows of a rollout, with the shadow mask.
       cache: keys, values, columns and statistics of the rows that are decoded at once.
       rollout_work: beside it, what prefill, a decode step and a compression work with; prompts that wait.
       gradients: those that exist when most is held, with microbatches their sum and one layer's new ones.
-      activations: what the backward pass of a microbatch needs. logits: of a microbatch and their cotangents.
+      activations: what the backward pass of a microbatch needs.
+      logits: logits of a microbatch and their cotangents.
       decode_rows: rows decoded at once, on all devices together.
     """
 

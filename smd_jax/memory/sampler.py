@@ -137,7 +137,9 @@ class SamplerPass:
     """Sampling on one device; `rows` are those of the device.
 
     Attributes:
-      shape: of the device's part of the model. prompt_width: columns of the prompt. devices: of the mesh.
+      shape: the device's part of the model.
+      prompt_width: columns of the prompt.
+      devices: devices of the mesh.
     """
 
     shape: ModelConfig

@@ -84,7 +84,8 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
     Rows are visited epoch by epoch, every epoch in an order of its own; a batch may run over from one into the next.
 
     Args:
-      size: rows of the dataset. batch: rows of a step.
+      size: rows of the dataset.
+      batch: rows of a step.
       step: counted from 0.
       seed: at least 0; with the epoch it seeds that epoch's permutation.
 

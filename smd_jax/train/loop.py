@@ -49,9 +49,11 @@ class LoopConfig:
     """One run, as far as all algorithms share it.
 
     Attributes:
-      prompts_per_step: prompts of one rollout. group_size: completions per prompt.
+      prompts_per_step: prompts of one rollout.
+      group_size: completions per prompt.
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
-      policy: eviction policy of the sampler. rollout: its sizes.
+      policy: eviction policy of the sampler.
+      rollout: budget, lengths and sampling of the rollout.
       decode_rows: completions that are decoded at the same time; those that end make room for others, see
         `smd_jax.sampler.engine`. None decodes all of a rollout at once, in one program.
       prefill_rows: with decode_rows, prompts that are read at the same time.
@@ -105,9 +107,10 @@ class Samples(NamedTuple):
     Attributes:
       trajectory: `[batch, ...]`.
       rewards: float32 `[batch]`.
-      task_rows: the row of the task that each completion belongs to. completions: their texts.
+      task_rows: the row of the task that each completion belongs to.
+      completions: their texts.
       counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
-      metrics: of everything that was drawn, also of what is left out.
+      metrics: metrics of everything that was drawn, also of what is left out.
     """
 
     trajectory: Trajectory
@@ -124,7 +127,7 @@ class Loop:
 
     Attributes:
       mesh: where state and batches lie; one device by default.
-      report: of rollouts with `config.decode_rows`, called after every segment.
+      report: called after every segment of a rollout with `config.decode_rows`.
     """
 
     model: LanguageModel
@@ -246,6 +249,7 @@ class Loop:
         """
         config = self.config
         groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
+        # A group counts if any of its rows does: groups are never split.
         counted_groups = None if counted_rows is None else np.any(counted_rows[groups], axis=1)
         # Read now: by the second minibatch the state's buffers belong to the step that took them.
         seed = [*np.asarray(jax.random.key_data(state.key)).ravel().tolist(), int(state.step)]
@@ -285,7 +289,7 @@ def order_of_pass(
     """The order of the groups in one pass over a rollout; minibatch i of n takes places i, i + n, ….
 
     Args:
-      number: of the pass. The first keeps the order of the rollout, whose prompts come at random.
+      number: number of the pass. The first keeps the order of the rollout, whose prompts come at random.
       seed: what the order depends on, with the number.
       counted_groups: `[groups]`; those that count come first, so that every minibatch has its share of them.
     """
@@ -300,8 +304,8 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
     """The metrics of a rollout from those of its optimizer steps; none without any step.
 
     Args:
-      before: of the whole rollout before the first step, in place of the steps' own. Without them
-        SAMPLER_LEARNER_METRICS are those of the first step, which must have seen the whole rollout.
+      before: SAMPLER_LEARNER_METRICS of the whole rollout before the first step, in place of the steps' own. Where it
+        is empty they are those of the first step, which must have seen the whole rollout.
 
     Returns:
       Smallest and largest weights of a correction as such; means over the steps of everything else.

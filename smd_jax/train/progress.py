@@ -32,8 +32,10 @@ def training_progress(
         train 34/200 reward 0.550 |Δlogp| 2.1e-06 0:01:20
 
     Args:
-      total: the last step of the run. start: steps that were finished before (a resumed run).
-      every: distance of two plain lines, in steps. name: the word in front.
+      total: the last step of the run.
+      start: steps that were finished before (a resumed run).
+      every: distance of two plain lines, in steps.
+      name: the word in front.
       file: where to print, standard output when None.
 
     Raises:
@@ -106,6 +108,7 @@ def rollout_report(
         nonlocal said
         if progress.seconds < said:  # another rollout has begun
             said = -every
+        # The last segment is always reported, so that every rollout leaves at least one line.
         if progress.seconds - said >= every or progress.finished == progress.rows:
             said = progress.seconds
             _print_line(rollout_line(name, progress), file)

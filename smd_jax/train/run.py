@@ -52,7 +52,7 @@ def train(
 
     Args:
       state: where to start; where there is a checkpoint to resume from, only its structure and sharding count.
-      directory: of this run; a new run must not find another one there.
+      directory: where this run is kept; a new run must not find another one there.
       config: resolved configuration, kept with every checkpoint; a resume under another one is refused.
       resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
         stopped before its first checkpoint, or never began, starts at `state`.
