@@ -199,7 +199,8 @@ def _head_dim(config: dict[str, Any], model_type: ModelType) -> int:
         return _required(config, "head_dim")
     if model_type == "qwen3":
         return 128  # Qwen3Config's default, whatever the hidden size
-    hidden, heads = _required(config, "hidden_size"), _required(config, "num_attention_heads")
+    hidden = _required(config, "hidden_size")
+    heads = _required(config, "num_attention_heads")
     if hidden % heads:
         raise ValueError(
             f"hidden_size must be a multiple of num_attention_heads, or head_dim given; got {hidden}, {heads}"
@@ -218,7 +219,8 @@ def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> 
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. As in transformers 5, `rope_scaling` comes before `rope_parameters`."""
+    """The base of the frequencies and their scaling. As in transformers 5, `rope_scaling` comes before
+    `rope_parameters`."""
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     # Older files say `type` where newer ones say `rope_type`.
     legacy_type = rope.pop("type", "default")
@@ -278,7 +280,8 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float | None:
     # Nothing is stretched, so scores keep their size.
     if factor <= 1:
         return 1.0
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    mscale_all_dim = rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
     return None

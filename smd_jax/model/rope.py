@@ -41,6 +41,7 @@ def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig)
         length = scaling.original_max_positions / (rotations * 2 * math.pi)
         return config.head_dim * math.log(length) / (2 * math.log(config.rope_theta))
 
+    # More turns than beta_fast: untouched; fewer than beta_slow: stretched by the whole factor.
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
     # 0: the plain frequency; 1: divided by the factor. The least width avoids a division by zero.
@@ -59,6 +60,7 @@ def rope_tables(
     wide = jnp.promote_types(config.dtype, jnp.float32)
     # Whatever the compute dtype: bfloat16 does not tell all positions above 256 apart.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
+    # The factor on queries and keys alike: their product, the score, is scaled by its square.
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

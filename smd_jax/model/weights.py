@@ -126,7 +126,8 @@ def load_checkpoint(directory: str | Path, *, dtype: DTypeLike = jnp.float32) ->
       ValueError: a pickle in place of safetensors; missing or extra tensors; a wrong shape or dtype; an index that
         names files elsewhere; a file that cannot be parsed; an architecture that the decoder does not cover.
     """
-    directory, name = Path(directory), float_name(dtype)
+    directory = Path(directory)
+    name = float_name(dtype)
     config = model_config_from_hf(_read_json(directory / "config.json"), name)
     table = tensor_table(config)
     # Headers alone: names, shapes and dtypes of all tensors, and no weights.
@@ -181,7 +182,8 @@ def save_checkpoint(
         raise ValueError(f"max_shard_bytes must be positive; got {max_shard_bytes}")
     dtype = float_name(dtype)
     hf_config = hf_config_from_model(config, dtype)
-    table, flat = tensor_table(config), flatten_dict(dict(params), sep="/")
+    table = tensor_table(config)
+    flat = flatten_dict(dict(params), sep="/")
     # Before the first file is written, because this needs no more than names and shapes.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
@@ -359,6 +361,7 @@ def _replaced(directory: Path) -> Iterator[Path]:
     old = directory.parent / f".{directory.name}.old-{os.getpid()}"
     new.mkdir()
     try:
+        # The block of the caller writes here; the renames follow only if it raises nothing.
         yield new
         if directory.exists():
             directory.rename(old)

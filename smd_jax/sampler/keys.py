@@ -30,7 +30,7 @@ def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array,
 
 @jax.jit
 def prompt_keys(prompts: PromptBatch) -> Key[Array, " prompts"]:
-    """For policies that draw while prompts are read: a key from each prompt's own tokens.
+    """The keys for eviction policies that draw while prompts are read: each comes from the prompt's own tokens.
 
     A prompt is read once for all of its responses, so what it loses cannot depend on one row's key. This way it depends
     on nothing else either: not on padding, on the batch, on the size of its group, or on how a mesh splits the group.

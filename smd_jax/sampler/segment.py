@@ -61,7 +61,7 @@ def run_segment(
 
     begin = (state, record, jnp.zeros((), jnp.int32))
     state, record, segment_steps = jax.lax.while_loop(going_on, step, begin)
-    # Added only now: within the segment, every step is at `cache_steps + segment_step`.
+    # Added after the loop alone: within the segment, every step is at `cache_steps + segment_step`.
     state = state.replace(cache_steps=state.cache_steps + segment_steps)
     if not sampler.compresses:
         return state, record
