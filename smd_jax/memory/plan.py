@@ -301,7 +301,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
     if not isinstance(loop.model, Decoder):
         raise ValueError(
             "expected a Decoder, because the plan counts the equations of its layers; got "
-            f"{type(loop.model).__name__}: set `slots` and `microbatch_size` yourself"
+            f"{type(loop.model).__name__}: set `decode_rows` and `microbatch_size` yourself"
         )
     config = loop.config
     update = loop.config.update
