@@ -128,7 +128,7 @@ class Counting(Knorm):
 
 def compressions(params: Any, eos: int | None) -> tuple[int, Trajectory]:
     """How often the two layers were compressed in a rollout with a buffer of one, so: after every step; each of three
-    rows by itself, but for the prompt's compression."""
+    rows by itself, the prompt's compression too."""
     Counting.calls.clear()
     prompts = left_padded([6, 2, 5], 6, 16)
     sizes = replace(ENDING, budget=4, buffer=1, eos_token_id=eos)
@@ -144,8 +144,8 @@ def test_early_exit():
     count, trajectory = compressions(params, eos=3)
     longest = int(trajectory.lengths().max())
     assert longest < 40, "choose another key: all rows should end"
-    assert count == 2 * (1 + 3 * longest)
-    assert compressions(params, eos=None)[0] == 2 * (1 + 3 * 40)
+    assert count == 2 * 3 * (1 + longest)
+    assert compressions(params, eos=None)[0] == 2 * 3 * (1 + 40)
 
 
 def test_a_model_that_says_nothing():
@@ -155,7 +155,7 @@ def test_a_model_that_says_nothing():
     still = jax.tree.map(jnp.zeros_like, {name: params[name] for name in ("layers_0", "layers_1")})
     loud = {"embedding": params["embed"]["embedding"].at[:, 0].set(1.0)}
     count, trajectory = compressions({**params, **still, "embed": loud, "lm_head": constant}, eos=3)
-    assert count == 2 * (1 + 3)
+    assert count == 2 * 3 * (1 + 1)
     assert (trajectory.response[:, 0] == 3).all() and (trajectory.response[:, 1:] == 1).all()
     assert trajectory.lengths().tolist() == [1, 1, 1] and trajectory.terminated.all()
     np.testing.assert_allclose(trajectory.logprobs, 0.0)
