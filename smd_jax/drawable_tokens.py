@@ -51,14 +51,13 @@ class DrawableTokens(struct.PyTreeNode):
         return drawable & ~(ends & (columns < self.min_new_tokens)[None, :, None])
 
     def apply(
-        self, logits: Float[Array, "batch columns vocab"], columns: Int[Array, " columns"] | None = None
+        self, logits: Float[Array, "batch columns vocab"], columns: Int[Array, " columns"]
     ) -> Float[Array, "batch columns vocab"]:
         """The logits, with `OUTSIDE` for tokens that could not be drawn: no probability, and no gradient.
 
         Args:
-          columns: those of the response to which the logits belong; None: all.
+          columns: those of the response to which the logits belong.
         """
-        columns = jnp.arange(logits.shape[1]) if columns is None else columns
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
 
 

@@ -176,6 +176,26 @@ def gathered_embedding(table: Array) -> Array:
     return jax.lax.with_sharding_constraint(table, P(rows))
 
 
+def gathered_tree(tree: Any) -> Any:
+    """A pytree with parameters in it, gathered from fsdp and still split over tensor; without a mesh does nothing. For
+    what a loop uses in every round."""
+    mesh = _mesh()
+    if mesh is None:
+        return tree
+
+    def spec(path: Any, leaf: Any) -> P:
+        return P(*(None if axis == "fsdp" else axis for axis in _leaf_spec(path, leaf, mesh)))
+
+    return jax.lax.with_sharding_constraint(tree, jax.tree_util.tree_map_with_path(spec, tree))
+
+
+def parts() -> tuple[int, int]:
+    """In how many parts the mesh in `jax.set_mesh` cuts the rows of a batch, and heads or vocabulary; without a mesh
+    `(1, 1)`."""
+    mesh = _mesh()
+    return (1, 1) if mesh is None else (mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["tensor"])
+
+
 def _mesh() -> AbstractMesh | None:
     """The mesh in `jax.set_mesh` if it is one of ours (`make_mesh`); somebody else's is left to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()

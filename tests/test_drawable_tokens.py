@@ -40,8 +40,6 @@ from tests import toy_loop
 from tests.tiny_update import RECORD, distance, spread_params
 from tests.under_test import left_padded
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
 MODEL = Decoder(tiny_model_config(vocab_size=VOCAB, max_positions=32, num_layers=1))
 PARAMS, REFERENCE = spread_params(0, MODEL.config), spread_params(1, MODEL.config)
@@ -154,7 +152,7 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
         drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
 
         def all_of_them(x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            x, y = drawable.apply(x), drawable.apply(y)
+            x, y = (drawable.apply(logits, jnp.arange(3)) for logits in (x, y))
             logprobs = jax.nn.log_softmax(x)
             told = {
                 "logprobs": logprobs[..., 4],

@@ -1,6 +1,7 @@
 """Eight fake devices give what one gives, and hold an eighth of what it holds."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from smd_jax.eviction.policies import H2O
+from smd_jax.learner import blocks
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -111,6 +114,31 @@ def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
         name = jax.tree_util.keystr(path)
         (other,) = (g for p, g in jax.tree_util.tree_leaves_with_path(many_grads) if p == path)
         assert distance(other, gradient) < 1e-5, name
+
+
+def test_an_update_by_blocks_gives_the_same(monkeypatch):
+    """Logits of two columns at a time on every device, the vocabulary in two parts."""
+    expected_metrics, expected = updated(ONE, PLAIN)
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 // 4)
+    metrics, grads = updated.__wrapped__((2, 2, 2), PLAIN)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+    for name in ("embed", "lm_head"):
+        jax.tree.map(lambda x, y: np.testing.assert_array_less(distance(x, y), 1e-5), grads[name], expected[name])
+
+
+def test_blocks_send_sums_and_no_logits(monkeypatch):
+    """What the loop over blocks sends between devices: maximum and sum of its softmax, and the drawn token's logit.
+    The head is gathered from fsdp before the loop begins; the vocabulary stays in two parts."""
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 // 4)
+    mesh = mesh_of((1, 4, 2))
+    with jax.set_mesh(mesh):
+        data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
+        program = make_replay(MODEL, "shadow").lower(shard_tree(params(), mesh), data.trajectory).compile()
+    hlo = program.as_text()
+    bodies = [hlo.split(f"\n%{name} (")[1].split("\n}")[0] for name in re.findall(r"body=%([\w.-]+)", hlo)]
+    of_blocks = [body for body in bodies if " all-reduce(" in body]
+    assert len(of_blocks) == 1, "one loop needs other devices, that over blocks"
+    assert not re.search(r" all-(gather|to-all)\(", of_blocks[0])
 
 
 # --- who holds what

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.forward import response_hidden, response_logits
 from smd_jax.losses.distillation import DistillConfig, choose, divergence, sampled_divergence
 from smd_jax.model.protocol import LanguageModel, Params
@@ -66,21 +67,23 @@ def distill_term(
     # Whole sequences, whatever columns are looked at: a hidden state depends on all tokens before it.
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
     tokens = trajectory.response
-    some = columns if columns.size < weights.shape[1] else None
-    if some is not None:
+    if columns.size < weights.shape[1]:
         picked = (hidden, dense_hidden, tokens, weights)
-        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, some], picked)
+        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, columns], picked)
 
-    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
-    @jax.checkpoint
-    def weighted(params: Params, teacher: Params, hidden: Array, dense_hidden: Array) -> tuple[Array, Agreement | None]:
-        shadow = response_logits(model, params, hidden, trajectory, some)
-        dense = response_logits(model, teacher, dense_hidden, trajectory, some)
-        loss = jnp.sum(weights * _per_token(config, dense, shadow, tokens))
-        return loss, Agreement(overlap(dense, shadow), weights > 0) if config.estimator == "exact" else None
+    def of_block(
+        both: tuple[Params, Params], columns: Array, hidden: Array, dense_hidden: Array, tokens: Array
+    ) -> tuple[Array, Array | None]:
+        shadow = response_logits(model, both[0], hidden, trajectory, columns)
+        dense = response_logits(model, both[1], dense_hidden, trajectory, columns)
+        agree = jax.lax.stop_gradient(overlap(dense, shadow)) if config.estimator == "exact" else None
+        return _per_token(config, dense, shadow, tokens), agree
 
-    loss, agreement = weighted(params, teacher, hidden, dense_hidden)
-    return loss * scale, jax.lax.stop_gradient(agreement)
+    # Two policies' logits side by side: blocks of half as many columns.
+    size = columns_at_once(model.shape, 2 * rows.size, columns.size)
+    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden, tokens)
+    agreement = None if agree is None else Agreement(agree, weights > 0)
+    return jnp.sum(weights * terms) * scale, agreement
 
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:

@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.learner.accumulation import count_parts, in_parts
+from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.config import Visibility
 from smd_jax.masks import Mask
 from smd_jax.model.protocol import LanguageModel, Params
@@ -62,28 +63,20 @@ def response_logits(
     params: Params,
     hidden: Float[Array, "batch columns hidden"],
     trajectory: Trajectory,
-    columns: Int[Array, " columns"] | None = None,
+    columns: Int[Array, " columns"],
 ) -> Float[Array, "batch columns vocab"]:
-    """Logits of the response tokens, made what the sampler's were: divided by its temperature, and far below all others
-    where it could not draw a token. In float32 or wider.
+    """Logits of some response tokens, made what the sampler's were: divided by its temperature, and far below all
+    others where it could not draw a token. In float32 or wider.
 
     Args:
-      columns: columns of the response to which `hidden` belongs; None: all.
+      columns: columns of the response to which `hidden` belongs.
     """
     logits = model.logits(params, hidden) / trajectory.temperature
     if trajectory.drawable is None:
         return logits
-    drawn = trajectory.response_mask if columns is None else trajectory.response_mask[:, columns]
+    drawn = trajectory.response_mask[:, columns]
     # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
     return jnp.where(drawn[..., None], trajectory.drawable.apply(logits, columns), logits)
-
-
-def replay_logits(logits: Float[Array, "batch R vocab"], trajectory: Trajectory) -> Replay:
-    """Log-probabilities and entropies from the logits of `response_logits`."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add NaN.
-    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return Replay(jnp.take_along_axis(logprobs, trajectory.response[..., None], axis=-1)[..., 0], entropy)
 
 
 def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
@@ -94,21 +87,29 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
     """
     check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
-    hidden = response_hidden(model, params, trajectory, mask)
-    return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)
+    return replay_hidden(model, params, response_hidden(model, params, trajectory, mask), trajectory)
 
 
 def replay_hidden(
     model: LanguageModel, params: Params, hidden: Float[Array, "batch R hidden"], trajectory: Trajectory
 ) -> Replay:
-    """The replay from hidden states of `response_hidden`, for a pass that is differentiated."""
+    """The replay from hidden states of `response_hidden`. Logits exist for a block of columns at a time; see
+    `smd_jax.learner.blocks`."""
 
-    # Logits are large and cheap: recompute them in the backward pass instead of keeping them.
-    @jax.checkpoint
-    def from_hidden(params: Params, hidden: Float[Array, "batch R hidden"]) -> Replay:
-        return replay_logits(response_logits(model, params, hidden, trajectory), trajectory)
+    def of_block(
+        params: Params, columns: Int[Array, " columns"], hidden: Array, tokens: Int[Array, "batch columns"]
+    ) -> Replay:
+        logits = response_logits(model, params, hidden, trajectory, columns)
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add
+        # NaN. Nobody differentiates it, and through it the backward pass would make the logits' gradient twice.
+        known = jax.lax.stop_gradient(logprobs)
+        entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
+        return Replay(jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0], entropy)
 
-    return from_hidden(params, hidden)
+    rows, length = trajectory.response.shape
+    size = columns_at_once(model.shape, rows, length)
+    return over_columns(of_block, params, size, jnp.arange(length), hidden, trajectory.response)
 
 
 def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:

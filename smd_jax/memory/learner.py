@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from smd_jax.config import ModelConfig
+from smd_jax.learner.blocks import block_columns
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments
 from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
@@ -21,7 +22,8 @@ from smd_jax.model.decoder import Decoder
 from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
-LOGIT_COPIES = 4  # of a microbatch alive together: logits, softmax forward and recomputed, cotangent
+LOGIT_COPIES = 4  # of a block alive together: logits, softmax forward and recomputed, cotangent
+SUMMED_HEADS = 2  # of the output head, where its gradient is summed over blocks: the sum, and what a block adds to it
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,18 @@ class LearnerPass:
         """Bytes at the end of the backward pass, when all gradients exist."""
         return self.shape.num_layers * self.between_layers() + self.saved() + self.outside_layers()
 
-    def logits(self) -> int:
-        """Logits of the response, recomputed in the backward pass but alive while it begins."""
-        return LOGIT_COPIES * self.rows * self.response * self.shape.vocab_size * WIDE
+    def logits(self, positions: float = 1.0, policies: int = 1) -> int:
+        """Logits of a block of the response's columns, recomputed in the backward pass but alive while it begins; and,
+        where there are several blocks, the head in float32 and its gradient as it is summed over them.
+
+        Args:
+          positions: share of the columns that are projected. policies: by how many, which makes blocks shorter.
+        """
+        token = self.shape.vocab_size * WIDE
+        columns = max(round(self.response * positions), 1)
+        block = block_columns(policies * self.rows, columns, token)
+        summed = SUMMED_HEADS * token * self.shape.hidden_size if block < columns else 0
+        return LOGIT_COPIES * self.rows * block * token + summed
 
     def teacher(self, distill: DistillConfig) -> tuple[int, int]:
         """Activations and logits of the second track, whose logits are those of two policies once more. Half as many
@@ -142,4 +153,4 @@ class LearnerPass:
         dense = replace(self, rows=math.ceil(self.rows * distill.fraction - 1e-6))
         more = distill.direction in ("reverse", "published") or distill.fraction < 1
         kept = dense.activations() if distill.direction == "published" else dense.outside_layers()
-        return kept, round(dense.logits() * distill.position_fraction * (1.5 if more else 1.0))
+        return kept, round(dense.logits(distill.position_fraction, policies=2) * (1.5 if more else 1.0))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.config import UpdateConfig, takes_sampler_for_old
-from smd_jax.learner.forward import check_replayable, learner_mask, replay_logits, response_hidden, response_logits
+from smd_jax.learner.forward import check_replayable, learner_mask, replay_hidden, response_hidden
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
@@ -114,9 +114,7 @@ def _judge(
         return judged, None
     if takes_sampler_for_old(config):
         return judged, trajectory.logprobs
-    # Without `replay_hidden`: this pass is not differentiated, and has nothing to recompute.
-    logits = response_logits(model, params, hidden, trajectory)
-    return judged, replay_logits(logits, trajectory).logprobs
+    return judged, replay_hidden(model, params, hidden, trajectory).logprobs
 
 
 def _critic_metrics(

@@ -11,10 +11,11 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.state import TrainState
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.teacher_forced import apply_model
+from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 from smd_jax.sharding import constrain_tree
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
@@ -64,9 +65,17 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
 
 def cross_entropy(model: LanguageModel, params: Params, examples: Examples) -> Float[Array, ""]:
     """Mean negative log-likelihood of the answers' tokens, in nats."""
-    logits = apply_model(model, params, examples.tokens, positions(examples.valid), dense_mask(examples.valid))
+    seen = dense_mask(examples.valid)
+    hidden = hidden_states(model, params, examples.tokens, positions(examples.valid), seen)
     # Column t predicts the token of column t + 1: the last column predicts nothing, the first is not predicted.
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], examples.tokens[:, 1:])
+    targets = examples.tokens[:, 1:]
+
+    def of_block(params: Params, _: Array, hidden: Array, targets: Array) -> Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model.logits(params, hidden), targets)
+
+    rows, length = targets.shape
+    size = columns_at_once(model.shape, rows, length)
+    losses = over_columns(of_block, params, size, jnp.arange(length), hidden[:, :-1], targets)
     wanted = examples.targets[:, 1:]
     return jnp.sum(jnp.where(wanted, losses, 0.0)) / jnp.maximum(wanted.sum(), 1)
 

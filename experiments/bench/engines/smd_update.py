@@ -30,9 +30,8 @@ import smd_jax as smd  # noqa: E402
 from smd_jax.learner.config import UpdateConfig  # noqa: E402
 from smd_jax.learner.forward import (  # noqa: E402
     learner_mask,
-    replay_logits,
+    replay_hidden,
     response_hidden,
-    response_logits,
 )
 from smd_jax.learner.state import TrainBatch, TrainState, init_state  # noqa: E402
 from smd_jax.learner.update import make_update  # noqa: E402
@@ -112,7 +111,7 @@ def parts(
 
     def loss(params: Any) -> jax.Array:
         hidden = response_hidden(model, params, trajectory, mask)
-        return jnp.sum(weights * replay_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs)
+        return jnp.sum(weights * replay_hidden(model, params, hidden, trajectory).logprobs)
 
     yield "forward", count, layers + logits, loss, (state.params,)
     yield "both: all", count, 3 * (layers + logits), jax.grad(loss), (state.params,)
@@ -136,10 +135,10 @@ def parts(
     yield "both: rope", each, 0.0, _both(lambda qk, rope: (rotate(qk[0], rope), rotate(qk[1], rope))), ((q, k), rope)
 
     def head(params: Any, hidden: jax.Array) -> jax.Array:
-        return replay_logits(response_logits(model, params, hidden, trajectory), trajectory).logprobs
+        return replay_hidden(model, params, hidden, trajectory).logprobs
 
     hidden = x[:, args.prompt :]
-    yield "both: logits", count, 3 * logits, _both(jax.checkpoint(head)), (state.params, hidden)
+    yield "both: logits", count, 3 * logits, _both(head), (state.params, hidden)
     adamw = optimizer()
     yield "optimizer", 1, 0.0, lambda s: adamw.update(s.params, s.opt_state, s.params), (replace(state, key=None),)
 

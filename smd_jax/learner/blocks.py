@@ -1,0 +1,87 @@
+"""The vocabulary's part of the loss, a block of columns at a time: no array is as long as the response and as wide as
+the vocabulary.
+
+    hidden states   [rows, R, hidden]       ████|████|████|██░░    cut along R, the last block padded
+    logits          [rows, block, vocab]    ████                   of one block, made again in the backward pass
+    results         [rows, R]               ▁▁▁▁|▁▁▁▁|▁▁▁▁|▁▁
+
+A row of 16,384 tokens over 151,936 tokens of vocabulary has 9.3 GiB of logits, and a backward pass holds several arrays
+of that size. The products are those of one block of all: nothing is computed that would not be anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from smd_jax.model.protocol import ModelShape, Params
+from smd_jax.sharding import gathered_tree, parts
+
+# Logits of one block on one device. Enough rows for the products of a large vocabulary to run at the rate of long ones
+# (a GPU wants some hundreds beside a head that it reads again for every block), and little beside a model's weights.
+LOGIT_BYTES = 2**28
+
+
+def columns_at_once(shape: ModelShape, rows: int, columns: int) -> int:
+    """Columns of a block, for `rows` of a batch on all devices of the mesh in `jax.set_mesh` together."""
+    of_rows, of_vocab = parts()
+    itemsize = jnp.promote_types(shape.dtype, jnp.float32).itemsize
+    return block_columns(-(-rows // of_rows), columns, -(-shape.vocab_size // of_vocab) * itemsize)
+
+
+def block_columns(rows: int, columns: int, bytes_of_a_token: int) -> int:
+    """Columns of a block: as many as have logits of at most `LOGIT_BYTES` on a device, at least one, and no more than
+    there are. Blocks are as equal as they can be."""
+    most = max(LOGIT_BYTES // (rows * bytes_of_a_token), 1)
+    count = -(-columns // most)
+    return -(-columns // count)
+
+
+def over_columns(
+    f: Callable[..., Any], params: Params, size: int, columns: Int[Array, " columns"], *arrays: Any
+) -> Any:
+    """`f(params, columns, *arrays)` of blocks of `size` columns, its results side by side. What `f` held of a block is
+    not kept for the backward pass, but made again.
+
+    Args:
+      f: of a block: its columns' numbers `[size]`, and `[rows, size, ...]` of each array; gives a pytree of
+        `[rows, size, ...]`.
+      params: whatever `f` differentiates besides the arrays. Their gradients are summed over the blocks in float32 or
+        wider.
+      columns: what to call the columns of the arrays.
+      arrays: pytrees of `[rows, columns, ...]`.
+    """
+    total = columns.shape[0]
+    f = jax.checkpoint(f)
+    if size >= total:
+        return f(params, columns, *arrays)
+    count = -(-total // size)
+    missing = count * size - total
+
+    def cut(x: Array) -> Array:
+        """`[rows, columns, ...]` to `[count, rows, size, ...]`. Padding repeats the last column, whose values are
+        ordinary ones: what comes of it is cut off, and zeros could be a division by zero to somebody."""
+        padded = jnp.concatenate([x, jnp.repeat(x[:, -1:], missing, axis=1)], axis=1) if missing else x
+        return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * size, *x.shape[3:])[:, :total]
+
+    # Once for all blocks: within the loop, every block would gather the head from the devices again.
+    whole = gathered_tree(jax.tree.map(_wide, params))
+
+    def of_block(block: tuple[Any, ...]) -> Any:
+        # Cast back: a head in 16 bits is multiplied in 16 bits, and only its gradient is summed in 32.
+        narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), whole, params)
+        return f(narrow, *block)
+
+    results = jax.lax.map(of_block, (cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)))
+    return jax.tree.map(join, results)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,0 +1,163 @@
+"""The vocabulary's part of the loss by blocks of columns: the same numbers and gradients, and no logits of a whole
+response."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.learner import blocks
+from smd_jax.learner.blocks import columns_at_once, over_columns
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.masks import Segments, ShadowMask
+from smd_jax.model.decoder import Decoder
+from smd_jax.sharding import make_mesh
+from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.trajectory import Trajectory
+from tests.tiny_update import (
+    LENGTH,
+    MODEL,
+    RECORD,
+    REFERENCE,
+    ROWS,
+    distance,
+    metrics_and_gradients,
+    recording_update,
+)
+
+COLUMN = ROWS * MODEL.config.vocab_size * 4  # bytes of the logits of one column
+
+
+def affine(params: Any, columns: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Something that depends on everything, and on the column's number."""
+    return {"sum": (x @ params["w"]).sum(-1) + y, "number": jnp.sin(x).sum(-1) * columns[None] * params["b"]}
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7, 9])
+def test_any_size_of_block_gives_what_one_block_gives(size: int):
+    """Of 7 columns: blocks that divide them, that don't, and one larger than all. Values and all gradients."""
+    rng = np.random.default_rng(size)
+    x, y, ct = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 7, 3), (2, 7), (2, 7)))
+    params = {"w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32), "b": jnp.float32(1.5)}
+    columns = jnp.asarray([4, 1, 7, 8, 19, 0, 2])
+
+    def whole(params: Any, x: Any, y: Any) -> Any:
+        return affine(params, columns, x, y)
+
+    def in_blocks(params: Any, x: Any, y: Any) -> Any:
+        return over_columns(affine, params, size, columns, x, y)
+
+    def results(f: Any) -> Any:
+        def loss(params: Any, x: Any, y: Any) -> tuple[Any, Any]:
+            found = f(params, x, y)
+            return jnp.sum(ct * found["sum"] * found["number"]), found
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(params, x, y)
+
+    chex.assert_trees_all_close(results(in_blocks), results(whole), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "logit_bytes", "expected"),
+    [(8, 10, 10 * COLUMN, 10), (8, 10, 9 * COLUMN, 5), (8, 10, 4 * COLUMN, 4), (8, 10, 1, 1), (1, 7, 10 * COLUMN, 7)],
+)
+def test_blocks_are_as_equal_as_they_can_be(
+    rows: int, columns: int, logit_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", logit_bytes)
+    assert columns_at_once(MODEL.shape, rows, columns) == expected
+
+
+def test_each_device_counts_its_own_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", COLUMN)
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        assert columns_at_once(MODEL.shape, ROWS, LENGTH) == 5  # 8 would fit: two blocks, as equal as they can be
+
+
+EVERYTHING = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig("published", 0.3), microbatch_size=4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        UpdateConfig(),
+        EVERYTHING,
+        UpdateConfig(distill=DistillConfig("anchor", 0.3, position_fraction=0.6)),
+        UpdateConfig(distill=DistillConfig("reverse", 0.3, fraction=0.5, estimator="k1")),
+    ],
+    ids=["policy", "published", "anchor", "sampled"],
+)
+def test_an_update_by_blocks_is_the_update(config: UpdateConfig, monkeypatch: pytest.MonkeyPatch):
+    metrics, expected = metrics_and_gradients(config, reference=REFERENCE)
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", 3 * COLUMN)
+    # Compiled programs know nothing of the constant: they are made again, now and for the tests that follow.
+    recording_update.cache_clear()
+    by_blocks, found = metrics_and_gradients(config, reference=REFERENCE)
+    recording_update.cache_clear()
+    assert distance(found, expected) <= 1e-6
+    for name, value in metrics.items():
+        np.testing.assert_allclose(by_blocks[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+# --- what it is for
+
+
+def largest_array(hlo: str) -> int:
+    """Numbers in the largest array of a compiled program."""
+    shapes = set(re.findall(r"(?:f32|bf16|pred|s32)\[([\d,]+)\]", hlo))
+    return max(int(np.prod([int(side) for side in shape.split(",")])) for shape in shapes)
+
+
+def compiled_update(model: Decoder, rows: int, length: int) -> Any:
+    """An update of responses of `length` tokens behind 8 of prompt, on shapes alone."""
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layers, heads, columns = model.shape.num_layers, model.shape.num_kv_heads, 8 + length
+    given = Trajectory(
+        tokens=array(rows, columns, dtype=jnp.int32),
+        valid=array(rows, columns, dtype=bool),
+        logprobs=array(rows, length),
+        terminated=array(rows, dtype=bool),
+        mask=ShadowMask(array(rows, layers, heads, columns, dtype=jnp.int32), (Segments(8, 16, 32),) * layers),
+    )
+    state = jax.eval_shape(lambda: init_state(random_params(model.config), RECORD, jax.random.key(0)))
+    batch = TrainBatch(given, array(rows), array(rows, length))
+    return make_update(model, RECORD, UpdateConfig()).lower(state, batch).compile()
+
+
+def test_no_logits_of_a_whole_response(monkeypatch: pytest.MonkeyPatch):
+    """256 columns of 4,096 tokens by blocks of 16: the head itself becomes the largest array."""
+    model = Decoder(tiny_model_config(vocab_size=4096, num_layers=1))
+    whole = compiled_update(model, 1, 256)
+    assert largest_array(whole.as_text()) >= 256 * 4096
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", 16 * 4096 * 4)
+    by_blocks = compiled_update(model, 1, 256)
+    assert largest_array(by_blocks.as_text()) == model.config.hidden_size * 4096
+    one, other = (x.memory_analysis().temp_size_in_bytes for x in (whole, by_blocks))
+    assert other < 0.3 * one
+
+
+def test_a_head_in_16_bits_has_gradients_summed_in_32():
+    """256 blocks that each add a little: bfloat16 would lose what is small beside the sum."""
+    x = jnp.full((1, 256, 1), 0.01, jnp.bfloat16)
+    head = jnp.ones((1, 1), jnp.bfloat16)
+
+    def total(head: Any) -> Any:
+        one = over_columns(lambda head, _, x: (x @ head)[..., 0].astype(jnp.float32), head, 1, jnp.arange(256), x)
+        return one.sum()
+
+    found = jax.jit(jax.grad(total))(head)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(found), 256 * np.float32(x[0, 0, 0]), rtol=2**-8)
