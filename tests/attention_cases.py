@@ -14,7 +14,6 @@ from smd_jax.masks import NEVER
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.segments import Segments
-from tests.under_test import QUICK
 
 
 class Case(NamedTuple):
@@ -101,7 +100,7 @@ def masks_of_few_sizes(draw: Any) -> Drawn:
     return Drawn(shape, tokens, head_dim, segments, padding, draw(st.booleans()), draw(st.integers(0, 999)))
 
 
-@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@partial(jax.jit, static_argnums=0)
 def _run(f: Any, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, given: Any) -> Any:
     out, pull = jax.vjp(lambda q, k, v: f(q, k, v, *given), q, k, v)
     return out, *pull(d_out)

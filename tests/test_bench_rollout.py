@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,9 @@ FIELDS = ["engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer
 FIELDS += ["ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp"]
 
 
-# The compilation cache of the other tests.
-CACHE = {"JAX_COMPILATION_CACHE_DIR": str(EXPERIMENTS.parent / ".jax_cache")}
-CACHE |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
-
-
 def run(*words: str) -> list[dict]:
     command = [sys.executable, str(SCRIPT), "--quick", "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | CACHE)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from smd_jax.config import LinearRope, ModelConfig
 from smd_jax.train import checkpoint
+from tests.bitwise import assert_bitwise_equal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MODEL = ModelConfig(
@@ -73,18 +74,6 @@ def train_step(state):
 
 def mesh_of_eight():
     return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def raw(leaf) -> np.ndarray:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def assert_bitwise_equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        assert raw(a).tobytes() == raw(b).tobytes()
 
 
 def save(directory, step, state=None, config=CONFIG, position=None, max_to_keep=3):

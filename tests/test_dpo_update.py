@@ -25,8 +25,6 @@ from smd_jax.text.prompts import PromptBatch
 from smd_jax.train.metrics_log import METRICS
 from tests.tiny_update import RECORD, distance, spread_params
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PAIRS, WIDTH, LENGTH = 6, 6, 7
 TEMPERATURE, BETA = 0.9, 0.3
 MODEL = Decoder(tiny_model_config(vocab_size=16, max_positions=16, num_layers=1))

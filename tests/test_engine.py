@@ -90,17 +90,24 @@ def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     assert 0 < ended.sum() < ROWS and (lengths[~ended] == LIMITS[~ended]).all()
 
 
+QUANTISED = replace(SIZES, quant=QuantConfig(4, group=2))
+FILTERED = replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_new_tokens=6)
+IN_CHUNKS = replace(SIZES, prefill_chunk=5)
+BY_BITS = replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5)
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    ("policy", "sizes"),
     [
-        replace(SIZES, quant=QuantConfig(4, group=2)),
-        replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_new_tokens=6),
-        replace(SIZES, prefill_chunk=5),
-        replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5),
+        (H2O(), QUANTISED),
+        (Dense(), QUANTISED),
+        (H2O(), FILTERED),
+        (H2O(), IN_CHUNKS),
+        (Dense(), IN_CHUNKS),
+        (Dense(), BY_BITS),
     ],
-    ids=["quantised", "filtered", "in chunks", "filtered by bits"],
+    ids=["quantised", "quantised, dense", "filtered", "in chunks", "in chunks, dense", "filtered by bits, dense"],
 )
-@pytest.mark.parametrize("policy", [H2O(), Dense()], ids=["H2O", "Dense"])
 def test_whatever_else_is_asked_for(policy: EvictionPolicy, sizes: RolloutConfig):
     done, expected = run(policy, sizes, limits=LIMITS).trajectory, fixed(policy, sizes, limits=LIMITS)
     check_equal(done, expected)

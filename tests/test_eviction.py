@@ -21,7 +21,7 @@ from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAtten
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.fixed_batch import RolloutConfig
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import prompt_keys
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
@@ -30,7 +30,7 @@ from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
-from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, quick_rollout
+from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params
 
 BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
 BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
@@ -174,7 +174,7 @@ def run_one_layer(policy: EvictionPolicy, budget: int, buffer: int) -> Run:
     params = make_params(ONE_LAYER)
     prompts = left_padded([11, 2, 7], WIDTH, ONE_LAYER.vocab_size)
     config = RolloutConfig(RESPONSE, budget, buffer)
-    trajectory = quick_rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(4), policy=policy, config=config)
+    trajectory = rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(4), policy=policy, config=config)
     return Run(ONE_LAYER, params, trajectory)
 
 
@@ -338,7 +338,7 @@ def test_protected_keys_add_up():
     shape = tiny_model_config(num_layers=1)
     prompts = left_padded([16], 16, shape.vocab_size)
     config = RolloutConfig(40, budget=17, buffer=3)
-    run = quick_rollout(Decoder(shape), make_params(shape), prompts, jax.random.key(0), policy=policy, config=config)
+    run = rollout(Decoder(shape), make_params(shape), prompts, jax.random.key(0), policy=policy, config=config)
     times = eviction_times(run)[0, 0]  # [kv_heads, columns]
     assert (times[:, :4] == NEVER).all(), "the inner policy's sinks"
     columns = np.broadcast_to(np.arange(times.shape[1]), times.shape)
@@ -424,9 +424,7 @@ def test_random_draws_anew_at_every_compression_and_layer():
     prompts = left_padded([WIDTH] * 2, WIDTH, config.vocab_size)
     sizes = RolloutConfig(RESPONSE, 8, 8)
     runs = [
-        quick_rollout(
-            Decoder(config), make_params(config), prompts, jax.random.key(seed), policy=Random(), config=sizes
-        )
+        rollout(Decoder(config), make_params(config), prompts, jax.random.key(seed), policy=Random(), config=sizes)
         for seed in (0, 0, 1)
     ]
     times = [eviction_times(run) for run in runs]

@@ -20,8 +20,6 @@ from smd_kernels.segments import segment_attention
 from tests.attention_cases import Drawn, cases, with_gradients
 from tests.attention_cases import expected as expected_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 COLUMNS = 40  # few, so that many rows lie on the first or last column of a key
 
 

@@ -29,6 +29,7 @@ from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.metrics_log import METRICS
+from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
     CONFIG,
     DISTILLED,
@@ -37,7 +38,6 @@ from tests.toy_loop import (
     ROLLOUT,
     TASK,
     TOKENIZER,
-    assert_bitwise_equal,
     new_loop,
     new_state,
     optimizer,

@@ -21,8 +21,9 @@ from smd_jax.tasks.task import Task
 from smd_jax.train.loop import Samples
 from smd_jax.train.metrics_log import METRICS
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG as GRPO
-from tests.toy_loop import MODEL, TASK, TOKENIZER, assert_bitwise_equal, optimizer, run, warm_params
+from tests.toy_loop import MODEL, TASK, TOKENIZER, optimizer, run, warm_params
 
 CONFIG = OnlineDPOConfig(
     prompts_per_step=4, group_size=4, prompt_width=GRPO.prompt_width, policy=GRPO.policy, rollout=GRPO.rollout
@@ -30,6 +31,7 @@ CONFIG = OnlineDPOConfig(
 DENSE = DPOUpdateConfig("dense", correction=TIS("sequence"))
 
 
+@functools.cache
 def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), judge: Judge | None = None):
     return OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
 

@@ -36,8 +36,6 @@ from tests.tiny_update import (
 )
 from tests.toy_loop import CONFIG, new_loop, new_state
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @dataclass(frozen=True)
 class RootLength(TokenWeighting):

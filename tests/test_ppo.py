@@ -28,12 +28,11 @@ from smd_jax.text.prompts import Tokenizer
 from smd_jax.train import checkpoint
 from smd_jax.train.metrics_log import METRICS
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
+from tests.bitwise import assert_bitwise_equal
 from tests.test_corrections import CORRECTIONS
 from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
-from tests.toy_loop import ROLLOUT, TASK, TOKENIZER, assert_bitwise_equal, optimizer, run, warm_params
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.toy_loop import ROLLOUT, TASK, TOKENIZER, optimizer, run, warm_params
 
 CONFIG = PPOConfig(prompts_per_step=4, group_size=2, prompt_width=WIDTH, policy=H2O(), rollout=ROLLOUT, gamma=0.9)
 CRITIC = ValueConfig(coef=0.5, clip_range=0.3)
@@ -261,6 +260,7 @@ class Letters:
         return [text.count("7") / max(len(text), 1) for text in completions]
 
 
+@functools.cache
 def new_loop(config: PPOConfig = LOOP, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER) -> PPOLoop:
     return PPOLoop(LOOP_MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
 

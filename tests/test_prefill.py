@@ -25,7 +25,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
-from tests.under_test import POLICIES, eviction_times, left_padded, make_params, quick_rollout
+from tests.under_test import POLICIES, eviction_times, left_padded, make_params
 
 SHAPE = tiny_model_config(vocab_size=64, num_layers=2, tie_embeddings=False, max_positions=16_384)
 MODEL = Decoder(SHAPE)
@@ -38,7 +38,7 @@ replay_jitted = jax.jit(replay, static_argnums=0)
 
 def roll(policy: EvictionPolicy, sizes: RolloutConfig, prompts: PromptBatch | None = None) -> Trajectory:
     prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size) if prompts is None else prompts
-    return quick_rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(3), policy=policy, config=sizes)
+    return rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(3), policy=policy, config=sizes)
 
 
 def gap(trajectory: Trajectory, mask: Any = None) -> float:

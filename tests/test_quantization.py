@@ -35,7 +35,6 @@ from smd_jax.quantization import (
 )
 from smd_jax.quantization import quantize as to_codes
 from smd_jax.sharding import make_mesh
-from tests.under_test import QUICK
 
 EVERY_BITS = pytest.mark.parametrize("bits", [8, 4, 2])
 
@@ -313,7 +312,7 @@ def with_gradients(f: Any, q: Any, k: Any, v: Any, d_out: Any) -> list[np.ndarra
         out, pull = jax.vjp(f, *arrays)
         return out, *pull(d_out)
 
-    return [np.asarray(x) for x in jax.jit(run).lower(q, k, v).compile(QUICK)(q, k, v)]
+    return [np.asarray(x) for x in jax.jit(run).lower(q, k, v).compile()(q, k, v)]
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])

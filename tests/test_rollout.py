@@ -28,7 +28,7 @@ from smd_jax.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
-from tests.under_test import QUICK, eviction_times, left_padded, make_params, quick_rollout
+from tests.under_test import eviction_times, left_padded, make_params
 
 SHAPE = tiny_model_config(num_layers=2, tie_embeddings=False)
 MODEL = Decoder(SHAPE)
@@ -40,7 +40,7 @@ def roll(
     policy: EvictionPolicy, sizes: RolloutConfig = SIZES, prompts: PromptBatch | None = None, seed: int = 5
 ) -> Trajectory:
     prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size) if prompts is None else prompts
-    return quick_rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(seed), policy=policy, config=sizes)
+    return rollout(MODEL, make_params(SHAPE), prompts, jax.random.key(seed), policy=policy, config=sizes)
 
 
 def visible(trajectory: Trajectory) -> np.ndarray:
@@ -79,7 +79,7 @@ ENDING = replace(SIZES, max_new_tokens=40, eos_token_id=3, pad_token_id=1)
 @pytest.fixture(scope="module")
 def ended() -> Trajectory:
     prompts = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
-    return quick_rollout(
+    return rollout(
         Decoder(TALKATIVE), make_params(TALKATIVE), prompts, jax.random.key(2), policy=Knorm(), config=ENDING
     )
 
@@ -101,7 +101,7 @@ def test_what_follows_the_end(ended: Trajectory):
 def test_an_end_changes_only_what_follows(ended: Trajectory):
     """Without an end token the same rows go on, after the same beginning."""
     prompts = PromptBatch(ended.tokens[:, :6], ended.valid[:, :6])
-    endless = quick_rollout(
+    endless = rollout(
         Decoder(TALKATIVE),
         make_params(TALKATIVE),
         prompts,
@@ -132,7 +132,7 @@ def compressions(params: Any, eos: int | None) -> tuple[int, Trajectory]:
     Counting.calls.clear()
     prompts = left_padded([6, 2, 5], 6, 16)
     sizes = replace(ENDING, budget=4, buffer=1, eos_token_id=eos)
-    trajectory = quick_rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(2), policy=Counting(), config=sizes)
+    trajectory = rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(2), policy=Counting(), config=sizes)
     jax.block_until_ready(trajectory)
     jax.effects_barrier()
     return len(Counting.calls), trajectory
@@ -258,7 +258,7 @@ def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
     lowered = rollout_program.lower(
         Decoder(WIDE), make_params(WIDE), prompts, jax.random.key(0), policy=policy, config=sizes
     )
-    analysis: Any = lowered.compile(QUICK).memory_analysis()
+    analysis: Any = lowered.compile().memory_analysis()
     return analysis.temp_size_in_bytes
 
 

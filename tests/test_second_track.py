@@ -18,8 +18,6 @@ from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
 from smd_jax.trajectory import Trajectory
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, WIDTH, LENGTH, VOCAB = 4, 4, 6, 40
 TEMPERATURE = 0.9
 DIRECTIONS = ["forward", "reverse", "published", "anchor"]

@@ -22,7 +22,6 @@ from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
 from smd_kernels.tpu import MosaicTpuKernel
 from smd_kernels.xla import XlaKernel
 from tests.attention_cases import Case, Drawn, cases, evict_at_every_step, expected, masks_of_few_sizes, with_gradients
-from tests.under_test import QUICK
 
 # Tiles and groups far smaller than the problems, so that every loop goes round more than once.
 SMALL = XlaKernel(BlockSizes(rows=16, keys=8, scores=300))
@@ -160,7 +159,7 @@ def test_memory_grows_with_the_length_only(form: str):
             attend = partial(segment_attention, evicted_at=evicted_at, segments=Segments(0, 64, 128), kernel=WHOLE)
         arrays = [jax.ShapeDtypeStruct((1, 2, tokens, 64), jnp.float32)] * 3
         run = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v).sum(), argnums=(0, 1, 2)))
-        memory: Any = run.lower(*arrays).compile(QUICK).memory_analysis()
+        memory: Any = run.lower(*arrays).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
     assert temporary(8192) <= 4.5 * temporary(2048)

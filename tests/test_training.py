@@ -15,7 +15,8 @@ from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.metrics_log import read_metrics
 from smd_jax.train.run import RunConfig, check_directory, train
-from tests.toy_loop import CONFIG, DISTILLED, assert_bitwise_equal, new_loop, new_state
+from tests.bitwise import assert_bitwise_equal
+from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state
 
 TWICE = dataclasses.replace(CONFIG, minibatches=2)
 

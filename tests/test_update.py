@@ -1,5 +1,6 @@
 """The train step of a tiny model: on-policy at first, the same in any split, and every term against its definition."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -40,8 +41,6 @@ from tests.tiny_update import (
     trajectory,
     without_advantages,
 )
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_the_trajectory_is_a_hard_one():
@@ -142,7 +141,7 @@ def test_the_order_of_the_rows_changes_nothing():
 
 def test_masks_may_be_stored_as_booleans():
     mask = trajectory().mask.to_boolean()
-    assert mask.shape == (ROWS, 2, 2, WIDTH + LENGTH, WIDTH + LENGTH)
+    assert mask.shape == (ROWS, MODEL.config.num_layers, 2, WIDTH + LENGTH, WIDTH + LENGTH)
     explicit = batch().replace(trajectory=trajectory().replace(mask=mask))
     compact, boolean = metrics_and_gradients(), metrics_and_gradients(data=explicit)
     np.testing.assert_allclose(boolean[0]["loss"], compact[0]["loss"], rtol=1e-6)
@@ -304,7 +303,7 @@ def test_the_policy_may_start_as_its_own_reference():
 
 
 def test_bfloat16_computes_and_float32_stays():
-    model = Decoder(tiny_model_config(vocab_size=32, max_positions=32, dtype="bfloat16"))
+    model = Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     optimizer = optax.adam(1e-2)
     state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3))
     state, metrics = make_update(model, optimizer, UpdateConfig())(state, batch())

@@ -47,8 +47,6 @@ from tests.tiny_update import (
     trajectory,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NOISE = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
 DENSE = {name: correction for name, correction in CORRECTIONS.items() if not isinstance(correction, Shadow)}
 

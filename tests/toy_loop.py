@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from smd_jax.eviction.policies import H2O
@@ -35,6 +34,7 @@ CONFIG = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O
 DISTILLED = dataclasses.replace(CONFIG, update=UpdateConfig(distill=DistillConfig(fraction=0.5), microbatch_size=4))
 
 
+@functools.cache
 def optimizer():
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -51,9 +51,12 @@ def warm_params():
     return state.params
 
 
+@functools.cache
 def new_loop(
     config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
 ) -> GRPOLoop:
+    """One loop for all tests that ask for the same: its programs are traced and compiled once. A new one, for tests
+    that count compilations: `new_loop.__wrapped__`."""
     return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
 
 
@@ -69,10 +72,3 @@ def run(loop: Loop, state: TrainState, steps: int) -> tuple[TrainState, list[dic
         state, metrics = loop.step(state)
         rows.append({name: float(value) for name, value in metrics.items() if name != "step_time"})
     return state, rows
-
-
-def assert_bitwise_equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

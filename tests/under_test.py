@@ -43,19 +43,22 @@ POLICIES: dict[str, EvictionPolicy] = {
 
 # Without tied embeddings, fresh parameters give logits of unit variance: sampling is neither flat nor certain.
 SHAPES: dict[str, ModelConfig] = {
-    "MHA": tiny_model_config(vocab_size=768, num_layers=3, num_heads=4, num_kv_heads=4, tie_embeddings=False),
-    "GQA": tiny_model_config(vocab_size=768, num_layers=3, num_heads=4, num_kv_heads=2, tie_embeddings=False),
+    "MHA": tiny_model_config(vocab_size=768, num_layers=2, num_heads=4, num_kv_heads=4, tie_embeddings=False),
+    "GQA": tiny_model_config(vocab_size=768, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=False),
 }
 
 make_params = cache(random_params)
 
 
-# Compilation is most of the time of the tests. Where speed and the last bit are not the question, the compiler may
-# spare itself the polish.
-QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+# What `tests/conftest.py` takes away from the compiler, given back.
+POLISHED: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "3",
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
 
 
-def quick_rollout(
+def polished_rollout(
     model: LanguageModel,
     params: Params,
     prompts: PromptBatch,
@@ -64,9 +67,9 @@ def quick_rollout(
     policy: EvictionPolicy,
     config: RolloutConfig,
 ) -> Trajectory:
-    """`rollout`, compiled in half the time."""
+    """`rollout`, compiled as it is for users."""
     lowered = rollout_program.lower(model, params, prompts, key, policy=policy, config=config)
-    return lowered.compile(QUICK)(params, prompts, key)
+    return lowered.compile(POLISHED)(params, prompts, key)
 
 
 def left_padded(lengths: list[int], width: int, vocab_size: int, seed: int = 0) -> PromptBatch:

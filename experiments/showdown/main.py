@@ -259,7 +259,8 @@ def make_plan(args: Args) -> Plan:
 
 def prepare_process() -> None:
     """Compiled programs are kept on disk, for the other process and for the next time."""
-    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
