@@ -34,8 +34,9 @@ def accumulate(
         (loss, (sums, terms)), grads = value_and_grad(params, batch)
         return loss, grads, sums, terms
     parts = split(batch, count)
-    # Shapes alone: the carry of the scan must exist before the first microbatch has run.
-    (loss, (sums, _)), _ = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], parts))
+    # Shapes alone: the carry of the scan must exist before the first microbatch has run. Without gradients, which look
+    # like the parameters and would take as long again to trace.
+    loss, (sums, _) = jax.eval_shape(objective, params, jax.tree.map(lambda x: x[0], parts))
 
     def one(carry: Any, part: Any) -> tuple[Any, Any]:
         (loss, (sums, terms)), grads = value_and_grad(params, part)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -38,6 +40,9 @@ class SegmentRecord(struct.PyTreeNode):
     gone: tuple[CompressionRecord, ...] | None
 
 
+# Jitted for its cache alone: who asks for the shapes of a segment before running it in a loop traces it once. Inlined
+# into the program around it, which is what is compiled.
+@partial(jax.jit, static_argnames="sampler", inline=True)
 def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
