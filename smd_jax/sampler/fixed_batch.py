@@ -90,7 +90,10 @@ def rollout_program(
     stop: StopTable | None = None,
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
 ) -> Trajectory:
-    """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions."""
+    """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions.
+
+    Its arguments are those of `rollout` once more, by name and type, so that both are checked and shown by editors.
+    """
     count, width = prompts.tokens.shape
     rows = count * group_size
     sampler = Sampler(model, policy, config, width)
@@ -116,5 +119,5 @@ def rollout_program(
     like = jax.eval_shape(lambda: run_segment(sampler, params, state, stop)[1])
     carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
     state, records, _ = jax.lax.while_loop(unfinished, segment, carry)
-    read = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prefilled.records)
-    return to_trajectory(sampler, repeat_prompts(prompts, group_size), read, records, state.terminated)
+    prompt_records = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prefilled.records)
+    return to_trajectory(sampler, repeat_prompts(prompts, group_size), prompt_records, records, state.terminated)

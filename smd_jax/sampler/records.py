@@ -45,14 +45,14 @@ def no_records(sampler: Sampler, like: SegmentRecord) -> SegmentRecord:
 def to_trajectory(
     sampler: Sampler,
     prompts: PromptBatch,
-    read: tuple[PromptRecord, ...],
+    prompt_records: tuple[PromptRecord, ...],
     records: SegmentRecord,
     terminated: Bool[Array, " rows"],
 ) -> Trajectory:
     """The trajectory of rows with these prompts.
 
     Args:
-      prompts, read: `[rows, …]` each row's prompt, and per layer how it was read.
+      prompts, prompt_records: `[rows, …]` each row's prompt, and per layer what reading it left.
       records: `[segments, rows, …]`. terminated: rows that ended by themselves.
     """
     config = sampler.config
@@ -65,8 +65,10 @@ def to_trajectory(
 
     emitted = by_row(records.emitted)
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    segments = segments_of(sampler.policy, config, len(read), sampler.prompt_width)
-    mask = ShadowMask(_evicted_at(sampler, valid, read, records), segments, _replay(sampler, read, records))
+    segments = segments_of(sampler.policy, config, len(prompt_records), sampler.prompt_width)
+    mask = ShadowMask(
+        _evicted_at(sampler, valid, prompt_records, records), segments, _replay(sampler, prompt_records, records)
+    )
     return Trajectory(
         tokens=jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1),
         valid=valid,
@@ -88,10 +90,10 @@ def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:
 
 
 def _evicted_at(
-    sampler: Sampler, valid: Bool[Array, "rows T"], read: tuple[PromptRecord, ...], records: SegmentRecord
+    sampler: Sampler, valid: Bool[Array, "rows T"], prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
 ) -> Int[Array, "rows layers kv_heads T"]:
     response = sampler.config.max_new_tokens
-    gone = records.gone or (None,) * len(read)
+    gone = records.gone or (None,) * len(prompt_records)
 
     def one(prompt: PromptRecord, gone: Any) -> Array:
         pad = [(0, 0), (0, 0), (0, response)]
@@ -107,7 +109,7 @@ def _evicted_at(
         now = jnp.repeat(boundary, rest)[None, None]
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
-    layers = [one(*layer) for layer in zip(read, gone, strict=True)]
+    layers = [one(*layer) for layer in zip(prompt_records, gone, strict=True)]
     # A window's evictions are in no record, because they follow from the columns. The mask holds them all the same, so
     # that it says what each query saw.
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
@@ -170,14 +172,16 @@ def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list
     return found
 
 
-def _replay(sampler: Sampler, read: tuple[PromptRecord, ...], records: SegmentRecord) -> QuantizedReplay | None:
+def _replay(
+    sampler: Sampler, prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
+) -> QuantizedReplay | None:
     """How the cache was quantised."""
     config = sampler.config
     if config.quant is None or records.gone is None:
         return None
     parity = None
     if config.quant.record_parity:
-        pairs = [(prompt.parity, gone.parity) for prompt, gone in zip(read, records.gone, strict=True)]
+        pairs = [(prompt.parity, gone.parity) for prompt, gone in zip(prompt_records, records.gone, strict=True)]
         layers = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
         parity: Parity | None = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *layers)
     return QuantizedReplay(parity, config.quant, sampler.prompt_width, config.buffer)
