@@ -159,7 +159,7 @@ def test_a_quantised_cache_that_evicts_nothing():
     quantized = recorded(run).quantized
     assert (quantized.first, quantized.length, recorded(run).segments) == (WIDTH, 8, ())
     columns = WIDTH + RESPONSE
-    assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), GQA.num_layers, 2, columns, 1)
+    assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), 3, 2, columns, 1)
     assert quantized.parity.keys.dtype == np.uint8
 
 

@@ -141,7 +141,7 @@ def test_the_order_of_the_rows_changes_nothing():
 
 def test_masks_may_be_stored_as_booleans():
     mask = trajectory().mask.to_boolean()
-    assert mask.shape == (ROWS, MODEL.config.num_layers, 2, WIDTH + LENGTH, WIDTH + LENGTH)
+    assert mask.shape == (ROWS, 1, 2, WIDTH + LENGTH, WIDTH + LENGTH)
     explicit = batch().replace(trajectory=trajectory().replace(mask=mask))
     compact, boolean = metrics_and_gradients(), metrics_and_gradients(data=explicit)
     np.testing.assert_allclose(boolean[0]["loss"], compact[0]["loss"], rtol=1e-6)
