@@ -92,9 +92,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH))
 
 
+def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that have rows of a batch of their own."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def check_rows(rows: int, mesh: Mesh, what: str = "a batch") -> None:
     """Raises ValueError if `rows` do not divide over the data and fsdp axes."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = row_ways(mesh)
     if rows % ways:
         raise ValueError(f"expected {what} that divides over data * fsdp = {ways}; got {rows} rows")
 
@@ -143,8 +148,7 @@ def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
 
 def _rows_axes(leaves: Sequence[Array], mesh: AbstractMesh) -> tuple[str, ...] | None:
     """What the first axis of all these arrays lies on, None if it does not divide."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    return BATCH if all(x.shape[0] % ways == 0 for x in leaves) else None
+    return BATCH if all(x.shape[0] % row_ways(mesh) == 0 for x in leaves) else None
 
 
 def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
@@ -193,7 +197,7 @@ def parts() -> tuple[int, int]:
     """In how many parts the mesh in `jax.set_mesh` cuts the rows of a batch, and heads or vocabulary; without a mesh
     `(1, 1)`."""
     mesh = _mesh()
-    return (1, 1) if mesh is None else (mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["tensor"])
+    return (1, 1) if mesh is None else (row_ways(mesh), mesh.shape["tensor"])
 
 
 def _mesh() -> AbstractMesh | None:

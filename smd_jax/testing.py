@@ -15,12 +15,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jaxtyping import Array, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -111,10 +113,17 @@ def random_evictions(
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Freshly initialised float32 parameters for `Decoder(config).apply({"params": params}, ...)`."""
+    return _initialised(Decoder(config), jax.random.key(seed))
+
+
+# A function of the module, so that a configuration is traced once and not at every call.
+@partial(jax.jit, static_argnums=0)
+def _initialised(model: Decoder, key: Key[Array, ""]) -> dict[str, Any]:
     # One token will do: no parameter's shape depends on the length.
     one = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1, 1, 1), bool)
-    return jax.jit(Decoder(config).init)(jax.random.key(seed), one, one, mask)["params"]
+    variables: Any = model.init(key, one, one, mask)
+    return variables["params"]
 
 
 def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:

@@ -1,6 +1,6 @@
 """The first test of the library: under the recorded mask the learner gives the sampler's own probabilities again.
 
-Every policy runs with a budget far below the length in GQA, and with one above it in MHA, in batches whose
+Every policy runs with a budget far below the length in GQA, and some with one above it in MHA, in batches whose
 prompts differ in length and whose rows end at different times; two layers, 256 response tokens. The same tests show
 that they can fail: a dense learner, a mask that heads or layers share and a mask that is one column off all miss.
 """
@@ -110,7 +110,11 @@ def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfi
         assert gap(run, mask).max() > 1e-2, f"the learner does not notice that the mask is {kind}"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+# One of every kind of statistic: what a policy would choose does not matter, because nothing has to go.
+ROOMY = ["Dense", "StreamingLLM", "H2O", "SnapKV", "Pyramid", "Protect"]
+
+
+@pytest.mark.parametrize("name", ROOMY)
 def test_budget_above_the_length(name: str):
     run = roll(SHAPES["MHA"], POLICIES[name], LONG)
     assert gap(run).max() <= 2e-5
@@ -146,9 +150,9 @@ def test_compiled_as_for_users(name: str):
     assert difference[np.asarray(trajectory.response_mask)].max() <= 2e-5
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"Recent", "Pyramid", "Protect of StreamingLLM"}))
+@pytest.mark.parametrize("name", ["Dense", "StreamingLLM", "H2O", "SnapKV", "RKV", "KeyDiff", "Random", "Protect"])
 def test_float64(name: str):
-    """The wrappers around one policy each."""
+    """One of every kind of statistic, and a wrapper."""
     with jax.enable_x64(True):
         difference = gap(roll(dataclasses.replace(SHAPES["GQA"], dtype="float64"), POLICIES[name], SMALL))
     assert difference.dtype == np.float64 and difference.max() <= 1e-10

@@ -37,10 +37,10 @@ from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make
 
 WIDTH, RESPONSE = 12, 80
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
-KEY = 3
+KEY = 4
 SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
 # One of 96 tokens ends a response: some rows end early, others never.
-GQA, MHA = (replace(SHAPES[name], vocab_size=96, num_layers=3) for name in ("GQA", "MHA"))
+GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
 
 Run = tuple[Decoder, Params, Trajectory]
 replay_jitted = jax.jit(replay, static_argnums=0)
@@ -99,7 +99,7 @@ EVERY_WIDTH = [("H2O", 8), ("H2O", 4), ("H2O", 2), ("Dense", 8), ("Dense", 2), (
 
 @pytest.mark.parametrize(("name", "bits"), EVERY_WIDTH)
 def test_identity(name: str, bits: Any):
-    """Three layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
+    """Two layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
     run = roll(name, quantised(bits))
     difference = gap(run)
     print(f"{name}, {bits} bits: max |dlogp| {difference.max():.1e}")
@@ -112,10 +112,9 @@ def test_identity_under_other_policies(name: str):
     assert gap(roll(name, quantised(4))).max() <= 2e-5
 
 
-@pytest.mark.parametrize("bits", [8, 2])
-def test_the_learner_notices(bits: Any):
-    """The same tests can fail."""
-    run = roll("H2O", quantised(bits))
+def test_the_learner_notices():
+    """The same tests can fail; at 8 bits, where least is lost."""
+    run = roll("H2O", quantised(8))
     for kind, mask in spoiled(recorded(run)).items():
         assert gap(run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
 
@@ -159,7 +158,7 @@ def test_a_quantised_cache_that_evicts_nothing():
     quantized = recorded(run).quantized
     assert (quantized.first, quantized.length, recorded(run).segments) == (WIDTH, 8, ())
     columns = WIDTH + RESPONSE
-    assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), 3, 2, columns, 1)
+    assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), 2, 2, columns, 1)
     assert quantized.parity.keys.dtype == np.uint8
 
 
@@ -286,6 +285,6 @@ def test_the_mask_and_its_bits_belong_together():
     mask, (model, params, trajectory) = recorded(run), run
     with pytest.raises(ValueError, match="by which the cache was quantised, first=12 and length=8; got Segments"):
         mask.with_segments((Segments(WIDTH, 16, 27),))
-    fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :2], mask.quantized.parity))
-    with pytest.raises(ValueError, match=r"parities \(8, 3, 2, 92\).*got \(8, 2, 2, 92\)"):
+    fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :1], mask.quantized.parity))
+    with pytest.raises(ValueError, match=r"parities \(8, 2, 2, 92\).*got \(8, 1, 2, 92\)"):
         replay(model, params, trajectory, mask.replace(quantized=fewer))

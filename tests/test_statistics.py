@@ -248,8 +248,9 @@ def test_the_same_keys_as_in_numpy(name: str, chunk: int | None):
 
 # --- everywhere: the learner finds the sampler's probabilities, an engine gives what a fixed batch gives
 
-SHAPE = tiny_model_config(vocab_size=40, num_layers=2, tie_embeddings=False)
+SHAPE = tiny_model_config(vocab_size=40, num_layers=1, tie_embeddings=False)
 MODEL, GROUP = Decoder(SHAPE), 2
+TWO_LAYERS = Decoder(replace(SHAPE, num_layers=2))
 MANY = [20, 3, 9, 1]
 LIMITS = np.array([30, 3, 17, 22, 1, 9, 30, 28])
 SIZES = RolloutConfig(max_new_tokens=30, budget=8, buffer=4, eos_token_id=7)
@@ -271,21 +272,25 @@ EVERYWHERE = [
 ]
 
 
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
 @pytest.mark.parametrize(("name", "form"), EVERYWHERE)
 def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
-    policy, sizes, params = POLICIES[name], FORMS[form], make_params(SHAPE)
+    # Pyramid's budgets differ between layers; under "age", equal tokens of a first layer tie but for rounding.
+    model = TWO_LAYERS if name in ("Pyramid", "age") else MODEL
+    policy, sizes, params = POLICIES[name], FORMS[form], make_params(model.config)
     prompts, key = left_padded(MANY, 20, SHAPE.vocab_size), jax.random.key(1)
     fixed = rollout(
-        MODEL, params, prompts, key, policy=policy, config=sizes, group_size=GROUP, limits=jnp.asarray(LIMITS)
+        model, params, prompts, key, policy=policy, config=sizes, group_size=GROUP, limits=jnp.asarray(LIMITS)
     )
-    seated = Engine(MODEL, policy, sizes, 3, prefill_rows=2).run(params, prompts, key, group_size=GROUP, limits=LIMITS)
+    seated = Engine(model, policy, sizes, 3, prefill_rows=2).run(params, prompts, key, group_size=GROUP, limits=LIMITS)
     np.testing.assert_array_equal(seated.trajectory.tokens, fixed.tokens)
     np.testing.assert_array_equal(eviction_times(seated.trajectory), eviction_times(fixed))
-    replayed = jax.jit(replay, static_argnums=0)
     for trajectory in (fixed, jax.device_put(seated.trajectory, fixed.tokens.sharding)):
-        gap = jnp.abs(replayed(MODEL, params, trajectory).logprobs - trajectory.logprobs)
+        gap = jnp.abs(replay_jitted(model, params, trajectory).logprobs - trajectory.logprobs)
         assert jnp.where(trajectory.response_mask, gap, 0).max() <= 2e-5
-    dense = jnp.abs(replayed(MODEL, params, fixed, fixed.dense_mask()).logprobs - fixed.logprobs)
+    dense = jnp.abs(replay_jitted(model, params, fixed, fixed.dense_mask()).logprobs - fixed.logprobs)
     assert jnp.where(fixed.response_mask, dense, 0).max() > 1e-2, "nothing was evicted that mattered"
 
 
@@ -337,7 +342,6 @@ def test_a_step_copies_no_statistic():
 
     params = jax.eval_shape(lambda: make_params(shape))
     state = jax.eval_shape(lambda x: empty(x, rows), jax.eval_shape(read, params))
-    jax.config.update("jax_disable_most_optimizations", False)  # which place buffers
     analysis = engine_module._segment.lower(sampler, params, state, None).compile().memory_analysis()
     assert analysis is not None
     assert analysis.alias_size_in_bytes >= tree_bytes(state.cache)

@@ -40,7 +40,6 @@ from smd_jax.memory.sampler import (
     largest_part,
     local_shape,
     recorded_bytes,
-    row_ways,
     trajectory_bytes,
     tree_bytes,
 )
@@ -49,6 +48,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
+from smd_jax.sharding import row_ways
 from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)

@@ -54,11 +54,6 @@ def local_shape(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelC
     )
 
 
-def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that share the rows of a batch."""
-    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-
-
 def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
     """Bytes of a pytree with parameters in it, on each device; its leaves are arrays or their shapes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _placed(tree, mesh))

@@ -162,6 +162,9 @@ class Decoder(nn.Module):
         c = self.config
         # What a layer does with its q, k and v is no array: recomputation takes it as it is, argument 3 behind self.
         layer = nn.remat(Layer, static_argnums=(3,)) if self.remat else Layer
+        if not self.is_initializing():  # where it would draw other numbers
+            # A function of its own, which JAX traces and lowers once for all layers of the same shape.
+            layer = nn.jit(layer, static_argnums=(3,))
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
         self.layers = [layer(c) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)

@@ -42,7 +42,7 @@ from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import batch_sharding, check_rows, constrain_rows
+from smd_jax.sharding import batch_sharding, check_rows, constrain_rows, row_ways
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.trajectory import Trajectory
@@ -202,12 +202,7 @@ class Engine:
             return jax.device_put(trajectory, jnp.zeros(()).sharding)
         # Rows that do not divide evenly over the devices are copied whole to each of them.
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.device_put(trajectory, whole if rows % self.ways else batch_sharding(self.mesh))
-
-    @property
-    def ways(self) -> int:
-        """Devices that have rows of their own."""
-        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return jax.device_put(trajectory, whole if rows % row_ways(self.mesh) else batch_sharding(self.mesh))
 
 
 @dataclass
@@ -257,7 +252,8 @@ class _Loop:
         most = np.full(rows, config.max_new_tokens, np.int32)
         self.limits = most if limits is None else check_limits(limits, rows, config)
         # A batch of prompts is never larger than all prompts, up to what divides over the devices.
-        self.prefill_rows = min(engine.prefill_rows, -(-count // engine.ways) * engine.ways)
+        ways = row_ways(engine.mesh)
+        self.prefill_rows = min(engine.prefill_rows, -(-count // ways) * ways)
         self.queue = PromptQueue.of(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
         self.seated = np.full(engine.decode_rows, -1)
         self.steps = 0

@@ -27,7 +27,7 @@ from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sharding import check_rows, make_mesh, shard_batch, shard_tree
+from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import compute_rewards
 from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
 from smd_jax.text.prompts import (
@@ -232,7 +232,7 @@ class Loop:
 
     def _copies(self, prompts: int, group_size: int) -> int:
         """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh."""
-        ways = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        ways = row_ways(self.mesh)
         fits = (
             copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
         )
