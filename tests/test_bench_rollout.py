@@ -14,6 +14,7 @@ SCRIPT = EXPERIMENTS / "bench" / "rollout.py"
 ENGINES = EXPERIMENTS / "bench" / "engines"
 FIELDS = ["engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer", "tokens_per_s"]
 FIELDS += ["ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp"]
+FIELDS += ["limit_share"]
 
 
 def run(*words: str) -> list[dict]:
@@ -43,7 +44,7 @@ def test_lines_of_json(tmp_path: Path):
     # 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows
     assert row["expected_cache_bytes"] == 2 * 4 * 2 * (16 + 8) * 32 * 4 * 4
     assert row["expected_cache_bytes"] <= row["cache_bytes"] <= 1.05 * row["expected_cache_bytes"]
-    assert 0 < row["max_abs_dlogp"] < 2e-5
+    assert 0 < row["max_abs_dlogp"] < 2e-5 and 0 < row["limit_share"] < 1
     assert row["tokens_per_s"] > 0 and row["ms_per_step_early"] > 0
     written = json.loads(out.read_text())
     assert written.keys() >= {"date", "command", "rows"}
@@ -72,7 +73,7 @@ def test_roofline_and_largest_batch(tmp_path: Path):
     assert ratio == ours["largest_batch"] / dense["largest_batch"] > 2
     written = json.loads(out.read_text())
     assert written.keys() >= {"date", "device", "versions", "command"} and len(written["rows"]) == len(lines)
-    assert all(row["share_of_roofline"] > 0 for row in written["rows"] if "engine" in row)
+    assert all(row["limit_share"] > 0 for row in written["rows"] if "engine" in row)
 
 
 def test_another_device_is_refused():

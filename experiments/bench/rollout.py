@@ -34,6 +34,9 @@ Fields     ms_per_step_early and _late: median over 160 steps around token 400, 
            cache_bytes: of ours, the donated state of the compiled program of a segment (keys, values, and the columns
            and statistics beside them); of peers, the keys and values that they hold at the end.
            expected_cache_bytes: the formula 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows.
+           limit_share: the model's arithmetic per second, over the rate of bare matrix products of its shapes, 32 rows
+           at a time, in the same run on the same core (experiments/bench/limits.py); on a GPU, a step's bytes over
+           the bandwidth of a copy, measured before. Null with --continuous, where rows end at different times.
            max_abs_dlogp: our learner's log-probabilities under the recorded mask against the sampler's, on four rows.
            --out adds seconds, memory, versions and the share of live rows (`utilisation`) to each row.
 
@@ -57,6 +60,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
+from bench.limits import with_limits
 from bench.turns import Row, lines, take_turns, write
 from smd_jax.train.progress import summary_table
 
@@ -67,6 +71,7 @@ PEERS = ("hf", "tunix", "kvpress")
 FLAT = 4096  # new tokens of the run that compares early with late steps
 FIELDS = ("engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer", "tokens_per_s")
 FIELDS += ("ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp")
+FIELDS += ("limit_share",)
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ def table(title: str, rows: list[Row]) -> None:
         "ms early",
         "ms late",
         "late/early",
+        "of the products",
     )
     cells = []
     for row in rows:
@@ -169,7 +175,8 @@ def table(title: str, rows: list[Row]) -> None:
         times = (row["ms_per_step_early"], row["ms_per_step_late"])
         flat = None if times[0] is None else row["cpu_ms_per_step_late"] / row["cpu_ms_per_step_early"]
         live = row["utilisation"] if row.get("spread") else None
-        cells.append((row["engine"], round(speed), round(best), *ratios, live, *times, flat))
+        limit = row.get("limit_share")
+        cells.append((row["engine"], round(speed), round(best), *ratios, live, *times, flat, limit))
     print_filled(title, columns, cells)
     columns = ("engine", "cache MB", "of formula", "temporary MB", "peak GB", "max |Δ log p|")
     cells = []
@@ -202,7 +209,14 @@ def runs(args: Args) -> Iterator[tuple[str, list[Row]]]:
             yield title, take_turns(args.repeats, continuous_commands(args, spread))
         return
     for new_tokens in args.lengths:
-        yield f"{new_tokens} new tokens; {sizes}", take_turns(args.repeats, commands(args, new_tokens))
+        engines = [*commands(args, new_tokens), product_command(args)]
+        yield f"{new_tokens} new tokens; {sizes}", with_limits(take_turns(args.repeats, engines))
+
+
+def product_command(args: Args) -> list[str]:
+    """The yardstick, with the rows of a step."""
+    words = [sys.executable, HERE / "engines" / "product.py", "--rows", args.batch, "--repeats", args.repeats]
+    return [*map(str, words), "--driven"]
 
 
 def roofline_command(args: Args) -> list[str]:

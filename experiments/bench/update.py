@@ -18,6 +18,8 @@ Fairness   Every engine is a process of its own, pinned to one core; all are com
            the peers, no remat of layers in ours (which does recompute the logits, and measures entropy and mismatch, as
            it always does). What each peer runs is said at the top of its file in experiments/bench/engines/.
            `seconds` is the median, `cpu_seconds_min` the least CPU time: only it means anything on a shared machine.
+           `limit_share` is the model's arithmetic per second over the rate of bare matrix products of its shapes, in
+           the same run on the same core (experiments/bench/limits.py).
            `peak_bytes` is the peak of the whole process, libraries and compilation included.
 
 Environments of the peers, none of which may be smd_jax's own:
@@ -42,6 +44,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
+from bench.limits import with_limits
 from bench.turns import Row, environment, take_turns, write
 from smd_jax.train.progress import summary_table
 
@@ -111,7 +114,11 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
 
 def compare(args: Args, tokens: int) -> list[Row]:
     """One row an engine; all take turns, so that what disturbs one disturbs the others too."""
-    return take_turns(args.repeats, ([*command, "--driven"] for command in commands(args, tokens)))
+    rows = SIZES[tokens].microbatch * tokens
+    product: list[object] = [sys.executable, HERE / "engines" / "product.py", "--rows", rows]
+    product += ["--backward", "--repeats", args.repeats, *(["--untied"] if args.untied else [])]
+    engines = [*commands(args, tokens), [str(word) for word in product]]
+    return with_limits(take_turns(args.repeats, ([*command, "--driven"] for command in engines)), update=True)
 
 
 def pieces(args: Args, tokens: int) -> list[Row]:
@@ -129,8 +136,8 @@ def table(tokens: int, rows: list[Row]) -> None:
         columns = ("engine", "part", "CPU seconds", "Gflop/s")
         picked = [(row["part"], row["cpu_seconds"], row["gflops_per_second"]) for row in rows]
     else:
-        columns = ("engine", "seconds", "least", "CPU, least", "peak GB")
-        keys = ("seconds", "seconds_min", "cpu_seconds_min")
+        columns = ("engine", "seconds", "least", "CPU, least", "of the products", "peak GB")
+        keys = ("seconds", "seconds_min", "cpu_seconds_min", "limit_share")
         picked = [(*(row[key] for key in keys), row["peak_bytes"] / 1e9) for row in rows]
     cells = [(name, *values) for name, values in zip(names, picked, strict=True)]
     summary_table(f"One update of {SIZES[tokens].sequences} sequences of {tokens} tokens", columns, cells)

@@ -37,6 +37,35 @@ GROUP = 8  # completions of a prompt: the advantages of a group have mean 0 and 
 WARMUP = 2  # updates before the clock runs: the first compiles
 
 
+def layer_products() -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices: q, k, v, o, gate, up, down."""
+    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    attention = [(HIDDEN, heads), (HIDDEN, kv_heads), (HIDDEN, kv_heads), (heads, HIDDEN)]
+    return [*attention, (HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN)]
+
+
+def products() -> list[tuple[int, int]]:
+    """Of the whole model, in the order in which a token meets them."""
+    return [*layer_products() * LAYERS, (HIDDEN, VOCABULARY)]
+
+
+def layer_weights() -> int:
+    """In the matrices of all layers."""
+    return LAYERS * sum(inputs * outputs for inputs, outputs in layer_products())
+
+
+def head_weights() -> int:
+    """In the output projection."""
+    return HIDDEN * VOCABULARY
+
+
+def parameters(untied: bool) -> int:
+    """Of the model: matrices, biases of q, k and v, and norms; untied, an output projection beside the embeddings."""
+    biases = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    heads = 2 if untied else 1
+    return layer_weights() + heads * head_weights() + LAYERS * (biases + 2 * HIDDEN) + HIDDEN
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line of an engine, with the sizes of one update; `sequences` is a multiple of `microbatch`."""
     made = argparse.ArgumentParser(description=description)

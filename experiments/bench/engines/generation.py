@@ -87,4 +87,4 @@ def row(
     found |= {"new_tokens": args.new_tokens, "budget": None, "buffer": None, "tokens_per_s": tokens_per_s}
     found |= {"ms_per_step_early": early, "ms_per_step_late": late}
     found |= {"cpu_ms_per_step_early": cpu[0], "cpu_ms_per_step_late": cpu[1]}  # on a shared machine, the better ones
-    return found | {"cache_bytes": None, "expected_cache_bytes": None, "max_abs_dlogp": None}
+    return found | {"cache_bytes": None, "expected_cache_bytes": None, "max_abs_dlogp": None, "limit_share": None}

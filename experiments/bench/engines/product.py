@@ -1,0 +1,65 @@
+"""The yardstick of `bench/rollout.py` and `bench/update.py`: what bare matrix products of the model's shapes reach.
+
+Command    python experiments/bench/engines/product.py --rows 32                  (a step of 32 rows)
+           python experiments/bench/engines/product.py --rows 4608 --backward     (8 sequences of 576 tokens)
+
+A turn makes each product of one pass once, layer by layer with matrices of its own, as one program of XLA that does
+nothing else. `--backward` adds those of the gradients, to the activations and to the weights. Takes its turns among the
+engines, because the rate of a machine changes while they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import common
+
+common.one_thread()  # before jax is imported
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+FLOPS_OF_A_TURN = 2e10  # a fifth of a second or so: the clock, and being sent to work, do not count
+
+
+def operands(rows: int, backward: bool) -> list[tuple[jax.Array, jax.Array]]:
+    """The factors of every product of a pass of `rows` tokens."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for inputs, outputs in common.products():
+        x = rng.standard_normal((rows, inputs), dtype=np.float32)
+        w = rng.standard_normal((inputs, outputs), dtype=np.float32)
+        pairs.append((x, w))
+        if backward:
+            dy = rng.standard_normal((rows, outputs), dtype=np.float32)
+            pairs += [(dy, w.T.copy()), (x.T.copy(), dy)]
+    return [(jnp.asarray(left), jnp.asarray(right)) for left, right in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=32, help="tokens of a pass")
+    parser.add_argument("--backward", action="store_true", help="the products of the gradients, too")
+    parser.add_argument("--untied", action="store_true", help="of a model with an output projection of its own")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--driven", action="store_true", help="every turn waits for a line on standard input")
+    args = parser.parse_args()
+    clock = common.Clock(args, warmup=1)
+    pairs = operands(args.rows, args.backward)
+    program = jax.jit(lambda pairs: [left @ right for left, right in pairs])
+    flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in pairs)
+    passes = max(round(FLOPS_OF_A_TURN / flops), 1)
+    for _ in range(clock.updates):
+        clock.begin()
+        for _ in range(passes):
+            jax.block_until_ready(program(pairs))
+        clock.end()
+    row = {"engine": "product", "device": "cpu", "rows": args.rows, "backward": args.backward}
+    measured = clock.measured(common.parameters(args.untied), ["jax", "jaxlib"])
+    row["gflops_per_second"] = passes * flops / measured["seconds"] / 1e9
+    clock.say(row | measured)
+
+
+if __name__ == "__main__":
+    main()
