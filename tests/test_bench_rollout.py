@@ -61,6 +61,17 @@ def test_continuous_batching_leaves_fewer_rows_idle(tmp_path: Path):
     assert 1 >= ours["utilisation"] > 1.3 * fixed["utilisation"] > 0
 
 
+def test_a_step_in_parts():
+    rows = run("--parts")
+    assert {row["engine"] for row in rows} == {"ours-knorm", "ours-h2o", "ours-dense"}
+    shares = {(row["engine"], row["part"]): row["share"] for row in rows}
+    for engine in ("ours-knorm", "ours-h2o", "ours-dense"):
+        assert sum(share for (name, _), share in shares.items() if name == engine) == pytest.approx(1)
+        assert min(shares[engine, part] for part in ("products of the weights", "attention: products", "sampling")) > 0
+    # Only a cache that drops keys is compressed.
+    assert shares["ours-knorm", "compression"] > 0 and ("ours-dense", "compression") not in shares
+
+
 def test_roofline_and_largest_batch(tmp_path: Path):
     out, memory = tmp_path / "rows.json", 2**24
     lines = run("--roofline", "--memory", str(memory / 2**30), "--out", str(out))

@@ -7,6 +7,7 @@ Command    python experiments/bench/rollout.py --hf-python PATH --tunix-python P
            python experiments/bench/rollout.py --flat           (does a step at token 4,000 cost what one at 400 costs?)
            python experiments/bench/rollout.py --continuous     (responses of 64 to 2,048 tokens: our engine against
                                                                  our fixed batch, which waits for its longest row)
+           python experiments/bench/rollout.py --parts          (where a step of ours goes: products, attention, …)
            python experiments/bench/rollout.py --device gpu --check --json --out runs/rollout_gpu.json
 Cost       twelve minutes on a quiet machine, and 8 GB of memory, because all engines are alive at once; --flat one
            minute, --continuous seven, --device gpu at most ten
@@ -89,6 +90,7 @@ class Args:
     buffer: int = 32  # steps between two compressions
     repeats: int = 3  # measured turns of each
     flat: bool = False  # ours at 4,096 new tokens
+    parts: bool = False  # a step of ours in pieces, in place of a comparison
     continuous: bool = False  # ours with responses of different lengths
     rows: int = 256  # responses of --continuous
     spread: tuple[Literal["log", "even"], ...] = ("log", "even")  # their lengths: even ratios, or even steps
@@ -219,6 +221,21 @@ def product_command(args: Args) -> list[str]:
     return [*map(str, words), "--driven"]
 
 
+def pieces(args: Args) -> Iterator[tuple[str, list[Row]]]:
+    """Title and rows of a step of each of our engines, in pieces."""
+    for new_tokens in args.lengths:
+        for engine in ("ours", "ours-h2o", "ours-dense"):
+            command: list[object] = [sys.executable, HERE / "engines" / "smd_profile.py", "--policy", POLICY[engine]]
+            command += [word for word in sizes(args, new_tokens) if word != "--driven"]
+            yield f"A step of {engine}, {new_tokens} new tokens", list(lines([str(word) for word in command]))
+
+
+def parts_table(title: str, rows: list[Row]) -> None:
+    columns = ("part", "ms of a step", "share", "operations")
+    cells = [(row["part"], row["ms_per_step"], row["share"], row["operations_per_step"]) for row in rows]
+    summary_table(title, columns, cells)
+
+
 def roofline_command(args: Args) -> list[str]:
     """Ours on a device, in a process whose memory is its own."""
     words: list[object] = [sys.executable, HERE / "engines" / "smd_roofline.py", "--device", args.device]
@@ -247,12 +264,13 @@ def main(args: Args) -> None:
         roofline(args)
         return
     found = []
-    for title, rows in runs(args):
+    for title, rows in pieces(args) if args.parts else runs(args):
         found += rows
         if args.json:
-            print("\n".join(json.dumps({name: row[name] for name in FIELDS}) for row in rows), flush=True)
+            said = rows if args.parts else [{name: row[name] for name in FIELDS} for row in rows]
+            print("\n".join(map(json.dumps, said)), flush=True)
         else:
-            table(title, rows)
+            (parts_table if args.parts else table)(title, rows)
         if args.out is not None:
             write(args.out, found)
 

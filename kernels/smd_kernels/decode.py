@@ -10,12 +10,15 @@ transposes them, because at this point of a rollout reading the cache once is wh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_kernels.hardware import why_not_decode
-from smd_kernels.observed import attend_and_observe
+from smd_kernels.reference import masked_softmax, product_precision
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -41,7 +44,7 @@ def decode_attention(
       ValueError: for an implementation that does not exist or cannot run these shapes; it says why.
     """
     if impl == "xla":
-        return attend_and_observe(q, k, v, valid[:, :, None])
+        return _by_products(q, k, v, valid)
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
     # Tables answer first, so that a refusal needs no compiler.
@@ -54,3 +57,24 @@ def decode_attention(
     else:
         from smd_kernels.decode_tpu import decode_attention as kernel
     return kernel(q, k, v, valid)
+
+
+def _by_products(
+    q: Float[Array, "batch heads 1 head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """Two batched products with a softmax between them, in plain JAX."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = partial(jnp.einsum, precision=product_precision(q.dtype), preferred_element_type=wide)
+    batch, heads, _, head_dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], head_dim)
+    # The keys come first, row by row as they lie. As the second factor of q k^T XLA:CPU would transpose them, which
+    # takes longer than the product; and without the barrier it turns the factors round again.
+    by_slot = jax.lax.optimization_barrier(product("bhsd,bhgd->bhsg", k, grouped))
+    scores = by_slot.swapaxes(2, 3) * head_dim**-0.5
+    weights = masked_softmax(scores, jnp.broadcast_to(valid[:, :, None], scores.shape))
+    # Weights are rounded for the matrix product alone: what keys received is summed from unrounded ones.
+    out = product("bhgs,bhsd->bhgd", weights.astype(v.dtype), v)
+    return out.reshape(q.shape).astype(q.dtype), weights.sum(2)

@@ -26,7 +26,8 @@ def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[A
     masked = jnp.where(mask, scores, -jnp.inf)
     # The maximum cancels out of the weights, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
-    weights = jnp.exp(masked - jnp.where(jnp.isfinite(highest), highest, 0.0))
+    # A row without any has -inf as its maximum, and -inf - -inf would be NaN.
+    weights = jnp.exp(masked - jnp.maximum(highest, jnp.finfo(highest.dtype).min))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1.0)
 

@@ -49,7 +49,8 @@ def run_segment(
     """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
     # Both hold for every row that is still live at a step: such a row has drawn a token at each step before it. What
     # they say of rows that ended on the way is not used.
-    uniforms = _uniforms(sampler, state)
+    with jax.named_scope("draw"):
+        uniforms = _uniforms(sampler, state)
     places = _positions(sampler, state)
     record = _no_record(sampler, state)
 
@@ -82,7 +83,8 @@ def run_segment(
     # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
     newest_query = sampler.prompt_width + state.cache_steps - 1
     layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
-    compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
+    with jax.named_scope("compress"):
+        compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
 
@@ -122,6 +124,7 @@ def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
     )
 
 
+@jax.named_scope("draw")
 def _draw(
     sampler: Sampler,
     params: Params,
