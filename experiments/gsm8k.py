@@ -26,6 +26,7 @@ import tyro
 from transformers import AutoTokenizer
 
 import smd_jax as smd
+from compilation_cache import keep_programs
 from flags import explained
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
@@ -113,6 +114,7 @@ class Args:
 
 
 def main(args: Args) -> None:
+    keep_programs()
     with explained(Args):
         check_directory(args.runs, args.resume)
     with jax.default_device(jax.devices("cpu")[0]):  # no single accelerator need hold the whole model

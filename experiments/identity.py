@@ -22,6 +22,7 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
+from compilation_cache import keep_programs
 from outside_model import OutsideModel
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train.progress import summary_table
@@ -141,6 +142,7 @@ def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig |
 
 
 def main(args: Args) -> None:
+    keep_programs()
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     # On a GPU, float32 products would otherwise be TensorFloat-32, in another order here than there.

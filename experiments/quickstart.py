@@ -28,6 +28,7 @@ import optax
 import tyro
 
 import smd_jax as smd
+from compilation_cache import keep_programs
 from flags import explained
 from provenance import provenance
 from smd_jax.losses.distillation import Direction
@@ -100,6 +101,7 @@ class Result:
 
 
 def main(args: Args) -> None:
+    keep_programs()
     with explained(Args):
         for seed in range(args.seeds):
             check_directory(directory_of(args, seed), args.resume)

@@ -65,6 +65,7 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
+from compilation_cache import keep_programs
 from provenance import provenance
 from showdown import report
 from showdown.plot import draw
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
     plan = make_plan(args)
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")  # JAX must not be forked
-    with context.Pool(min(args.workers, len(plan.arms)), prepare_process) as pool:
+    with context.Pool(min(args.workers, len(plan.arms)), keep_programs) as pool:
         starts = [(seed, plan.sizes, plan.runs) for seed in (*plan.pilot_seeds, *plan.seeds)]
         pool.starmap(warm_start, starts, chunksize=1)
         by_arm = dict(pool.imap_unordered(functools.partial(study_arm, plan), plan.arms))
@@ -255,13 +256,6 @@ def make_plan(args: Args) -> Plan:
     if set(plan.seeds) & set(plan.pilot_seeds):
         raise SystemExit(f"expected seeds other than those of the pilot, {plan.pilot_seeds}; got {plan.seeds}")
     return plan
-
-
-def prepare_process() -> None:
-    """Compiled programs are kept on disk, for the other process and for the next time."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def study_arm(plan: Plan, arm: Arm) -> tuple[str, tuple[list[report.Run], list[report.Run]]]:

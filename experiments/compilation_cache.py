@@ -1,0 +1,26 @@
+"""Compiled programs stay on disk: the second start of a command finds what the first one compiled."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+FOLDER = Path(__file__).resolve().parents[1] / ".jax_cache"
+
+
+def keep_programs(folder: Path = FOLDER) -> None:
+    """Keeps every program that is compiled from now on, for this and other processes; says where when it begins to.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, and an empty one keeps nothing. JAX tells programs of other versions
+    and machines apart, so that an old folder does no harm.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    if not folder.exists():
+        print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Small ones, too: a start runs hundreds of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
