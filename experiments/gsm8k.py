@@ -97,7 +97,7 @@ class Args:
     minibatches: int = 1  # optimizer steps per rollout
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
     decode_rows: int | None = None  # completions decoded at once, through which the others go; all by default
-    memory: str | None = None  # of a device, such as 80GiB: as many completions are decoded at once as fit
+    memory: str | None = None  # of a device, such as 80GiB: chooses microbatch and completions decoded at once
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"  # with the bounds of its paper
     beta: float = 0.0  # coefficient of the k3 KL to the initial policy
     learning_rate: float = 1e-6
@@ -122,7 +122,7 @@ def main(args: Args) -> None:
     with explained(Args):
         loop = make_loop(args, smd.Decoder(replace(config, dtype=args.dtype), remat=True))
         loop, plan = fit_loop(loop, params, memory_of(args))
-    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(plan.title, ("", "rollout", "update"), plan.rows())
     loop = replace(loop, report=rollout_report())
     params = shard_tree(params, loop.mesh)
     reference = params if loop.config.update.needs_reference else None

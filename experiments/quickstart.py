@@ -71,7 +71,7 @@ class Args:
     prompts: int = 16  # per rollout
     group: int = 8  # completions per prompt
     microbatch: int | None = None  # rows of one forward and backward pass; all by default
-    memory: str | None = None  # of a device, such as 64MiB: as many completions are decoded at once as fit
+    memory: str | None = None  # of a device, such as 64MiB: chooses microbatch and completions decoded at once
     runs: Path = Path("runs/quickstart")  # where metrics, plots and checkpoints go
     resume: bool = False  # continue a run that was stopped
     results: Path | None = None  # JSON file to merge the result rows into
@@ -121,7 +121,7 @@ def run_seed(args: Args, seed: int) -> Result:
     with explained(Args):
         memory = None if args.memory is None else parse_bytes(args.memory)
         loop, plan = fit_loop(make_loop(args, model, seed), param_shapes(model), memory)
-    summary_table(f"memory of a device, {plan.decode_rows} rows at once", ("", "rollout", "update"), plan.rows())
+    summary_table(plan.title, ("", "rollout", "update"), plan.rows())
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)

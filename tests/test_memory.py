@@ -384,6 +384,30 @@ def test_a_loop_gets_its_decode_rows():
         fit_loop(loop, params, 1000)
 
 
+def test_a_loop_gets_its_microbatch():
+    loop = new_loop(replace(LOOP, prompts_per_step=8))
+    params = param_shapes(LOOP_MODEL)
+    work = memory.workload_of(loop)
+
+    def update(microbatch: int | None) -> int:
+        return plan_memory(replace(work, microbatch_size=microbatch), params, 1).update
+
+    def chosen(loop: Any, memory_bytes: int) -> tuple[int | None, int]:
+        fitted, planned = fit_loop(loop, params, memory_bytes)
+        return fitted.config.update.microbatch_size, planned.microbatch
+
+    assert update(4) < update(8) < update(16) < update(None)
+    assert chosen(loop, update(None)) == (None, 32)
+    assert chosen(loop, update(16)) == (16, 16) and chosen(loop, update(16) - 1) == (8, 8)
+    # A half of the rows of a microbatch must be whole; a microbatch that is set stays.
+    halves = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(distill=DistillConfig(fraction=0.5))))
+    assert list(memory._microbatches(halves, 32)) == [32, 16, 8, 4, 2]
+    fixed = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=8)))
+    assert chosen(fixed, update(16)) == (8, 8)
+    with pytest.raises(ValueError, match="more than there is"):
+        fit_loop(fixed, params, update(8) - 1)
+
+
 def test_an_evaluation_needs_no_room_for_an_update():
     loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
     params, full = param_shapes(LOOP_MODEL), LOOP.rollout
@@ -423,6 +447,7 @@ PLAN = MemoryPlan(
     activations=2**30,
     logits=6 * 2**30,
     decode_rows=64,
+    microbatch=8,
 )
 
 
@@ -438,9 +463,10 @@ def test_a_plan_reads_as_a_table():
     rows = PLAN.rows()
     assert ("cache", "3.00 GiB", "-") in rows and ("logits", "-", "6.00 GiB") in rows
     assert rows[0] == ("weights", "4.00 GiB", "4.00 GiB") and rows[-1] == ("sum", "17.50 GiB", "25.00 GiB")
-    lines = str(PLAN).splitlines()
-    assert lines[0].split() == ["64", "rows", "at", "once", "rollout", "update"]
-    assert len({len(line) for line in lines}) == 1
+    title, *lines = str(PLAN).splitlines()
+    assert title == PLAN.title == "memory of a device: 64 rows decoded at once, 8 rows in a microbatch"
+    assert replace(PLAN, microbatch=0).title == "memory of a device: 64 rows decoded at once"
+    assert lines[0].split() == ["rollout", "update"] and len({len(line) for line in lines}) == 1
 
 
 @pytest.mark.parametrize(

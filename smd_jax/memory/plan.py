@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TypeVar, get_args
@@ -30,6 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.config import check_rows_of
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
@@ -141,6 +143,7 @@ class MemoryPlan:
       activations: what the backward pass of a microbatch needs.
       logits: logits of a microbatch and their cotangents.
       decode_rows: rows decoded at once, on all devices together.
+      microbatch: rows of a forward and backward pass, on all devices together; 0 if nothing is learnt.
     """
 
     weights: int
@@ -154,6 +157,7 @@ class MemoryPlan:
     activations: int
     logits: int
     decode_rows: int
+    microbatch: int
 
     @property
     def rollout(self) -> int:
@@ -179,6 +183,12 @@ class MemoryPlan:
         """Bytes of a part, by its name above."""
         return vars(self)[name]
 
+    @property
+    def title(self) -> str:
+        """Of a table of `rows()`."""
+        learns = f", {self.microbatch} rows in a microbatch" if self.microbatch else ""
+        return f"memory of a device: {self.decode_rows} rows decoded at once{learns}"
+
     def rows(self) -> list[tuple[str, str, str]]:
         """(part, in the rollout, in the update), for `smd_jax.train.progress.summary_table`."""
         names = [name.replace("_", " ") for name in LOWERED_BY]
@@ -186,8 +196,8 @@ class MemoryPlan:
         return [*zip(names, *phases, strict=True), ("sum", show_bytes(self.rollout), show_bytes(self.update))]
 
     def __str__(self) -> str:
-        rows = [(f"{self.decode_rows} rows at once", "rollout", "update"), *self.rows()]
-        return "\n".join(f"{name:<20}{rollout:>12}{update:>12}" for name, rollout, update in rows)
+        rows = [("", "rollout", "update"), *self.rows()]
+        return "\n".join([self.title, *(f"{name:<20}{rollout:>12}{update:>12}" for name, rollout, update in rows)])
 
 
 def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) -> MemoryPlan:
@@ -221,6 +231,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         activations=activations,
         logits=logits,
         decode_rows=decoded,
+        microbatch=(work.microbatch_size or work.rows // work.minibatches) if logits else 0,
     )
 
 
@@ -322,12 +333,14 @@ def workload_of(loop: PolicyLoop) -> Workload:
 
 
 def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
-    """The loop with as many decode rows as fit into `memory_bytes` a device, and its plan; None leaves it as it is.
+    """The loop with the largest microbatch and as many decode rows as fit into `memory_bytes` a device, and its plan.
+    A microbatch that is set stays; without `memory_bytes` the loop stays as it is.
 
     Raises:
       ValueError: if not even one row a device fits; without `memory_bytes`, if the plan exceeds what the device has.
     """
     if memory_bytes is not None:
+        loop = _with_microbatch(loop, params, memory_bytes)
         return _with_decode_rows(loop, workload_of(loop), params, memory_bytes)
     planned = plan_memory(workload_of(loop), params, loop.config.decode_rows)
     available = device_memory()
@@ -348,6 +361,40 @@ def fit_evaluation(
     if memory_bytes is None:
         return loop
     return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
+
+
+def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
+    """The loop with the largest microbatch whose update fits, or else the smallest that there is."""
+    update = loop.config.update
+    if update.microbatch_size is not None:
+        return loop
+    minibatch = loop.config.completions_per_step // loop.config.minibatches
+    work = workload_of(loop)
+    chosen = minibatch
+    for chosen in _microbatches(loop, minibatch):
+        size = None if chosen == minibatch else chosen
+        if plan_memory(replace(work, microbatch_size=size), params, row_ways(loop.mesh)).update <= memory_bytes:
+            break
+    if chosen == minibatch:
+        return loop
+    return replace(loop, config=replace(loop.config, update=replace(update, microbatch_size=chosen)))
+
+
+def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
+    """Rows of a microbatch into which a minibatch can be split, from all of them down."""
+    for rows in range(minibatch, 0, -1):
+        if minibatch % rows == 0 and rows % row_ways(loop.mesh) == 0 and _splits(loop, minibatch, rows):
+            yield rows
+
+
+def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
+    """Whether the second track's shares of a microbatch are whole."""
+    update = replace(loop.config.update, microbatch_size=rows)
+    try:
+        check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
