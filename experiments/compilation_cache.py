@@ -17,10 +17,12 @@ def keep_programs(folder: Path = FOLDER) -> None:
     JAX_COMPILATION_CACHE_DIR names another folder, and an empty one keeps nothing. JAX tells programs of other versions
     and machines apart, so that an old folder does no harm.
     """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # Small ones, too: a start runs hundreds of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     if not folder.exists():
         print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)  # now, so that no other process says it again
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Small ones, too: a start runs hundreds of them.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

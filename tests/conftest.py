@@ -59,28 +59,31 @@ class Programs:
         self.max_bytes = MAX_BYTES
 
     def drop_if_many(self) -> None:
-        if not self.too_many():
+        count_maps = next(TESTS_DONE) % 16 == 0 and MAPS.exists()  # which takes long
+        if not self.too_many(count_maps):
             return
         drop_ours()
-        if self.too_many():
+        if self.too_many(count_maps):
             jax.clear_caches()
             gc.collect()
             return_freed_memory()
             # What is left are modules and arrays: clearing for them after every test would compile everything anew.
             self.max_bytes = max(MAX_BYTES, resident_bytes() + MAX_BYTES // 4)
 
-    def too_many(self) -> bool:
+    def too_many(self, count_maps: bool) -> bool:
         if MEMORY.exists() and resident_bytes() > self.max_bytes:
             return True
-        return next(TESTS_DONE) % 16 == 0 and MAPS.exists() and maps() > MAX_MAPS
+        return count_maps and maps() > MAX_MAPS
 
 
 def drop_ours() -> None:
     """Drops the programs of rollouts and updates, the largest by far, and leaves JAX its thousands of small ones."""
+    gc.unfreeze()  # what modules hold is not listed otherwise
     for function in gc.get_objects():
         if isinstance(function, JITTED) and not function.__module__.startswith("jax"):
             function.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     gc.collect()
+    gc.freeze()
     return_freed_memory()
 
 

@@ -63,13 +63,13 @@ def test_continuous_batching_leaves_fewer_rows_idle(tmp_path: Path):
 
 def test_a_step_in_parts():
     rows = run("--parts")
-    assert {row["engine"] for row in rows} == {"ours-knorm", "ours-h2o", "ours-dense"}
+    assert {row["engine"] for row in rows} == {"ours", "ours-h2o", "ours-dense"}
     shares = {(row["engine"], row["part"]): row["share"] for row in rows}
-    for engine in ("ours-knorm", "ours-h2o", "ours-dense"):
+    for engine in ("ours", "ours-h2o", "ours-dense"):
         assert sum(share for (name, _), share in shares.items() if name == engine) == pytest.approx(1)
         assert min(shares[engine, part] for part in ("products of the weights", "attention: products", "sampling")) > 0
     # Only a cache that drops keys is compressed.
-    assert shares["ours-knorm", "compression"] > 0 and ("ours-dense", "compression") not in shares
+    assert shares["ours", "compression"] > 0 and ("ours-dense", "compression") not in shares
 
 
 def test_roofline_and_largest_batch(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_roofline_and_largest_batch(tmp_path: Path):
     assert ratio == ours["largest_batch"] / dense["largest_batch"] > 2
     written = json.loads(out.read_text())
     assert written.keys() >= {"date", "device", "versions", "command"} and len(written["rows"]) == len(lines)
-    assert all(row["limit_share"] > 0 for row in written["rows"] if "engine" in row)
+    assert all(row["share_of_roofline"] > 0 for row in written["rows"] if "engine" in row)
 
 
 def test_another_device_is_refused():

@@ -15,6 +15,7 @@ from smd_jax.config import check_model_sizes
 from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
+from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from tests import numpy_decoder
 from tests.under_test import SHAPES, left_padded, make_params
@@ -262,3 +263,16 @@ def test_float64_without_64_bits():
     model = Decoder(replace(CONFIGS["GQA"], dtype="float64"))
     with pytest.raises(ValueError, match="expected 64-bit numbers to be enabled.*jax_enable_x64"):
         model.apply({"params": {}}, prompts().tokens, positions(prompts().valid), dense_mask(prompts().valid))
+
+
+def test_a_call_outside_of_jit_compiles_once():
+    """As in the module's docstring: another call with the same shapes finds the layers' programs."""
+    config = tiny_model_config(num_layers=2)
+    model, params = Decoder(config), make_params(config)
+    tokens = jnp.ones((1, 6), jnp.int32)
+    place = jnp.arange(6, dtype=jnp.int32)[None]
+    mask = jnp.tril(jnp.ones((6, 6), bool))[None, None, None]
+    model.apply({"params": params}, tokens, place, mask)
+    with count_compilations() as counts:
+        model.apply({"params": params}, tokens, place, mask)
+    assert not counts

@@ -4,11 +4,16 @@
 
 Counted is what the model's definition needs, whatever an engine computes beside it: the products of all tokens, the
 scores and the weighted values of the keys that a query may see, the logits of the response; forward and twice that
-again backward. Softmax, norms, rotations, sampling, the optimizer and recomputation count as nothing, so that a share
-of 1 can't be reached.
+again backward. Softmax, norms, rotations, sampling, the optimizer and recomputation count as nothing.
+
+The products are XLA's, of as many rows as a decoding step or a microbatch has. A library whose products are faster
+could come above 1, and so could one whose prompts count for much.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 from bench.engines import common
 from bench.turns import Row
@@ -46,6 +51,12 @@ def update_flops(row: Row) -> float:
 def attention_flops(pairs: float) -> float:
     """Scores and weighted values of so many pairs of a query and a key, in all heads and layers."""
     return 4 * pairs * common.LAYERS * common.HEADS * common.HEAD_DIM
+
+
+def product_command(rows: int, repeats: int, *flags: str) -> list[str]:
+    """The command line of the yardstick, to take its turns among the engines."""
+    script = Path(__file__).parent / "engines" / "product.py"
+    return [sys.executable, str(script), "--rows", str(rows), "--repeats", str(repeats), "--driven", *flags]
 
 
 def with_limits(rows: list[Row], update: bool = False) -> list[Row]:

@@ -35,9 +35,9 @@ Fields     ms_per_step_early and _late: median over 160 steps around token 400, 
            cache_bytes: of ours, the donated state of the compiled program of a segment (keys, values, and the columns
            and statistics beside them); of peers, the keys and values that they hold at the end.
            expected_cache_bytes: the formula 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows.
-           limit_share: the model's arithmetic per second, over the rate of bare matrix products of its shapes, 32 rows
-           at a time, in the same run on the same core (experiments/bench/limits.py); on a GPU, a step's bytes over
-           the bandwidth of a copy, measured before. Null with --continuous, where rows end at different times.
+           limit_share: the model's arithmetic per second, over the rate of bare matrix products of its shapes, as many
+           rows at a time as a step has, in the same run on the same core (experiments/bench/limits.py). Null with
+           --continuous, where rows end at different times, and with --roofline, which says `share_of_roofline`.
            max_abs_dlogp: our learner's log-probabilities under the recorded mask against the sampler's, on four rows.
            --out adds seconds, memory, versions and the share of live rows (`utilisation`) to each row.
 
@@ -61,7 +61,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
-from bench.limits import with_limits
+from bench.limits import product_command, with_limits
 from bench.turns import Row, lines, take_turns, write
 from smd_jax.train.progress import summary_table
 
@@ -121,10 +121,15 @@ def with_defaults(args: Args) -> Args:
     return replace(args, lengths=(48,), batch=4, prompt=8, budget=16, buffer=8, repeats=1, rows=12)
 
 
-def sizes(args: Args, new_tokens: int) -> list[object]:
-    """What every engine's command line says."""
+def response(args: Args, new_tokens: int) -> list[object]:
+    """Sizes of a rollout, as flags of an engine."""
     same = ["--batch", args.batch, "--prompt", args.prompt, "--new-tokens", new_tokens]
-    return [*same, "--budget", args.budget, "--buffer", args.buffer, "--repeats", args.repeats, "--driven"]
+    return [*same, "--budget", args.budget, "--buffer", args.buffer]
+
+
+def sizes(args: Args, new_tokens: int) -> list[object]:
+    """What the command line of every engine says that takes turns."""
+    return [*response(args, new_tokens), "--repeats", args.repeats, "--driven"]
 
 
 def commands(args: Args, new_tokens: int) -> Iterator[list[str]]:
@@ -211,22 +216,18 @@ def runs(args: Args) -> Iterator[tuple[str, list[Row]]]:
             yield title, take_turns(args.repeats, continuous_commands(args, spread))
         return
     for new_tokens in args.lengths:
-        engines = [*commands(args, new_tokens), product_command(args)]
+        engines = [*commands(args, new_tokens), product_command(args.batch, args.repeats)]
         yield f"{new_tokens} new tokens; {sizes}", with_limits(take_turns(args.repeats, engines))
-
-
-def product_command(args: Args) -> list[str]:
-    """The yardstick, with the rows of a step."""
-    words = [sys.executable, HERE / "engines" / "product.py", "--rows", args.batch, "--repeats", args.repeats]
-    return [*map(str, words), "--driven"]
 
 
 def pieces(args: Args) -> Iterator[tuple[str, list[Row]]]:
     """Title and rows of a step of each of our engines, in pieces."""
     for new_tokens in args.lengths:
-        for engine in ("ours", "ours-h2o", "ours-dense"):
+        for engine in args.engine:
+            if engine not in POLICY:
+                continue
             command: list[object] = [sys.executable, HERE / "engines" / "smd_profile.py", "--policy", POLICY[engine]]
-            command += [word for word in sizes(args, new_tokens) if word != "--driven"]
+            command += response(args, new_tokens)
             yield f"A step of {engine}, {new_tokens} new tokens", list(lines([str(word) for word in command]))
 
 

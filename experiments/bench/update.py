@@ -44,7 +44,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
-from bench.limits import with_limits
+from bench.limits import product_command, with_limits
 from bench.turns import Row, environment, take_turns, write
 from smd_jax.train.progress import summary_table
 
@@ -114,11 +114,10 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
 
 def compare(args: Args, tokens: int) -> list[Row]:
     """One row an engine; all take turns, so that what disturbs one disturbs the others too."""
+    engines = [[*command, "--driven"] for command in commands(args, tokens)]
     rows = SIZES[tokens].microbatch * tokens
-    product: list[object] = [sys.executable, HERE / "engines" / "product.py", "--rows", rows]
-    product += ["--backward", "--repeats", args.repeats, *(["--untied"] if args.untied else [])]
-    engines = [*commands(args, tokens), [str(word) for word in product]]
-    return with_limits(take_turns(args.repeats, ([*command, "--driven"] for command in engines)), update=True)
+    product = product_command(rows, args.repeats, "--backward", *(["--untied"] if args.untied else []))
+    return with_limits(take_turns(args.repeats, [*engines, product]), update=True)
 
 
 def pieces(args: Args, tokens: int) -> list[Row]:

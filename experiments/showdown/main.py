@@ -214,6 +214,7 @@ def main(args: Args) -> None:
         return
     plan = make_plan(args)
     began = time.monotonic()
+    keep_programs()  # before the workers do, so that one process says where
     context = multiprocessing.get_context("spawn")  # JAX must not be forked
     with context.Pool(min(args.workers, len(plan.arms)), keep_programs) as pool:
         starts = [(seed, plan.sizes, plan.runs) for seed in (*plan.pilot_seeds, *plan.seeds)]

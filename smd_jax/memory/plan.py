@@ -120,6 +120,11 @@ class Workload:
             check_choice("platform", self.platform, get_args(Platform))
 
     @property
+    def updates(self) -> bool:
+        """Whether anything is learnt."""
+        return self.learns and self.optimizer is not None
+
+    @property
     def where(self) -> Platform:
         """The platform: the one that was named, or JAX's. What is no GPU or TPU is planned like a CPU."""
         name = jax.default_backend() if self.platform is None else self.platform
@@ -231,7 +236,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         activations=activations,
         logits=logits,
         decode_rows=decoded,
-        microbatch=(work.microbatch_size or work.rows // work.minibatches) if logits else 0,
+        microbatch=_microbatch(work) if work.updates else 0,
     )
 
 
@@ -249,7 +254,7 @@ def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int,
 def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[int, int, int]:
     """Gradients, activations and logits when most is held: at the begin of the backward pass, when all activations
     exist and few gradients, or at its end. The sum over microbatches always exists."""
-    if work.optimizer is None or not work.learns:
+    if not work.updates:
         return 0, 0, 0
     learner = _learner(work, sampler)
     activations = learner.activations()
@@ -267,11 +272,16 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
     return max(new, learner.last_layer() + gradients - activations), activations, logits
 
 
+def _microbatch(work: Workload) -> int:
+    """Rows of a forward and backward pass."""
+    return work.microbatch_size or work.rows // work.minibatches
+
+
 def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     config = work.config
     width = work.prompt_width
     shape = sampler.shape
-    rows = -(-(work.microbatch_size or work.rows // work.minibatches) // row_ways(work.mesh))
+    rows = -(-_microbatch(work) // row_ways(work.mesh))
     found = segments_of(work.policy, config, shape.num_layers, width)
     # Layers may have budgets of their own: the largest stands for all.
     segments = max(found, key=lambda segments: segments.budget) if found else None

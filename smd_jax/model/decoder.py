@@ -130,6 +130,13 @@ class Layer(nn.Module):
         return constrain(x + self.mlp(self.mlp_norm(x))), layer
 
 
+# A layer as a function of its own, which JAX traces and lowers once for all layers of the same shapes. Made here and
+# not in `setup`, so that calls outside of `jax.jit` find it again. What a layer does with its q, k and v is no array
+# but static: argument 3 behind self.
+_JITTED_LAYER = nn.jit(Layer, static_argnums=(3,))
+_REMAT_LAYER = nn.jit(nn.remat(Layer, static_argnums=(3,)), static_argnums=(3,))
+
+
 class Head(nn.Module):
     """The output projection's matrix `[hidden, vocab]`."""
 
@@ -160,11 +167,9 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        # What a layer does with its q, k and v is no array: recomputation takes it as it is, argument 3 behind self.
-        layer = nn.remat(Layer, static_argnums=(3,)) if self.remat else Layer
-        if not self.is_initializing():  # where it would draw other numbers
-            # A function of its own, which JAX traces and lowers once for all layers of the same shape.
-            layer = nn.jit(layer, static_argnums=(3,))
+        layer = _REMAT_LAYER if self.remat else _JITTED_LAYER
+        if self.is_initializing():
+            layer = Layer  # under nn.jit, Flax would derive other keys: a seed's parameters would be others
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
         self.layers = [layer(c) for _ in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)

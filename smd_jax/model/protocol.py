@@ -37,8 +37,8 @@ LayerState = Any  # a pytree of the library's, which a model passes through
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer, as the library hands it in. Hashable, so that it may be a static argument of `jax.jit`
-    or `jax.checkpoint` around a layer; `layer` is a pytree, an ordinary argument."""
+    """Attention of one layer, as the library hands it in. Hashable, because a model may make it a static argument
+    of `jax.jit` or `jax.checkpoint` around a layer, as Decoder does; `layer` is a pytree, an ordinary argument."""
 
     def __call__(
         self,

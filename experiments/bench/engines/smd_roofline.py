@@ -195,7 +195,12 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     expected = rows * (sizes.budget + sizes.buffer) * slot_bytes(sizes)
     row |= {"cache_bytes": memory.state, "expected_cache_bytes": expected}
     row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory, CHECKED)
-    row |= {"ms_per_step": step * 1e3, "ms_of_bytes": least * 1e3, "limit_share": least / step}
+    row |= {
+        "ms_per_step": step * 1e3,
+        "ms_of_bytes": least * 1e3,
+        "limit_share": None,
+        "share_of_roofline": least / step,
+    }
     row |= {"temp_bytes": memory.temporary, "total_bytes": memory.total}
     return row
 
