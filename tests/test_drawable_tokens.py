@@ -49,7 +49,7 @@ SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
     "top-k": (SamplingConfig(0.9, top_k=9), 0, jnp.int32),
     "top-k as bits": (SamplingConfig(0.9, top_k=60), 0, jnp.uint8),
     "top-p": (SamplingConfig(0.9, top_p=0.7), 0, jnp.uint8),
-    "min-p": (SamplingConfig(1.2, min_p=0.1), 0, jnp.uint8),
+    "min-p": (SamplingConfig(0.9, min_p=0.1), 0, jnp.uint8),
     "minimum length": (SamplingConfig(0.9), MINIMUM, None),
     "all": (SamplingConfig(0.9, top_k=9, top_p=0.95, min_p=0.05), MINIMUM, jnp.int32),
 }
@@ -86,13 +86,19 @@ def drawable_by_hand(name: str) -> np.ndarray:
     return drawable | ~np.asarray(sampled(name).valid)[:, WIDTH:, None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
 def plain_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
     """Log-probabilities `[ROWS, LENGTH, VOCAB]` over the drawable tokens, from the model's plain call; -inf outside."""
     t = sampled(name)
     mask = t.mask if visibility == "shadow" else t.dense_mask()
-    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)[:, WIDTH - 1 : -1]
-    return jax.nn.log_softmax(jnp.where(drawable_by_hand(name), logits / t.temperature, -jnp.inf))
+    return masked_logprobs(params, t.tokens, t.positions, mask, drawable_by_hand(name), t.temperature)
+
+
+@jax.jit
+def masked_logprobs(
+    params: Any, tokens: jax.Array, positions: jax.Array, mask: Any, drawable: jax.Array, temperature: float
+) -> jax.Array:
+    logits = apply_model(MODEL, params, tokens, positions, mask)[:, WIDTH - 1 : -1]
+    return jax.nn.log_softmax(jnp.where(drawable, logits / temperature, -jnp.inf))
 
 
 def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.Array:
@@ -112,18 +118,21 @@ def gap(trajectory: Trajectory) -> float:
 # --- the sets
 
 
+to_boolean = jax.jit(DrawableTokens.to_boolean, static_argnums=1)
+
+
 def test_ids():
     drawable = DrawableTokens(jnp.array([[[2, -1], [0, 2], [-1, -1]]]), min_new_tokens=1, eos_token_id=2)
     expected = np.array([[[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]], bool)
-    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.arange(3)), expected)
-    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.array([1, 0])), expected[:, [1, 0]])
+    np.testing.assert_array_equal(to_boolean(drawable, 4, np.arange(3)), expected)
+    np.testing.assert_array_equal(to_boolean(drawable, 4, np.array([1, 0])), expected[:, [1, 0]])
 
 
 def test_bits():
     inside = np.random.default_rng(0).random((2, 3, 21)) < 0.5
     drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
-    np.testing.assert_array_equal(drawable.to_boolean(21, jnp.arange(3)), inside)
-    np.testing.assert_array_equal(drawable.to_boolean(21, jnp.array([2])), inside[:, [2]])
+    np.testing.assert_array_equal(to_boolean(drawable, 21, np.arange(3)), inside)
+    np.testing.assert_array_equal(to_boolean(drawable, 21, np.array([2])), inside[:, [2]])
 
 
 def test_a_minimum_length_alone_carries_no_array():
@@ -243,10 +252,12 @@ def policy_update(config: UpdateConfig) -> Any:
 
 @pytest.mark.parametrize(("name", "visibility"), [("all", "shadow"), ("top-p", "dense")])
 def test_policy_gradient_and_kl(name: str, visibility: Visibility):
-    """Against the plain definition over the drawable tokens, in any split: policy, old policy, reference."""
+    """Against the plain definition over the drawable tokens, in parts and as a whole: policy, old policy, reference."""
     trajectory = sampled(name)
     loss = LossConfig(beta=0.2)
     config = UpdateConfig(visibility, loss, correction=Shadow() if visibility == "shadow" else TIS(clip_max=2.0))
+    if name == "all":
+        config = replace(config, microbatch_size=2)
     batch = TrainBatch(trajectory, ADVANTAGES, trajectory.logprobs if visibility == "shadow" else None)
     metrics, grads = one_step(policy_update(config), batch)
     inside = trajectory.response_mask
@@ -264,9 +275,9 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     assert distance(grads, jax.jit(jax.grad(plain))(PARAMS)) < 1e-4
     if visibility == "shadow":
         assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
-    split, split_grads = one_step(policy_update(replace(config, microbatch_size=2)), batch)
-    assert distance(split_grads, grads) < 1e-5
-    assert split["kl"] == pytest.approx(metrics["kl"], rel=1e-4)
+    apart = np.where(inside, np.asarray(reference) - np.asarray(old), 0.0)
+    kl = np.expm1(apart) - apart
+    assert metrics["kl"] == pytest.approx(kl.sum() / np.asarray(inside).sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +285,7 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     [("all", "forward"), ("all", "published"), ("top-p", "reverse"), ("minimum length", "anchor")],
 )
 def test_distillation(name: str, direction: Any):
-    """Both policies over the same tokens: on all rows and columns, and on half of each."""
+    """Both policies over the same tokens: on all rows and columns, and on half of each. Gradients are finite."""
     trajectory = sampled(name)
     weights = jnp.where(trajectory.response_mask, jnp.arange(1.0, LENGTH + 1)[None], 0.0)
     of_dense = plain_logprobs(name, REFERENCE if direction == "anchor" else PARAMS, "dense")
@@ -286,6 +297,8 @@ def test_distillation(name: str, direction: Any):
     shared = np.minimum(np.exp(of_dense), np.exp(of_shadow)).sum(-1)
     inside = np.asarray(agreement.inside)
     np.testing.assert_allclose(np.asarray(agreement.overlap)[inside], shared[inside], rtol=1e-4)
+    if direction in ("published", "reverse"):
+        return  # the halves are those of the other directions
     half = DistillConfig(direction, fraction=0.5, position_fraction=0.5)
     part = jnp.zeros((ROWS, LENGTH)).at[np.ix_([1, 3], [1, 3, 5, 7, 9])].set(4.0)
     value, _ = distilled(name, half, weights, step=1)
@@ -296,20 +309,23 @@ def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> 
     reference = REFERENCE if config.direction == "anchor" else None
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def term(params: Any, reference: Any) -> Any:
         trajectory = sampled(name)
         hidden = response_hidden(MODEL, params, trajectory, trajectory.mask)
         return distill_term(MODEL, config, params, reference, jnp.int32(step), trajectory, hidden, weights)
 
-    return term(PARAMS, reference)
+    result, grads = term(PARAMS, reference)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    return result
 
 
-@pytest.mark.parametrize("estimator", ["exact", "k3"])
-def test_gradients_of_distillation_are_finite(estimator: Any):
-    config = UpdateConfig(distill=DistillConfig("reverse", estimator=estimator), microbatch_size=2)
+def test_gradients_of_distillation_are_finite():
+    """By the estimator that looks at the drawn token alone; the exact one's are looked at above."""
+    config = UpdateConfig(distill=DistillConfig("reverse", estimator="k3"), microbatch_size=2)
     metrics, grads = one_step(policy_update(config), TrainBatch(sampled("all"), ADVANTAGES, sampled("all").logprobs))
     assert all(np.isfinite(value).all() for value in metrics.values())
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
 def test_online_dpo():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
-from smd_jax.eviction.policies import H2O, Dense, KeyDiff, SnapKV
+from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, TrainState, init_state
@@ -21,14 +21,18 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.masks import Mask
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import shard_batch
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.metrics_log import METRICS
+from smd_jax.trajectory import Trajectory
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
     CONFIG,
@@ -76,7 +80,7 @@ NAMES = {
 
 @pytest.mark.parametrize(
     ("policy", "visibility", "minibatches"),
-    [(H2O(), "shadow", 1), (SnapKV(window=2), "dense", 2), (KeyDiff(), "shadow", 2), (Dense(), "shadow", 1)],
+    [(H2O(), "shadow", 2), (SnapKV(window=2), "dense", 2), (Dense(), "shadow", 1)],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
@@ -110,7 +114,7 @@ def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
     """A base model was trained with it; a chat template writes it itself."""
     tokenizer = bos_tokenizer(chat=chat)
     batch = new_loop(tokenizer=tokenizer).encode([{"prompt": "31="}, {"prompt": "1="}], 30)
-    for tokens, valid, text in zip(batch.tokens, batch.valid, (b"31=", b"1="), strict=True):
+    for tokens, valid, text in zip(np.asarray(batch.tokens), np.asarray(batch.valid), (b"31=", b"1="), strict=True):
         row = tokens[valid].tolist()
         assert row[0] == 257 != row[1]
         if not chat:
@@ -151,7 +155,8 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     for i in range(minibatches):
         with jax.set_mesh(loop.mesh):
             rows = slice(i * 8 // minibatches, (i + 1) * 8 // minibatches)  # whole groups
-            state, of_step = loop.update(state, jax.tree.map(lambda x, rows=rows: x[rows], whole))
+            part = jax.tree.map(lambda x, rows=rows: x[rows], whole)
+            state, of_step = loop.update(state, shard_batch(part, loop.mesh))
         steps.append(jax.device_get(of_step))
     # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
@@ -178,6 +183,12 @@ def test_several_passes_over_a_rollout():
     np.testing.assert_array_equal(following.trajectory.tokens[:, :9], once.collect(state, 1).trajectory.tokens[:, :9])
 
 
+@jax.jit
+def replayed(params: Params, trajectory: Trajectory, mask: Mask) -> jax.Array:
+    """Log-probabilities of the learner under this mask."""
+    return replay(MODEL, params, trajectory, mask).logprobs
+
+
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
     """Against the sampler's log-probabilities of rows that the second minibatch has, or of those of the first."""
@@ -186,13 +197,11 @@ def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
     drawn = loop.collect(new_state(), 0)
     mask = np.asarray(drawn.trajectory.response_mask)
     of_learner = drawn.trajectory.mask if visibility == "shadow" else drawn.trajectory.dense_mask()
-    learner = np.asarray(
-        jax.jit(lambda mask: replay(MODEL, warm_params(), drawn.trajectory, mask).logprobs)(of_learner)
-    )
+    learner = np.asarray(replayed(warm_params(), drawn.trajectory, of_learner))
     for first_row in (0, 4):
         off = np.zeros_like(mask)
         off[first_row : first_row + 4] = True
-        sampler = np.where(off, drawn.trajectory.logprobs - 0.5, drawn.trajectory.logprobs)
+        sampler = np.where(off, np.asarray(drawn.trajectory.logprobs) - np.float32(0.5), drawn.trajectory.logprobs)
         altered = drawn._replace(trajectory=drawn.trajectory.replace(logprobs=jnp.asarray(sampler)))
         _, metrics = loop.learn(new_state(), altered)
         delta = (learner - sampler)[mask].astype(np.float64)
@@ -214,8 +223,9 @@ def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def minibatches_of(loop: GRPOLoop, state: TrainState, counted_groups: Sequence[bool] | None = None) -> list[list[int]]:
-    """The groups that each optimizer step of one rollout sees, by the number that stands in their advantages."""
+def minibatches_of(state: TrainState, counted_groups: Sequence[bool] | None = None) -> list[list[int]]:
+    """The groups that each optimizer step of MANY_PASSES sees, by the number that stands in their advantages."""
+    loop = GRPOLoop(MODEL, TASK, TOKENIZER, optimizer(), MANY_PASSES)
     seen = []
 
     def update(state: TrainState, part: TrainBatch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -224,12 +234,14 @@ def minibatches_of(loop: GRPOLoop, state: TrainState, counted_groups: Sequence[b
         seen.append(groups[:, 0].astype(int).tolist())
         return state.replace(step=state.step + 1), {}
 
-    drawn = loop.collect(state, int(state.step) // loop.config.steps_per_rollout)
-    if counted_groups is not None:
-        drawn = drawn._replace(counted_rows=np.repeat(counted_groups, 4))
+    # What was drawn does not matter: four times the two groups of the ordinary rollout.
+    drawn = new_loop().collect(new_state(), 0)
+    trajectory = jax.tree.map(lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)), drawn.trajectory)
+    counted_rows = None if counted_groups is None else np.repeat(counted_groups, 4)
     loop.__dict__["update"] = update  # in place of the cached one
+    loop.__dict__["before_any_step"] = lambda params, batch: {}
     loop.__dict__["advantages"] = lambda rewards: jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
-    loop.learn(state, drawn)
+    loop.learn(state, drawn._replace(trajectory=trajectory, counted_rows=counted_rows))
     return seen
 
 
@@ -237,7 +249,7 @@ MANY_PASSES = dataclasses.replace(CONFIG, prompts_per_step=8, minibatches=4, num
 
 
 def test_minibatches_are_whole_groups_in_another_order_in_every_pass():
-    seen = minibatches_of(new_loop(MANY_PASSES), new_state())
+    seen = minibatches_of(new_state())
     assert seen[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     passes = [seen[first : first + 4] for first in (0, 4, 8)]
     for of_pass in passes:
@@ -248,7 +260,7 @@ def test_minibatches_are_whole_groups_in_another_order_in_every_pass():
 def test_the_order_of_minibatches_depends_on_key_step_and_pass_alone():
     def orders(seed: int, rollouts_before: int) -> list[list[int]]:
         state = new_state(seed)
-        return minibatches_of(new_loop(MANY_PASSES), state.replace(step=state.step + 12 * rollouts_before))
+        return minibatches_of(state.replace(step=state.step + 12 * rollouts_before))
 
     assert orders(1, 2) == orders(1, 2)
     assert orders(1, 2)[4:] != orders(1, 3)[4:] and orders(1, 2)[4:] != orders(2, 2)[4:]
@@ -256,7 +268,7 @@ def test_the_order_of_minibatches_depends_on_key_step_and_pass_alone():
 
 def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
     counted = [True] * 4 + [False] * 4
-    for groups in minibatches_of(new_loop(MANY_PASSES), new_state(), counted):
+    for groups in minibatches_of(new_state(), counted):
         assert sum(counted[group] for group in groups) == 1
 
 
@@ -316,10 +328,10 @@ def test_dynamic_sampling_without_further_rollouts_drops_only():
     np.testing.assert_allclose(metrics["grad_norm"], diluted["grad_norm"] * ratio, rtol=1e-4)
 
 
-@pytest.mark.parametrize("correction", [TIS("sequence"), SparseRL()])
-def test_under_shadow_masks_a_run_corrects_nothing(correction):
-    """In the metrics of a run, from the learner's own log-probabilities before the first step."""
-    config = dataclasses.replace(CONFIG, update=UpdateConfig(correction=correction), minibatches=2)
+def test_under_shadow_masks_a_run_corrects_nothing():
+    """In the metrics of a run, from the learner's own log-probabilities before the first step. Sparse-RL weighs and
+    rejects."""
+    config = dataclasses.replace(CONFIG, update=UpdateConfig(correction=SparseRL()), minibatches=2)
     _, rows = run(new_loop(config), new_state(), 2)
     for metrics in rows:
         assert metrics["mismatch_kl"] <= 1e-6
@@ -330,7 +342,7 @@ def test_under_shadow_masks_a_run_corrects_nothing(correction):
 
 def test_a_step_without_signal_leaves_the_parameters_alone():
     """Momentum and weight decay would move them."""
-    config = dataclasses.replace(CONFIG, dynamic_sampling=0, minibatches=2)
+    config = dataclasses.replace(CONFIG, dynamic_sampling=0, num_iterations=2)
     state, _ = run(new_loop(config), new_state(), 1)
     params = jax.tree.map(jnp.copy, state.params)
     samples = new_loop(config).collect(state, 1)
@@ -345,7 +357,7 @@ def test_who_the_old_policy_is():
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
     assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
     twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
-    expected = jax.jit(lambda: replay(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
+    expected = replayed(warm_params(), trajectory, trajectory.dense_mask())
     assert twice is not None
     np.testing.assert_allclose(twice, expected, atol=1e-5)
     difference = jnp.where(trajectory.response_mask, expected - trajectory.logprobs, 0.0)
@@ -400,8 +412,10 @@ def test_a_mesh_gives_the_same_step():
 
 def test_rollout_and_update_compile_once():
     # A size of its own: `rollout` would find what another test has compiled.
-    config = dataclasses.replace(DISTILLED, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=6))
-    loop, state = new_loop(config), new_state()
+    config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4))
+    loop = GRPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
+    # And a state that lies elsewhere than on the loop's mesh.
+    state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(1))
     with count_compilations() as counts:
         run(loop, state, 3)
     assert (counts["rollout_program"], counts["update"]) == (1, 1)
@@ -448,8 +462,7 @@ class Letters:
 
 
 def test_an_easy_reward_rises():
-    config = dataclasses.replace(CONFIG, prompts_per_step=4)
-    _, rows = run(new_loop(config, Letters("7")), new_state(), 30)
+    _, rows = run(new_loop(task=Letters("7")), new_state(), 30)
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.7, rewards

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +12,40 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Naive
-from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.dpo_update import DPOUpdateConfig, make_dpo_update
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.pairs import Judge
-from smd_jax.sharding import make_mesh
+from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.task import Task
+from smd_jax.train import online_dpo
 from smd_jax.train.loop import Samples
 from smd_jax.train.metrics_log import METRICS
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG as GRPO
-from tests.toy_loop import MODEL, TASK, TOKENIZER, optimizer, run, warm_params
+from tests.toy_loop import MODEL, TASK, TOKENIZER, optimizer, run, shared_replay, warm_params
 
 CONFIG = OnlineDPOConfig(
-    prompts_per_step=4, group_size=4, prompt_width=GRPO.prompt_width, policy=GRPO.policy, rollout=GRPO.rollout
+    prompts_per_step=4,
+    group_size=4,
+    prompt_width=GRPO.prompt_width,
+    policy=GRPO.policy,
+    rollout=GRPO.rollout,
+    update=DPOUpdateConfig(loss=DPOConfig(0.5)),
 )
 DENSE = DPOUpdateConfig("dense", correction=TIS("sequence"))
+shared_update = functools.cache(make_dpo_update)
 
 
 @functools.cache
 def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), judge: Judge | None = None):
-    return OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
+    """Loops with the same learner share its programs, as in tests/toy_loop.py."""
+    loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
+    with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
+        assert loop.update is not None and loop.replay is not None  # now they are made
+    return loop
 
 
 @functools.cache
@@ -45,7 +57,7 @@ def plain_loop() -> OnlineDPOLoop:
 def new_state(seed: int = 0) -> TrainState:
     """The policy starts as its own reference."""
     params = jax.tree.map(jnp.copy, warm_params())
-    return init_state(params, optimizer(), jax.random.key(seed), reference=params)
+    return shard_tree(init_state(params, optimizer(), jax.random.key(seed), reference=params), make_mesh())
 
 
 @functools.cache
@@ -185,8 +197,7 @@ def test_a_judge_chooses():
 
 def test_what_the_judge_likes_becomes_frequent():
     """The task's own reward plays no part."""
-    config = dataclasses.replace(CONFIG, update=DPOUpdateConfig(loss=DPOConfig(0.5)))
-    loop, state = new_loop(config, judge=most_of("7")), new_state()
+    loop, state = new_loop(judge=most_of("7")), new_state()
 
     def share(state: TrainState) -> float:
         texts = loop.collect(state, 99).completions

@@ -16,7 +16,7 @@ from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.metrics_log import read_metrics
 from smd_jax.train.run import RunConfig, check_directory, train
 from tests.bitwise import assert_bitwise_equal
-from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state
+from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_programs
 
 TWICE = dataclasses.replace(CONFIG, minibatches=2)
 
@@ -40,6 +40,7 @@ def stopping_loop(stop: int, config: GRPOConfig = CONFIG) -> GRPOLoop:
     whole = new_loop(config)
     loop = StoppingLoop(whole.model, whole.task, whole.tokenizer, whole.optimizer, whole.config, whole.mesh)
     object.__setattr__(loop, "stop", stop)
+    share_programs(loop)
     return loop
 
 

@@ -119,11 +119,10 @@ def test_clipping_is_counted_over_response_tokens():
 # --- the same in any split, order and storage
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_microbatches_change_nothing(size):
+def test_microbatches_change_nothing():
     noise = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
     data = batch().replace(old_logprobs=trajectory().logprobs + 0.1 * noise)  # some tokens are clipped
-    whole, parts = metrics_and_gradients(data=data), metrics_and_gradients(UpdateConfig(microbatch_size=size), data)
+    whole, parts = metrics_and_gradients(data=data), metrics_and_gradients(UpdateConfig(microbatch_size=2), data)
     np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
@@ -149,7 +148,7 @@ def test_masks_may_be_stored_as_booleans():
 
 
 def test_recomputing_layers_changes_nothing():
-    kept, again = metrics_and_gradients(), metrics_and_gradients(remat=True)
+    kept, again = metrics_and_gradients(), metrics_and_gradients(model=Decoder(MODEL.config, remat=True))
     np.testing.assert_allclose(again[0]["loss"], kept[0]["loss"], rtol=1e-6)
     assert distance(again[1], kept[1]) < 1e-5
 
@@ -298,7 +297,7 @@ def test_the_policy_may_start_as_its_own_reference():
     params = jax.tree.map(jnp.copy, PARAMS)
     state = init_state(params, RECORD, jax.random.key(3), reference=params)
     for _ in range(2):
-        state, metrics = recording_update(BETA, remat=False)(state, batch())
+        state, metrics = recording_update(BETA)(state, batch())
         assert metrics["kl"] <= 1e-9
 
 

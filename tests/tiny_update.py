@@ -16,6 +16,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import LanguageModel
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
@@ -36,10 +37,14 @@ RECORD = optax.GradientTransformation(
 
 def spread_params(seed: int, config: ModelConfig = MODEL.config):
     """Parameters whose logits are not all alike, so that it matters what a query sees."""
-    params = random_params(config)
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+    @jax.jit
+    def spread(params):
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+    return spread(random_params(config))
 
 
 PARAMS, REFERENCE = spread_params(0), spread_params(1)
@@ -70,15 +75,22 @@ def without_advantages() -> TrainBatch:
 
 
 @functools.cache
-def recording_update(config: UpdateConfig, remat: bool):
-    return make_update(Decoder(MODEL.config, remat=remat), RECORD, config)
+def recording_update(config: UpdateConfig, model: LanguageModel = MODEL):
+    return make_update(model, RECORD, config)
 
 
-def metrics_and_gradients(config=UpdateConfig(), data=None, remat=False, step=0, reference=None):  # noqa: B008
+def metrics_and_gradients(
+    config=UpdateConfig(),  # noqa: B008
+    data=None,
+    step=0,
+    reference=None,
+    model: LanguageModel = MODEL,
+    params=PARAMS,
+):
     """One update of copies of the parameters (it donates them)."""
-    params, reference = jax.tree.map(jnp.copy, (PARAMS, reference))
+    params, reference = jax.tree.map(jnp.copy, (params, reference))
     state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
-    state, metrics = recording_update(config, remat)(state, batch() if data is None else data)
+    state, metrics = recording_update(config, model)(state, batch() if data is None else data)
     return jax.device_get(metrics), state.opt_state
 
 

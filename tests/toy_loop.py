@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +12,27 @@ import optax
 
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay
 from smd_jax.learner.state import TrainState, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
-from smd_jax.sharding import make_mesh
+from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import Tokenizer
+from smd_jax.train import policy_loop
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
+from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)
 EOS, PAD = 258, 256
-MODEL = Decoder(tiny_model_config(max_positions=32))
+# One layer, as in tests/tiny_update.py: every loop compiles a rollout and a train step.
+MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=1))
 SORT = (("num_digits", 3), ("num_distractors", 4), ("partial_credit", True))
 TASK = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
 ROLLOUT = RolloutConfig(max_new_tokens=5, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
@@ -44,25 +50,38 @@ def warm_params():
     """A model that has learned to answer in about three digits: then rewards differ and there is something to learn."""
     state = init_state(random_params(MODEL.config), optax.adam(1e-2), jax.random.key(0))
     update = make_supervised_update(MODEL, optax.adam(1e-2))
-    for step in range(30):
+    for step in range(40):
         rows = [TASK[(8 * step + i) % 50] for i in range(8)]
         prompts, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
         state, _ = update(state, encode_examples(TOKENIZER, prompts, answers, width=12))
     return state.params
 
 
+shared_update, shared_replay = functools.cache(make_update), functools.cache(make_replay)
+
+
+def share_programs(loop: PolicyLoop) -> None:
+    """A loop makes its train step and its replay when it first needs them, and what is jitted anew is compiled anew:
+    loops that ask for the same ones get the same ones."""
+    with mock.patch.multiple(policy_loop, make_update=shared_update, make_replay=shared_replay):
+        assert loop.update is not None and loop.replay is not None  # now they are made
+
+
 @functools.cache
 def new_loop(
     config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
 ) -> GRPOLoop:
-    """One loop for all tests that ask for the same: its programs are traced and compiled once. A new one, for tests
-    that count compilations: `new_loop.__wrapped__`."""
-    return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
+    """One loop for all tests that ask for the same; programs that a test counts are those of a GRPOLoop of its own."""
+    loop = GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
+    share_programs(loop)
+    return loop
 
 
 def new_state(seed: int = 1) -> TrainState:
-    """Fresh buffers every time: a step takes them."""
-    return init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
+    """Fresh buffers every time: a step takes them. They lie where a step puts them, so that `learn` finds the program
+    that `step` has compiled."""
+    state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
+    return shard_tree(state, make_mesh())
 
 
 def run(loop: Loop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
