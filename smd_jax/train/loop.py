@@ -275,6 +275,8 @@ class Loop:
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
     ) -> float:
         """Mean reward over all rows of `task`, one completion each, decoded under any policy."""
+        # As in a step: parameters that lie elsewhere would have programs of their own.
+        params = shard_tree(params, self.mesh)
         rows = [task[i] for i in range(len(task))]
         trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
         return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
