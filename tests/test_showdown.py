@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
+import multiprocessing.dummy
 import os
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +19,7 @@ from unittest import mock
 import matplotlib.image
 import numpy as np
 import pytest
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "experiments" / "showdown" / "main.py"
@@ -24,11 +29,19 @@ FIELDS |= {"rollout_corr/chi2_token", "rollout_corr/eff_sample_size/end", "rollo
 CLOCKS = {"seconds", "cpu_seconds", "date"}
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    """Standard output of the script."""
+def run(arguments: list[str], folder: Path) -> None:
+    """The script as a command."""
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=folder, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    return done.stdout
+
+
+def run_here(script: Any, arguments: list[str]) -> str:
+    """Standard output of the script. Its one worker is a thread of this process, which has imported everything, and
+    finds again what was compiled for earlier runs."""
+    threads = types.SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
+    with mock.patch.object(script, "multiprocessing", threads), contextlib.redirect_stdout(io.StringIO()) as output:
+        script.main(tyro.cli(script.Args, args=[*arguments, "--workers", "1"]))
+    return output.getvalue()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -40,18 +53,18 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all of a quick study."""
-    folder = tmp_path_factory.mktemp("showdown")
-    run(["--quick", "--runs", "all"], folder)
-    return folder / "all"
-
-
-@pytest.fixture(scope="module")
 def script() -> Any:
     """The script as a module; what it does to the environment is for its own processes alone."""
     with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
         return importlib.import_module("showdown.main")
+
+
+@pytest.fixture(scope="module")
+def study(script: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all of a quick study."""
+    folder = tmp_path_factory.mktemp("showdown") / "all"
+    run_here(script, ["--quick", "--runs", str(folder)])
+    return folder
 
 
 def test_rows(study: Path):
@@ -85,6 +98,7 @@ def test_tables_curves_and_picture(study: Path):
 
 
 def test_the_command_of_a_row_makes_it_again(study: Path, tmp_path: Path):
+    """In processes of its own, from what the command line says."""
     row = rows_of(study / "showdown.json")[1]
     program, path, *arguments = shlex.split(row["command"])
     assert (program, ROOT / path) == ("python", SCRIPT)
@@ -94,13 +108,13 @@ def test_the_command_of_a_row_makes_it_again(study: Path, tmp_path: Path):
     assert not rows_of(tmp_path / "runs" / "showdown-again" / "showdown_grid.json")
 
 
-def test_what_is_finished_is_not_run_again(study: Path):
+def test_what_is_finished_is_not_run_again(script: Any, study: Path):
     rows = rows_of(study / "showdown.json")
     lost = study / "naive" / f"lr-{rows[0]['learning_rate']}" / "seed-0" / "run.json"
     kept = {path: path.stat().st_mtime_ns for path in study.rglob("run.json") if path != lost}
     assert len(kept) == 5
     lost.unlink()
-    output = run(["--quick", "--runs", str(study)], study)
+    output = run_here(script, ["--quick", "--runs", str(study)])
     assert output.count("(kept)") == 5
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     again = rows_of(study / "showdown.json")

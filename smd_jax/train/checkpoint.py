@@ -30,7 +30,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+# What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 _ITEMS = ("state", "meta")
 _CHECKSUMS = "checksums.json"
