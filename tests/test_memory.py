@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from smd_jax.cache import row_parts
+from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
 from smd_jax.learner.config import UpdateConfig
@@ -35,7 +36,6 @@ from smd_jax.memory.plan import (
     fit_evaluation,
     fit_loop,
     largest_batch,
-    param_shapes,
     parse_bytes,
     plan_memory,
     show_bytes,
@@ -64,6 +64,16 @@ MODEL, OPTIMIZER = Decoder(SHAPE), optax.chain(optax.clip_by_global_norm(1.0), o
 SIZES = RolloutConfig(max_new_tokens=448, budget=64, buffer=32)
 # XLA's scheduler for CPUs recomputes early, so that remat saves nothing; this one is nearer to those of accelerators.
 SPARING: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def param_shapes(model: Decoder) -> Any:
+    return shapes_of(model.config)
+
+
+@cache
+def shapes_of(config: ModelConfig) -> Any:
+    """The library's, which traces the model anew at every call."""
+    return memory.param_shapes(Decoder(config))
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> Any:

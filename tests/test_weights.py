@@ -42,7 +42,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.k
 
 def random_leaves(config: ModelConfig) -> dict[str, Any]:
     """Parameters that are all different, biases and norms included."""
-    leaves, tree = jax.tree.flatten(random_params(config))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: random_params(config)))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in leaves])
 
