@@ -61,7 +61,6 @@ CPU_DEVICES = 8  # of a rehearsal: a kernel's threads are callbacks of the inter
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
     f"--xla_force_host_platform_device_count={CPU_DEVICES}",
 )
