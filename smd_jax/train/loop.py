@@ -41,6 +41,7 @@ from smd_jax.text.prompts import (
     wants_special_tokens,
 )
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
 
 
@@ -60,6 +61,8 @@ class LoopConfig:
       stop_strings: texts that end a completion, and stay in it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout; every further one has the groups in another order.
+      update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
+        each is compiled when it is first needed. 1: always over `max_new_tokens`.
       seed: order of the task's rows.
     """
 
@@ -73,10 +76,12 @@ class LoopConfig:
     stop_strings: tuple[str, ...] = ()
     minibatches: int = 1
     num_iterations: int = 1
+    update_widths: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations"):
+        sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
         if not self.rollout.sampling.trainable:
@@ -157,10 +162,16 @@ class Loop:
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
         samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
+        samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
         state, metrics = self.learn(state, samples)
         # All metrics come to the host in one transfer, after the last step.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         return state, host | {"step_time": time.perf_counter() - started}
+
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        """Columns of a response, ascending, that the learner may run over."""
+        return response_widths(self.config.rollout.max_new_tokens, self.config.update_widths)
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""
