@@ -14,7 +14,7 @@ from smd_jax.testing import count_compilations
 from smd_jax.train.ahead import compiling
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from tests import toy_loop
-from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, new_state, optimizer, warm_params
+from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_state, optimizer, own_loop, warm_params
 
 SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -46,7 +46,7 @@ def test_what_the_compiler_says_is_raised():
     ids=["minibatches, some rows dropped", "two passes"],
 )
 def test_steps_call_the_update_that_was_compiled(changes: dict):
-    loop = new_loop.__wrapped__(dataclasses.replace(CONFIG, **changes), sizes=(1, 2, 1))
+    loop = own_loop(dataclasses.replace(CONFIG, **changes), sizes=(1, 2, 1))
     state = new_state()
     with jax.set_mesh(loop.mesh):
         loop.lower_update(state).compile()
@@ -69,7 +69,7 @@ def test_pairs_too():
 @pytest.mark.parametrize("decode_rows", [None, 4])
 def test_the_compilers_figures_lie_beside_the_plan(decode_rows: int | None):
     """How near the plan comes is the matter of tests/test_memory.py; here, that both speak of the same."""
-    loop = new_loop.__wrapped__(dataclasses.replace(CONFIG, decode_rows=decode_rows))
+    loop = own_loop(dataclasses.replace(CONFIG, decode_rows=decode_rows))
     found = loop_memory(loop, new_state())
     plan = plan_memory(workload_of(loop), warm_params(), decode_rows)
     for compiled, planned in ((found.rollout, plan.rollout), (found.update, plan.update)):

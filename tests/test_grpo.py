@@ -45,6 +45,7 @@ from tests.toy_loop import (
     new_loop,
     new_state,
     optimizer,
+    own_loop,
     run,
     warm_params,
 )
@@ -225,7 +226,7 @@ def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
 
 def minibatches_of(state: TrainState, counted_groups: Sequence[bool] | None = None) -> list[list[int]]:
     """The groups that each optimizer step of MANY_PASSES sees, by the number that stands in their advantages."""
-    loop = GRPOLoop(MODEL, TASK, TOKENIZER, optimizer(), MANY_PASSES)
+    loop = own_loop(MANY_PASSES)
     seen = []
 
     def update(state: TrainState, part: TrainBatch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -413,7 +414,7 @@ def test_a_mesh_gives_the_same_step():
 def test_rollout_and_update_compile_once():
     # A size of its own: `rollout` would find what another test has compiled.
     config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4))
-    loop = GRPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
+    loop = own_loop(config)
     # And a state that lies elsewhere than on the loop's mesh.
     state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(1))
     with count_compilations() as counts:

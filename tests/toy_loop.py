@@ -67,12 +67,19 @@ def share_programs(loop: PolicyLoop) -> None:
         assert loop.update is not None and loop.replay is not None  # now they are made
 
 
+def own_loop(
+    config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
+) -> GRPOLoop:
+    """A loop that shares its train step with no other, for tests that count compilations."""
+    return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
+
+
 @functools.cache
 def new_loop(
     config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
 ) -> GRPOLoop:
-    """One loop for all tests that ask for the same; programs that a test counts are those of a GRPOLoop of its own."""
-    loop = GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
+    """One loop for all tests that ask for the same: its programs are traced and compiled once."""
+    loop = own_loop(config, task, sizes, tokenizer)
     share_programs(loop)
     return loop
 
