@@ -134,7 +134,7 @@ def compressions(params: Any) -> tuple[int, Trajectory]:
     Counting.calls.clear()
     prompts = left_padded([6, 2, 5], 6, 16)
     sizes = replace(ENDING, budget=4, buffer=1)
-    trajectory = rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(2), policy=Counting(), config=sizes)
+    trajectory = rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(0), policy=Counting(), config=sizes)
     jax.block_until_ready(trajectory)
     jax.effects_barrier()
     return len(Counting.calls), trajectory

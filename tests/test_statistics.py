@@ -262,10 +262,8 @@ FORMS = {
     "in chunks": replace(SIZES, prefill_chunk=5),
     "quantised": replace(SIZES, quant=QuantConfig(4, group=2)),
 }
-# Every statistic and every form of reading; Protect has the expected attention, Pyramid the age.
+# Every statistic and every form of reading: Protect has the expected attention, Pyramid the age. More: above.
 EVERYWHERE = [
-    ("expected attention", "quantised"),
-    ("running norm", "in chunks"),
     ("running norm", "quantised"),
     ("Protect", "in chunks"),
     ("Pyramid", "whole prompts"),
