@@ -29,6 +29,7 @@ import smd_jax as smd
 from compilation_cache import keep_programs
 from flags import explained
 from smd_jax.losses.distillation import Direction
+from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
@@ -127,6 +128,9 @@ def main(args: Args) -> None:
     params = shard_tree(params, loop.mesh)
     reference = params if loop.config.update.needs_reference else None
     state = smd.init_state(params, loop.optimizer, jax.random.key(args.seed), reference)
+    if args.memory is not None:
+        compiled = loop_memory(loop, state)
+        summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     before = evaluate(args, loop, state.params)
     # What may change between a run and its resumption is left out.
     settings = replace(args, runs=Path(), resume=False, steps=0, checkpoint_every=0)

@@ -32,6 +32,7 @@ from compilation_cache import keep_programs
 from flags import explained
 from provenance import provenance
 from smd_jax.losses.distillation import Direction
+from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
@@ -125,6 +126,9 @@ def run_seed(args: Args, seed: int) -> Result:
     params = warm_start(args, model, seed)
     reference = params if loop.config.update.needs_reference else None
     initial = smd.init_state(params, loop.optimizer, jax.random.key(seed), reference)
+    if memory is not None:
+        compiled = loop_memory(loop, initial)
+        summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     before = evaluate(loop, params)
     run = RunConfig(args.steps, checkpoint_every=100, evaluate_every=100)
     state = train(

@@ -33,6 +33,10 @@ class DrawableTokens(struct.PyTreeNode):
     min_new_tokens: int = struct.field(pytree_node=False, default=0)
     eos_token_id: int | None = struct.field(pytree_node=False, default=None)
 
+    def first_columns(self, columns: int) -> DrawableTokens:
+        """The sets of the first `columns` columns of the response alone."""
+        return self.replace(sets=None if self.sets is None else self.sets[:, :columns])
+
     def to_boolean(
         self, vocab: int, columns: Int[Array, " columns"]
     ) -> Bool[Array, "batch columns vocab"] | Bool[Array, "1 columns vocab"]:

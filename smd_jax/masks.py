@@ -75,6 +75,11 @@ class ShadowMask(struct.PyTreeNode):
         quantized = None if self.quantized is None else self.quantized.layer(index)
         return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments, quantized)
 
+    def first_columns(self, columns: int) -> ShadowMask:
+        """The mask of the first `columns` columns alone, as if nothing had followed them."""
+        quantized = None if self.quantized is None else self.quantized.first_columns(columns)
+        return self.replace(evicted_at=self.evicted_at[..., :columns], quantized=quantized)
+
     def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
         """The same mask, promised to keep to these segments; reads the values, so it cannot run under jit.
 

@@ -227,6 +227,10 @@ class QuantizedReplay(struct.PyTreeNode):
         """The same for one layer."""
         return self.replace(parity=jax.tree.map(lambda x: x[:, index], self.parity))
 
+    def first_columns(self, columns: int) -> QuantizedReplay:
+        """The same for the first `columns` columns alone. A segment that is cut has no later query to see its codes."""
+        return self.replace(parity=jax.tree.map(lambda x: x[:, :, :, :columns], self.parity))
+
     def check_segments(self, segments: tuple[Segments, ...]) -> None:
         """Raises ValueError for segments by which the cache was not quantised."""
         for given in segments:

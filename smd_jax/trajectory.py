@@ -61,6 +61,20 @@ class Trajectory(struct.PyTreeNode):
         """What a sampler that never evicts would have seen."""
         return dense_mask(self.valid)
 
+    def first_columns(self, response_tokens: int) -> Trajectory:
+        """The same rollout with the first so many columns of the response alone. Where what follows them is padding in
+        every row, whoever learns from it does the same with less work."""
+        columns = self.prompt_width + response_tokens
+        mask = self.mask
+        return self.replace(
+            tokens=self.tokens[:, :columns],
+            valid=self.valid[:, :columns],
+            logprobs=self.logprobs[:, :response_tokens],
+            mask=mask.first_columns(columns) if isinstance(mask, ShadowMask) else mask[..., :columns, :columns],
+            entropy=None if self.entropy is None else self.entropy[:, :response_tokens],
+            drawable=None if self.drawable is None else self.drawable.first_columns(response_tokens),
+        )
+
     def lengths(self) -> Int[Array, " batch"]:
         """Response tokens of each row."""
         return jnp.sum(self.response_mask, axis=1)

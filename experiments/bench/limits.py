@@ -14,9 +14,26 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.engines import common
 from bench.turns import Row
+
+
+class Model(NamedTuple):
+    """What the count needs to know of a model.
+
+    Attributes:
+      layers: weights in the matrices of all layers. head: in the output projection.
+      pair: arithmetic of a pair of a query and a key, in all heads and layers: scores and weighted values.
+    """
+
+    layers: int
+    head: int
+    pair: int
+
+
+COMPARED = Model(common.layer_weights(), common.head_weights(), pair=4 * common.LAYERS * common.HEADS * common.HEAD_DIM)
 
 
 def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int | None) -> float:
@@ -40,17 +57,17 @@ def rollout_flops(row: Row) -> float:
     return row["batch"] * (2 * products + attention_flops(attended))
 
 
-def update_flops(row: Row) -> float:
+def update_flops(row: Row, model: Model = COMPARED) -> float:
     """Of all sequences, forward and backward; hidden states of a prompt get no logits."""
     response = row["tokens"] - row["prompt"]
     attended = visible_keys(row["prompt"], response, row["budget"], row["buffer"])
-    products = row["tokens"] * common.layer_weights() + response * common.head_weights()
-    return 3 * row["sequences"] * (2 * products + attention_flops(attended))
+    products = row["tokens"] * model.layers + response * model.head
+    return 3 * row["sequences"] * (2 * products + attention_flops(attended, model))
 
 
-def attention_flops(pairs: float) -> float:
+def attention_flops(pairs: float, model: Model = COMPARED) -> float:
     """Scores and weighted values of so many pairs of a query and a key, in all heads and layers."""
-    return 4 * pairs * common.LAYERS * common.HEADS * common.HEAD_DIM
+    return pairs * model.pair
 
 
 def product_command(rows: int, repeats: int, *flags: str) -> list[str]:

@@ -194,12 +194,17 @@ def teacher_positions(columns: int, fraction: float) -> int:
     return _whole(columns, fraction, "position_fraction * columns of the response")
 
 
-def _whole(size: int, fraction: float, what: str) -> int:
+def has_whole_share(size: int, fraction: float) -> bool:
+    """Whether the fraction of `size` is a whole number, at least 1."""
     exact = fraction * size
     # A product of floats is seldom exactly whole.
-    if abs(exact - round(exact)) > 1e-6 or round(exact) < 1:
+    return abs(exact - round(exact)) <= 1e-6 and round(exact) >= 1
+
+
+def _whole(size: int, fraction: float, what: str) -> int:
+    if not has_whole_share(size, fraction):
         raise ValueError(f"expected {what} to be a whole number >= 1; got {fraction} * {size}")
-    return round(exact)
+    return round(fraction * size)
 
 
 def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]:

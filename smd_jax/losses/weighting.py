@@ -71,8 +71,8 @@ class FixedLength(TokenWeighting):
     """The sum over tokens / (sequences * max_length): Dr. GRPO (arXiv:2503.20783), so that length has no influence.
 
     Attributes:
-      max_length: longest response, in tokens; None: the columns of the mask, which in a Trajectory are the longest
-        response allowed.
+      max_length: longest response, in tokens; None: the columns of the mask, which in a rollout's Trajectory are the
+        longest response allowed. A loop, whose learner runs over fewer, puts in that length itself.
     """
 
     max_length: int | None = None

@@ -1,6 +1,8 @@
 """Memory plans: the bytes that rollouts and updates will hold on each device, known before they run."""
 
+from smd_jax.memory.compiled import LoopMemory as LoopMemory
 from smd_jax.memory.compiled import SegmentMemory as SegmentMemory
+from smd_jax.memory.compiled import loop_memory as loop_memory
 from smd_jax.memory.compiled import segment_memory as segment_memory
 from smd_jax.memory.plan import MemoryPlan as MemoryPlan
 from smd_jax.memory.plan import Workload as Workload

@@ -99,14 +99,24 @@ class GRPOLoop(PolicyLoop):
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
-        trajectory = samples.trajectory
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
+        rewards = jnp.asarray(samples.rewards)
         with jax.set_mesh(self.mesh):
-            old = self.old_logprobs(state.params, trajectory)
-            batch = TrainBatch(trajectory, self.advantages(samples.rewards), old, counted_rows)
-            return self.take_steps(state, batch)
+            return self.take_steps(state, self.learner_batch(state.params, samples.trajectory, rewards, counted_rows))
 
-    def advantages(self, rewards: np.ndarray) -> jax.Array:
+    @property
+    def drops_rows(self) -> bool:
+        """Whether an update is told which rows count: those of groups that dynamic sampling leaves."""
+        return self.config.dynamic_sampling is not None
+
+    def learner_batch(
+        self, params: Params, trajectory: Trajectory, rewards: jax.Array, counted_rows: jax.Array | None
+    ) -> TrainBatch:
+        """What a whole rollout has to teach; arguments as `Loop.learner_batch`."""
+        old = self.old_logprobs(params, trajectory)
+        return TrainBatch(trajectory, self.advantages(rewards), old, counted_rows)
+
+    def advantages(self, rewards: jax.Array | np.ndarray) -> jax.Array:
         config = self.config
         if config.advantages == "leave_one_out":
             return leave_one_out(jnp.asarray(rewards), config.group_size)

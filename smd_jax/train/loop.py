@@ -9,8 +9,10 @@ A step depends on the state alone (its step gives the rows and the random number
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
-from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import compute_rewards
 from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
@@ -41,6 +44,8 @@ from smd_jax.text.prompts import (
     wants_special_tokens,
 )
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.train.ahead import compiling, rows_on
+from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
 
 
@@ -60,6 +65,8 @@ class LoopConfig:
       stop_strings: texts that end a completion, and stay in it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout; every further one has the groups in another order.
+      update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
+        each is compiled when it is first needed. 1: always over `max_new_tokens`.
       seed: order of the task's rows.
     """
 
@@ -73,10 +80,12 @@ class LoopConfig:
     stop_strings: tuple[str, ...] = ()
     minibatches: int = 1
     num_iterations: int = 1
+    update_widths: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations"):
+        sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
         if not self.rollout.sampling.trainable:
@@ -156,11 +165,94 @@ class Loop:
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
-        samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
+        with self._first_step(state):
+            samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
+        samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
         state, metrics = self.learn(state, samples)
         # All metrics come to the host in one transfer, after the last step.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         return state, host | {"step_time": time.perf_counter() - started}
+
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        """Columns of a response, ascending, that the learner may run over."""
+        return response_widths(self.config.rollout.max_new_tokens, self.config.update_widths)
+
+    def _first_step(self, state: TrainState) -> AbstractContextManager[None]:
+        """What goes on beside the rollout of the first step: the update is compiled, for responses of every length."""
+        # Several processes must all compile in one order, which threads would not keep.
+        if next(self._begun) > 0 or jax.process_count() > 1:
+            return nullcontext()
+        return compiling(self.lower_update(state), self.mesh)
+
+    @cached_property
+    def _begun(self) -> Iterator[int]:
+        """Counts the steps that were begun."""
+        return itertools.count()
+
+    def lower_update(self, state: TrainState) -> jax.stages.Lowered:
+        """The update, for a minibatch with responses of every length, ready to be compiled; nothing is computed. What
+        `compile()` of it makes under `jax.set_mesh(mesh)` is found by `step`.
+
+        Args:
+          state: as `step` takes it.
+        """
+        state = shard_tree(state, self.mesh)
+
+        def minibatch(params: Params, trajectory: Trajectory) -> Any:
+            rows = trajectory.terminated
+            whole = self.learner_batch(params, trajectory, rows.astype(jnp.float32), rows if self.drops_rows else None)
+            return jax.tree.map(lambda x: x[: x.shape[0] // self.config.minibatches], whole)
+
+        with jax.set_mesh(self.mesh):
+            # Both are traced for their shapes alone.
+            trajectory = self._rollout(rollout_program.eval_shape, self.policy_params(state.params))
+            shapes = jax.eval_shape(minibatch, state.params, trajectory)
+            return self.update.lower(state, rows_on(shapes, self.mesh))
+
+    def lower_rollout(self, params: Params) -> jax.stages.Lowered:
+        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
+
+        Args:
+          params: those that the sampler reads, see `policy_params`.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._rollout(rollout_program.lower, params)
+
+    def _rollout(self, run: Callable[..., Any], params: Params) -> Any:
+        """`run` of what a step's rollout in one program is called with: shapes in place of prompts."""
+        config = self.config
+        copies = self._copies(config.prompts_per_step, config.group_size)
+        shape = (config.prompts_per_step * copies, config.prompt_width)
+        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+        return run(
+            self.model,
+            params,
+            rows_on(prompts, self.mesh),
+            jax.random.key(config.seed),
+            policy=config.policy,
+            config=config.rollout,
+            group_size=config.group_size // copies,
+            stop=self.stop_table,
+        )
+
+    @property
+    def update(self) -> Any:
+        """The jitted optimizer step `(state, minibatch) -> (state, metrics)`."""
+        raise TypeError(f"{type(self).__name__} has no update: its class must define it")
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether an update is told which rows count."""
+        return False
+
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None) -> Any:
+        """What a whole rollout has to teach, a pytree of `[rows, ...]`: what `update` takes, before it is split.
+
+        Args:
+          rewards: `[batch]`. counted_rows: `[batch]` as in Samples.
+        """
+        raise TypeError(f"{type(self).__name__} has no learner_batch: its class must define it")
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""

@@ -101,6 +101,13 @@ class OnlineDPOLoop(Loop):
                 steps.append(metrics)
         return state, over_steps(steps, before)
 
+    def learner_batch(
+        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
+    ) -> PairBatch:
+        """The pairs of a rollout by its rewards alone, in the shapes that every judge's have; arguments as
+        `Loop.learner_batch`."""
+        return self.batch(params, trajectory, best_worst(rewards, self.config.group_size))
+
     def pairs(self, samples: Samples) -> Pairs:
         """One pair of every group, as the judge or the rewards have it."""
         config = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -15,8 +15,11 @@ from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
 from smd_jax.learner.update import Update, make_update
+from smd_jax.losses.distillation import has_whole_share
+from smd_jax.losses.weighting import FixedLength
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
 from smd_jax.train.loop import Loop, LoopConfig, over_steps
 
@@ -45,10 +48,18 @@ class PolicyLoop(Loop):
         check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
         check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
 
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        """Columns of a response, ascending, that the learner may run over: those of which distillation can take its
+        share of positions."""
+        distill = self.config.update.distill
+        fraction = 1.0 if distill is None else distill.position_fraction
+        return tuple(width for width in super().response_widths if has_whole_share(width, fraction))
+
     @cached_property
     def update(self) -> Update:
         # Made once a loop: a function that is jitted anew is compiled anew.
-        return make_update(self.model, self.optimizer, self.config.update)
+        return make_update(self.model, self.optimizer, _with_longest(self.config.update, self.config.rollout))
 
     @cached_property
     def replay(self) -> ReplayFunction:
@@ -94,3 +105,11 @@ class PolicyLoop(Loop):
         # The guard must see every token, so a learner that takes the sampler's word for the old policy is asked itself.
         known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs
         return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
+
+
+def _with_longest(update: UpdateConfig, rollout: RolloutConfig) -> UpdateConfig:
+    """The update with the longest response allowed in place of the columns of a mask, which may be fewer."""
+    if update.loss.weighting != FixedLength(None):
+        return update
+    loss = replace(update.loss, weighting=FixedLength(rollout.max_new_tokens))
+    return replace(update, loss=loss)

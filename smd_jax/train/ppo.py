@@ -146,6 +146,12 @@ class PPOLoop(PolicyLoop):
         """The parameters without the critic's head, which is no part of the model."""
         return drop_value_head(params)
 
+    def learner_batch(
+        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
+    ) -> TrainBatch:
+        """What a whole rollout has to teach; arguments as `Loop.learner_batch`."""
+        return self.train_batch(params, trajectory, rewards, counted_rows)[0]
+
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
         rewards = jnp.asarray(samples.rewards)

@@ -39,7 +39,12 @@ from smd_jax.testing import random_params, tiny_model_config
 Row = dict[str, Any]
 CHECKED = 2  # rows whose log-probabilities the learner computes again
 PREFILLED = 1  # prompts read at once: their caches are alive beside those of the rows
-POLICIES = {"ours": smd.eviction.Knorm(), "ours-snapkv": smd.eviction.SnapKV(), "ours-h2o": smd.eviction.H2O()}
+POLICIES = {
+    "ours": smd.eviction.Knorm(),
+    "ours-snapkv": smd.eviction.SnapKV(),
+    "ours-h2o": smd.eviction.H2O(),
+    "ours-dense": smd.eviction.Dense(),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ class Sizes:
     segments: int  # sampled; the first two are not timed
     context: int  # tokens of a row in the dense cache
     copied: int  # bytes of the array that is copied to measure the rate
+    prompt: int | None = None  # tokens of a prompt; none: as many as the budget
+
+    @property
+    def width(self) -> int:
+        return self.prompt or self.budget
 
 
 FULL = Sizes(
@@ -137,7 +147,10 @@ def slot_bytes(sizes: Sizes) -> int:
 
 def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, weights: int) -> int:
     """What a step has to move: weights once, live keys and values once, the statistic in and out."""
+    # On average over the segments that are timed; the first two are not.
     live = sizes.budget + sizes.buffer / 2
+    if not policy.evicts:
+        live = sizes.width + (2 + sizes.segments) * sizes.buffer / 2
     watched = (
         8 * sizes.model.num_layers * sizes.model.num_kv_heads
         if smd.eviction.ReceivedAttention() in policy.statistics
@@ -160,6 +173,8 @@ def check(sizes: Sizes) -> Iterator[Row]:
     small = replace(TINY, model=replace(sizes.model, **SMALL, dtype="float32"))
     params = random_params(small.model)
     for name, policy in POLICIES.items():
+        if not policy.evicts:
+            continue
         engine = make_engine(small, policy, 4, 100)
         done = engine.run(params, prompts(6, small.budget, small.model.vocab_size), jax.random.key(1))
         off = max_difference(engine.model, params, done.trajectory, CHECKED)
@@ -182,17 +197,19 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     def report(progress: smd.sampler.Progress) -> None:
         marks.append(progress.seconds)
 
-    given = prompts(rows, sizes.budget, sizes.model.vocab_size)
+    given = prompts(rows, sizes.width, sizes.model.vocab_size)
     engine.run(params, given, jax.random.key(0), limits=np.full(rows, sizes.buffer, np.int32))  # compiles
     done = engine.run(params, given, jax.random.key(1), report=report)
     steps = np.diff(marks)[2:] / sizes.buffer
     step = statistics.median(steps)
     least = step_bytes(sizes, policy, rows, nbytes(params)) / bandwidth
-    row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.budget}
-    row |= {"new_tokens": new_tokens, "budget": sizes.budget, "buffer": sizes.buffer}
+    row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.width}
+    budget, buffer = (sizes.budget, sizes.buffer) if policy.evicts else (None, None)
+    row |= {"new_tokens": new_tokens, "budget": budget, "buffer": buffer}
     row |= {"tokens_per_s": rows / step, "ms_per_step_early": steps[0] * 1e3, "ms_per_step_late": steps[-1] * 1e3}
-    memory = smd.memory.segment_memory(engine, params, sizes.budget)
-    expected = rows * (sizes.budget + sizes.buffer) * slot_bytes(sizes)
+    memory = smd.memory.segment_memory(engine, params, sizes.width)
+    slots = sizes.budget + sizes.buffer if policy.evicts else sizes.width + new_tokens
+    expected = rows * slots * slot_bytes(sizes)
     row |= {"cache_bytes": memory.state, "expected_cache_bytes": expected}
     row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory, CHECKED)
     row |= {

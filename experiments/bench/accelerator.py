@@ -1,0 +1,222 @@
+"""What do the kernels do on one NVIDIA GPU (H100, H200), in half an hour: are they right, and how near to its limits?
+
+Question   Are all GPU kernels right, on the hardware? How fast is attention under a shadow mask at 8K and 32K beside
+           cuDNN's dense one (goal: 7 times, at 32K with a budget of 1,024)? Does decoding read its cache at the rate of
+           a copy (goal: 75 %)? What do a rollout and an update of a model of 1.5B parameters take, budgeted and dense?
+Command    python experiments/bench/accelerator.py --out runs/accelerator_gpu.json
+           python experiments/bench/accelerator.py --stage machine correctness       (some stages alone)
+           python experiments/bench/accelerator.py --rehearse                        (toy sizes, on a CPU)
+Cost       at most 27 minutes, for every stage ends at its limit; --rehearse about two on quiet cores
+Result     not measured; experiments/results/kernels_predicted_h100.json says what compiled code lets one expect.
+
+Needs      Python 3.11 with jax 0.10.2, or 3.12 with jax 0.11 or newer; no network, and nothing of this repository
+           installed: its folders are put on the path. By stage:
+             machine, correctness, decode   jax, numpy, jaxtyping, and absl-py, which Pallas' GPU compiler needs
+             attention, whole               besides flax, optax, safetensors, tokenizers, rich, transformers and jinja2,
+                                            which importing smd_jax and smd_jax.testing brings; no weights, no tokenizer
+           pip install "jax[cuda12]" absl-py jaxtyping flax optax safetensors tokenizers rich transformers jinja2
+
+Stages     run in this order, each as a process of its own that says a row as soon as it is measured; --out is written
+           anew with every row, so that a stop loses nothing.
+             machine      versions, rate of a copy, rate of a bfloat16 product of 8,192 x 8,192 x 8,192
+             correctness  `engines/kernel_checks.py`: forward, backward and decode kernels against the float32 reference
+             attention    `bench/attention.py`: ours, cuDNN's dense causal attention, and XLA's, forward and backward
+             decode       one step of a layer's cache, against the bytes that it has to read
+             whole        rollout and update of Qwen2.5-1.5B's shape in bfloat16, random weights
+           A job that crashes, or is silent for too long (a kernel whose barriers wait for each other), ends its
+           process; a row says so, and the stage goes on with the next job in a fresh one.
+Status     1 if a check fails, a job dies or a stage runs out of time; all other rows are there all the same.
+Fields     `limit_share`: of a decode kernel and a step of the rollout, the bytes it has to move over what a copy moves
+           in that time; of attention and the update, arithmetic per second over the rate of the product. Both rates are
+           measured by the same process, before. Times are medians and least of several, after a first that is not
+           counted; the clock stops when all results are there (`jax.block_until_ready`).
+
+Standard library only: this process never holds the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from bench.turns import Row, write
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).parent / "engines" / "smd_accelerator.py"
+CPU_DEVICES = 8  # of a rehearsal: a kernel's threads are callbacks of the interpreter, which wait for each other
+# Of a rehearsal, whose programs run once: compiled as fast as can be.
+QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    f"--xla_force_host_platform_device_count={CPU_DEVICES}",
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Seconds: of a stage, and of one of its jobs, the start of its process included."""
+
+    stage: float
+    job: float
+
+
+STAGES = {
+    "machine": Limit(90, 60),
+    "correctness": Limit(420, 75),
+    "attention": Limit(330, 180),
+    "decode": Limit(210, 75),
+    "whole": Limit(540, 240),
+}
+
+
+def command(stage: str, rehearse: bool, only: str) -> list[str]:
+    """The worker's command line, but for `--skip`."""
+    words = [sys.executable, str(WORKER), "--stage", stage, *(["--only", only] if only else [])]
+    return words + (["--rehearse"] if rehearse else [])
+
+
+def environment(rehearse: bool) -> dict[str, str]:
+    """Ours, with the library on the path."""
+    found = dict(os.environ)
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [found.get("PYTHONPATH")])]
+    found["PYTHONPATH"] = os.pathsep.join(paths)
+    found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = found.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    if rehearse:
+        found["JAX_PLATFORMS"] = "cpu"
+        found["XLA_FLAGS"] = " ".join([found.get("XLA_FLAGS", ""), *QUICK]).strip()
+    return found
+
+
+class Process:
+    """A running worker; what it says on its standard output comes line by line, with a limit on the wait."""
+
+    def __init__(self, words: Sequence[str], rehearse: bool, errors: IO[str]) -> None:
+        self.errors = errors
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(rehearse)
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.put(line)
+        self.lines.put(None)
+
+    def line(self, until: float) -> str | None:
+        """The next line, None at the end; raises queue.Empty if there is none until then."""
+        return self.lines.get(timeout=max(until - time.monotonic(), 0))
+
+    def end(self) -> str:
+        """Kills it if it still runs; the last line of its complaints."""
+        self.process.kill()
+        self.process.wait()
+        self.listener.join()
+        self.errors.seek(0)
+        said = [line for line in self.errors.read().splitlines() if line.strip()]
+        print("\n".join(said[-30:]), file=sys.stderr, flush=True)
+        return said[-1].strip()[:300] if said else "it said nothing"
+
+
+def run_stage(name: str, words: Sequence[str], limit: Limit, rehearse: bool = False) -> Iterator[Row]:
+    """The rows of a stage, and one for every job that died.
+
+    Args:
+      words: the worker's command line. With `--skip N` it leaves out its first N jobs.
+    """
+    over = time.monotonic() + limit.stage
+    begun = 0
+    while True:
+        before = begun
+        last: Row = {}
+        for row in run_process([*words, "--skip", str(begun)], limit.job, over, rehearse):
+            last = row
+            if "begin" in row:
+                begun += 1
+            else:
+                yield {"stage": name} | row
+        # Without a single job begun, the next process would come no further.
+        if "failed" not in last or time.monotonic() >= over or begun == before:
+            return
+
+
+def run_process(words: Sequence[str], limit: float, over: float, rehearse: bool) -> Iterator[Row]:
+    """What a worker says; last, if it did not end well, why.
+
+    Args:
+      limit: seconds of silence before a job has to be done. over: when the stage ends.
+    """
+    job = None
+    reason = None
+    until = min(over, time.monotonic() + limit)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = Process(words, rehearse, errors)
+        try:
+            while (line := process.line(until)) is not None:
+                row = json.loads(line)
+                if "begin" in row:
+                    job = row["begin"]
+                    until = min(over, time.monotonic() + limit)
+                    yield row
+                else:
+                    yield {"job": job} | row
+            if code := process.process.wait():
+                reason = f"exit status {code}"
+        except queue.Empty:
+            reason = f"stopped after {limit:g} s, or at the limit of its stage"
+        finally:
+            complaint = process.end()
+    if reason is not None:
+        yield {"job": job, "failed": reason, "said": complaint}
+
+
+def is_good(row: Row) -> bool:
+    return "failed" not in row and row.get("ok") is not False
+
+
+def run(args: argparse.Namespace, stage_command: Callable[[str, bool, str], list[str]] = command) -> int:
+    """Prints and writes all rows as they come; the exit status."""
+    found: list[Row] = []
+    header: Row = {}
+    for name in args.stage:
+        for row in run_stage(name, stage_command(name, args.rehearse, args.only), STAGES[name], args.rehearse):
+            print(json.dumps(row), flush=True)
+            if "versions" in row:
+                header = {"device": row["device"], "versions": row["versions"]}
+            found.append(row)
+            if args.out is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                write(args.out, found, header | {"rehearsal": args.rehearse})
+    bad = [row for row in found if not is_good(row)]
+    print(f"{len(found)} rows, {len(bad)} of them failures", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", nargs="+", choices=tuple(STAGES), default=list(STAGES), help="all by default")
+    parser.add_argument("--only", default="", help="jobs whose names contain this")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on a CPU, kernels in JAX's interpreter")
+    parser.add_argument("--out", type=Path, default=None, help="write the rows, with date and command, to this file")
+    sys.exit(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

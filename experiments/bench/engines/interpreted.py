@@ -1,0 +1,57 @@
+"""GPU kernels on a CPU, for rehearsals: parameters of JAX's interpreter, and what it lacks.
+
+The interpreter is private to JAX (`jax._src`) and may move; on a GPU this file is not imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smd_kernels import decode_gpu
+from smd_kernels.hardware import DecodeSizes
+
+
+def parameters() -> InterpretGPUParams:
+    return InterpretGPUParams()
+
+
+def decode_parameters(slots: int) -> InterpretGPUParams:
+    """Reading beyond the slots gives zeros, as TMA does; where nobody does, memory that was not written is NaN."""
+    ragged = slots % DecodeSizes().keys
+    return InterpretGPUParams(
+        out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
+    )
+
+
+class Transposed:
+    """A reference seen as its transpose, which the interpreter does not know."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.ref[...].T
+
+    def __setitem__(self, index: Any, value: jax.Array) -> None:
+        self.ref[...] = value.T
+
+
+def teach() -> None:
+    """For the rest of this process: layouts, which mean nothing on a CPU, and products of transposed operands."""
+    multiply = plgpu.wgmma
+
+    def wgmma(acc: Any, a: Any, b: Any) -> None:
+        def copied(a_copy: Any, b_copy: Any) -> None:
+            a_copy[...], b_copy[...] = a[...], b[...]
+            multiply(acc, a_copy, b_copy)
+
+        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
+
+    plgpu.wgmma = wgmma
+    plgpu.layout_cast = lambda x, layout: x
+    decode_gpu._transposed = Transposed

@@ -1,0 +1,296 @@
+"""Every GPU kernel against the float32 reference, case by case. Run by `bench/accelerator.py`.
+
+Each case draws its inputs in the kernel's dtype and gives the same numbers, as float32, to `smd_kernels.reference`. The
+difference is the largest anywhere, over the largest number expected; it must be at most `TOLERANCE`, NaN is never at
+most that, and a second run must give the same bits. Needs jax, numpy and jaxtyping; of this repository only
+`smd_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_kernels import decode_gpu, reference
+from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes
+from smd_kernels.gpu import MosaicGpuKernel
+from smd_kernels.hardware import GPU_SIZES
+from smd_kernels.intervals import interval_attention
+from smd_kernels.segments import Segments, segment_attention
+from smd_kernels.xla import ACCELERATOR_SIZES, XlaKernel
+
+Row = dict[str, Any]
+# Of the largest number expected. Weights, outputs and their gradients are rounded to 8 bits (bfloat16); gradients of
+# whole sequences sum many of them. Weights that slots received are summed in float32.
+TOLERANCE = {"blocks": 2**-7, "attention": 2**-6, "decode": 2e-2, "received": 1e-4, "lse": 1e-4}
+COLUMNS = 40  # of random blocks: few, so that many rows lie on the first or last column of a key
+SMALL_TILES = BlockSizes(64, 64, 64, 64, 64, 64)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How kernels are run here: on a GPU, or on a CPU by JAX's interpreter of GPU kernels."""
+
+    interpret: Any = False
+    decode_interpret: Any = None
+
+    def kernel(self, sizes: BlockSizes) -> MosaicGpuKernel:
+        return MosaicGpuKernel(sizes, self.interpret)
+
+    def decode(self, q: Any, k: Any, v: Any, valid: Any) -> Any:
+        return decode_gpu.decode_attention(q, k, v, valid, interpret=self.decode_interpret)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, and inputs that it is tried on.
+
+    Attributes:
+      tolerances: of each part of the result, in order.
+      run, expected: functions of `inputs()`; the second takes float32.
+    """
+
+    name: str
+    kernel: str
+    dtype: str
+    tolerances: dict[str, float]
+    inputs: Callable[[], tuple[Any, ...]]
+    run: Callable[..., Any]
+    expected: Callable[..., Any]
+
+    def row(self) -> Row:
+        given = self.inputs()
+        program = jax.jit(self.run)
+        got = jax.block_until_ready(program(*given))
+        again = jax.block_until_ready(program(*given))
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, given)
+        return compare(self, got, again, jax.jit(self.expected)(*wide))
+
+
+def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
+    """How far a kernel is from the reference, and whether that is near enough."""
+    off = {}
+    same_bits = True
+    for name, x, y, z in zip(case.tolerances, got, again, expected, strict=True):
+        x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
+        # Where rows see nothing, the log of their denominator is infinite, and must be in both.
+        finite = np.isfinite(z)
+        unlike = not np.array_equal(x[~finite], z[~finite])
+        scale = np.abs(z[finite]).max(initial=0.0) or 1.0
+        # NumPy's maximum, unlike XLA's on CPU, does not pass over NaN.
+        off[name] = float("inf") if unlike else float(np.abs(x[finite] - z[finite]).max(initial=0.0) / scale)
+        same_bits &= np.array_equal(x, y)
+    ok = same_bits and all(off[name] <= limit for name, limit in case.tolerances.items())
+    row: Row = {"check": case.name, "kernel": case.kernel, "dtype": case.dtype, "ok": ok}
+    # A number that is not finite is no JSON.
+    said = {name: x if np.isfinite(x) else None for name, x in off.items()}
+    return row | {"off": said, "tolerance": case.tolerances, "same_bits": same_bits}
+
+
+# ---------------------------------------------------------------- blocks: forward and backward kernels by themselves
+
+
+def random_blocks(count: int, rows: int, keys: int, head_dim: int, dtype: str) -> tuple[Blocks, Any]:
+    """Blocks and the gradient of their output. Rows in any order, some of them padding; keys that live for a while,
+    some never; the first 64 of both see, and are seen, all the time: where tiles are of 64, one needs no mask."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal((count, n, head_dim)), dtype) for n in (rows, keys, keys, rows))
+    column = rng.integers(-3, COLUMNS, (count, rows)).clip(-1)
+    column[:, :64] = rng.integers(COLUMNS // 2, COLUMNS, (count, min(rows, 64)))
+    column[:, -1] = -1
+    born = rng.integers(0, COLUMNS, (count, keys))
+    evicted_at = np.maximum(born + rng.integers(-3, 20, (count, keys)), 0)
+    born[:, :64], evicted_at[:, :64] = 5, COLUMNS
+    evicted_at[:, 70:75] = 0
+    return Blocks(q, k, v, *(jnp.asarray(x, jnp.int32) for x in (column, born, evicted_at))), d_out
+
+
+def segment_blocks(count: int, group: int, length: int, budget: int, head_dim: int, dtype: str) -> tuple[Blocks, Any]:
+    """As a rollout leaves them: kept keys that all rows see, and the segment's own, causally; in column order."""
+    rng = np.random.default_rng(0)
+    sizes = (group * length, budget + length, budget + length, group * length)
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal((count, n, head_dim)), dtype) for n in sizes)
+    column = jnp.asarray(np.tile(np.repeat(budget + np.arange(length), group), (count, 1)), jnp.int32)
+    born = jnp.asarray(np.tile(np.arange(budget + length), (count, 1)), jnp.int32)
+    return Blocks(q, k, v, column, born, jnp.full_like(born, 2 * (budget + length))), d_out
+
+
+def by_kernel(kernel: BlockKernel, blocks: Blocks, d_out: Any) -> tuple[Any, ...]:
+    out, lse = kernel.forward(blocks)
+    return out, lse, *kernel.backward(blocks, out, lse, d_out)
+
+
+def by_reference(blocks: Blocks, d_out: Any) -> tuple[Any, ...]:
+    column = blocks.column[:, :, None]
+    visible = (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return reference.attention(q[:, None], k[:, None], v[:, None], visible[:, None])[:, 0]
+
+    out, pull = jax.vjp(attend, blocks.q, blocks.k, blocks.v)
+    highest = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("nrd,nsd->nrs", blocks.q, blocks.k, precision=highest) * blocks.q.shape[-1] ** -0.5
+    lse = jax.nn.logsumexp(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return out, jnp.where(visible.any(-1), lse, jnp.inf), *pull(d_out)
+
+
+def block_case(name: str, kernel: BlockKernel, inputs: Callable[[], Any], dtype: str) -> Case:
+    parts = {part: TOLERANCE["blocks"] for part in ("out", "lse", "dq", "dk", "dv")} | {"lse": TOLERANCE["lse"]}
+    return Case(name, type(kernel).__name__, dtype, parts, inputs, partial(by_kernel, kernel), by_reference)
+
+
+# ---------------------------------------------------------------- whole attention: groups of heads, windows, padding
+
+
+def sequences(heads: int, kv_heads: int, tokens: int, head_dim: int, dtype: str) -> tuple[Any, ...]:
+    """q, k, v and the gradient of the output, of two rows."""
+    rng = np.random.default_rng(1)
+    each = (heads, kv_heads, kv_heads, heads)
+    return tuple(jnp.asarray(rng.standard_normal((2, n, tokens, head_dim)), dtype) for n in each)
+
+
+def window(kv_heads: int, tokens: int, segments: Segments, padding: int) -> Any:
+    """`evicted_at` of a sampler that keeps the newest `budget` keys at every boundary, one key fewer in every further
+    head; the second row begins with padding."""
+    key = np.arange(tokens)
+    evicted_at = np.zeros((2, kv_heads, tokens), np.int32)
+    for head in range(kv_heads):
+        # The first boundary that is more than `budget` columns away from the key.
+        away = key + max(segments.budget - head, 1) + 1 - segments.first
+        boundary = segments.first + np.maximum(-(-away // segments.length), 0) * segments.length
+        evicted_at[:, head] = np.maximum(boundary, key + 1)
+    evicted_at[1, :, :padding] = 0
+    return jnp.asarray(evicted_at)
+
+
+def any_step(kv_heads: int, tokens: int, padding: int) -> Any:
+    """`evicted_at` of keys that live for any while."""
+    rng = np.random.default_rng(2)
+    evicted_at = np.arange(tokens) + rng.integers(1, tokens, (2, kv_heads, tokens))
+    evicted_at[1, :, :padding] = 0
+    return jnp.asarray(evicted_at, jnp.int32)
+
+
+def with_gradients(attend: Callable[..., Any], q: Any, k: Any, v: Any, d_out: Any, evicted_at: Any) -> tuple[Any, ...]:
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
+    return out, *pull(d_out)
+
+
+def masked(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:
+    return reference.attention(q, k, v, reference.interval_mask(evicted_at))
+
+
+def attention_case(
+    name: str, kernel: BlockKernel, heads: tuple[int, int], tokens: int, head_dim: int, segments: Segments | None
+) -> Case:
+    """Over segments, or with any interval where there are none."""
+    dtype = "bfloat16"
+    padding = tokens // 5
+    if segments is None:
+        attend = partial(interval_attention, kernel=kernel)
+        evicted_at = partial(any_step, heads[1], tokens, padding)
+    else:
+        attend = partial(segment_attention, segments=segments, kernel=kernel)
+        evicted_at = partial(window, heads[1], tokens, segments, padding)
+
+    def run(q: Any, k: Any, v: Any, d_out: Any, evicted_at: Any) -> tuple[Any, ...]:
+        def by_name(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:
+            return attend(q, k, v, evicted_at=evicted_at)
+
+        return with_gradients(by_name, q, k, v, d_out, evicted_at)
+
+    parts = {part: TOLERANCE["attention"] for part in ("out", "dq", "dk", "dv")}
+
+    def inputs() -> tuple[Any, ...]:
+        return *sequences(*heads, tokens, head_dim, dtype), evicted_at()
+
+    return Case(name, type(kernel).__name__, dtype, parts, inputs, run, partial(with_gradients, masked))
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, valid: str) -> tuple[Any, ...]:
+    """q, k, v and which slots hold a key. The first row's last head never has any, to see what nothing gives.
+
+    Args:
+      valid: "any" of the slots, "all", or a "window" of them, as while a cache fills up.
+    """
+    rng = np.random.default_rng(3)
+    shapes = ((batch, heads, 1, head_dim), *[(batch, kv_heads, slots, head_dim)] * 2)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    slot = np.broadcast_to(np.arange(slots), (batch, kv_heads, slots))
+    filled = {
+        "any": rng.random(slot.shape) < 0.6,
+        "all": np.ones(slot.shape, bool),
+        "window": (slot >= slots // 8) & (slot < slots // 2 + 1),
+    }[valid].copy()
+    filled[0, -1] = False
+    return q, k, v, jnp.asarray(filled)
+
+
+def decode_case(runner: Runner, shape: tuple[int, int, int, int, int], valid: str) -> Case:
+    name = f"decode {'x'.join(map(str, shape))}, {valid} valid"
+    parts = {"out": TOLERANCE["decode"], "received": TOLERANCE["received"]}
+    return Case(
+        name,
+        "decode_gpu",
+        "bfloat16",
+        parts,
+        partial(cached, *shape, valid),
+        runner.decode,
+        reference.decode_attention,
+    )
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def cases() -> Iterator[Case]:
+    """For a GPU; the small ones first, so that what hangs does so early."""
+    runner = Runner()
+    ours = runner.kernel(GPU_SIZES)
+    for dtype in ("bfloat16", "float16"):
+        for head_dim in (64, 128):
+            for name, sizes in {"small tiles": SMALL_TILES, "default tiles": GPU_SIZES}.items():
+                shape = (3, 300, 500, head_dim)
+                label = f"blocks {'x'.join(map(str, shape))}, {name}"
+                yield block_case(label, runner.kernel(sizes), partial(random_blocks, *shape, dtype), dtype)
+    # As many programs as a layer has, more than the GPU can hold at once.
+    whole = partial(segment_blocks, 96, 8, 128, 1024, 128, "bfloat16")
+    yield block_case("96 segments of 128 x 8 rows, 1,024 + 128 keys", ours, whole, "bfloat16")
+    # A control: where plain JAX fails too, the comparison is wrong and not the kernel.
+    yield block_case("control: 96 segments in plain JAX", XlaKernel(ACCELERATOR_SIZES), whole, "bfloat16")
+    for heads in ((1, 1), (6, 2), (8, 1), (16, 8)):
+        for head_dim in (64, 128):
+            segments = Segments(70, 32, 96)
+            label = f"{heads[0]}/{heads[1]} heads of {head_dim}"
+            yield attention_case(f"{label}, windows, padding", ours, heads, 500, head_dim, segments)
+            yield attention_case(f"{label}, any interval, padding", ours, heads, 500, head_dim, None)
+    yield attention_case("4/2 heads of 128, no prompt, 2,048 tokens", ours, (4, 2), 2048, 128, Segments(0, 128, 256))
+    for group, kv_heads in ((1, 2), (2, 4), (3, 2), (6, 2), (7, 2), (8, 4)):
+        for head_dim in (64, 128):
+            for slots in (72, 640):
+                for valid in ("any", "window") if slots == 640 else ("any",):
+                    yield decode_case(runner, (3, group * kv_heads, kv_heads, slots, head_dim), valid)
+    yield decode_case(runner, (64, 12, 2, 1152, 128), "all")
+    yield decode_case(runner, (8, 32, 8, 4096, 128), "any")
+
+
+def rehearsed() -> Iterator[Case]:
+    """The same checks at toy sizes, for JAX's interpreter of GPU kernels: one case of each kind."""
+    from interpreted import decode_parameters, parameters  # it is private to JAX: not asked for on a GPU
+
+    kernel = MosaicGpuKernel(SMALL_TILES, parameters())
+    shape = (1, 70, 100, 64)
+    yield block_case("blocks 1x70x100x64, small tiles", kernel, partial(random_blocks, *shape, "bfloat16"), "bfloat16")
+    yield attention_case("3/1 heads of 64, windows, padding", kernel, (3, 1), 40, 64, Segments(9, 8, 7))
+    for slots, valid in ((40, "any"), (72, "window")):
+        runner = Runner(parameters(), decode_parameters(slots))
+        yield decode_case(runner, (2, 3, 1, slots, 64), valid)

@@ -1,0 +1,354 @@
+"""One stage of `bench/accelerator.py`, which says what each is for: its jobs one after another, a JSON object a line.
+
+Before a job comes `{"begin": name}`; a job that fails ends the process, and the other side goes on behind it. Nothing
+is caught here: after an error of the device its context is lost anyway. What a stage needs is imported by the stage, so
+that what is missing stops no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # of what the studies share
+
+Row = dict[str, Any]
+Job = tuple[str, Callable[[], Iterable[Row]]]
+CACHE_LIMIT = 2**28  # bytes that no cache of a GPU holds (50 MB on Hopper): less would be read from there again
+
+
+def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, float]:
+    """Median and least of a call, all its results there; the first call, which compiles, does not count."""
+    jax.block_until_ready(f(*args))
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        found.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(found), "least_seconds": min(found)}
+
+
+# ---------------------------------------------------------------- machine
+
+
+def copy_rate(rehearse: bool) -> float:
+    """Bytes a second, read and written."""
+    # Not `smd_roofline`'s, which imports the whole library: this stage must run without it.
+    x = jnp.zeros((2**20 if rehearse else 2**30) // 4, jnp.float32)
+    return 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)["least_seconds"]
+
+
+def product_rate(rehearse: bool) -> float:
+    """FLOP a second of a bfloat16 product of square matrices of random numbers."""
+    n = 256 if rehearse else 8192
+    left, right = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+    return 2 * n**3 / seconds(jax.jit(jnp.matmul), left, right)["seconds"]
+
+
+def machine(rehearse: bool) -> Iterator[Job]:
+    def describe() -> Iterator[Row]:
+        device = jax.devices()[0]
+        names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy")
+        installed = {d.metadata["Name"].lower() for d in metadata.distributions() if d.metadata["Name"]}
+        versions = {"python": platform.python_version()} | {n: metadata.version(n) for n in names if n in installed}
+        stats = device.memory_stats() or {}
+        yield {
+            "device": device.device_kind,
+            "backend": jax.default_backend(),
+            "memory_bytes": stats.get("bytes_limit"),
+            "versions": versions,
+        }
+
+    yield "versions", describe
+    yield "copy", lambda: [{"copy_bytes_per_second": copy_rate(rehearse)}]
+    yield "product", lambda: [{"product_flops_per_second": product_rate(rehearse)}]
+
+
+# ---------------------------------------------------------------- correctness
+
+
+def correctness(rehearse: bool) -> Iterator[Job]:
+    if rehearse:
+        import interpreted
+
+        interpreted.teach()
+    import kernel_checks
+
+    for case in kernel_checks.rehearsed() if rehearse else kernel_checks.cases():
+        yield case.name, lambda case=case: [case.row()]
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention(rehearse: bool) -> Iterator[Job]:
+    from bench import attention as bench
+    from bench.limits import visible_keys
+
+    if rehearse:
+        impls = ("segments", "stock mask")
+        args = bench.Args("cpu", buffer=32, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", impls=impls, rounds=1)
+        sizes = ((256, 32),)
+    else:
+        # XLA's T x T mask, at a length at which it fits, is there to be seen once.
+        impls = ("mosaic_gpu", "segments", "cudnn causal", "stock mask")
+        args = replace(bench.Args("gpu", impls=impls, longest_mask=4096, rounds=10))
+        args = bench.with_defaults(args)
+        sizes = ((4096, 1024), (8192, 1024), (32768, 1024))
+
+    def measure(tokens: int, budget: int) -> Iterator[Row]:
+        rate = product_rate(rehearse)
+        for row in bench.time_size(args, tokens, budget, bench.IMPLEMENTATIONS):
+            sparse = row.impl != bench.CAUSAL
+            pairs = visible_keys(0, tokens, budget if sparse else None, args.buffer if sparse else None)
+            flops = 4.0 * pairs * row.heads * row.head_dim
+            # Backward has five products where forward has two.
+            shares = flops / row.fwd_ms, 2.5 * flops / max(row.bwd_ms, 1e-9)
+            forward, backward = (share * 1e3 / rate for share in shares)
+            yield asdict(row) | {"limit_share": forward, "backward_limit_share": backward}
+
+    for tokens, budget in sizes:
+        yield f"attention, {tokens} tokens, budget {budget}", partial(measure, tokens, budget)
+
+
+# ---------------------------------------------------------------- decode
+
+
+class Cache(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    slots: int
+    head_dim: int
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values, queries and output; a boolean read and a float32 written of every slot."""
+        kv = self.batch * self.kv_heads * self.slots
+        return 4 * kv * self.head_dim + 5 * kv + 4 * self.batch * self.heads * self.head_dim
+
+
+# Qwen2.5-1.5B's heads, an 8B model's; the last has fewer blocks than a GPU has multiprocessors.
+CACHES = (
+    Cache(64, 12, 2, 640, 128),
+    Cache(64, 12, 2, 1152, 128),
+    Cache(256, 12, 2, 1152, 128),
+    Cache(64, 32, 8, 640, 128),
+    Cache(64, 32, 8, 1152, 128),
+    Cache(256, 32, 8, 1152, 128),
+    Cache(8, 32, 8, 4096, 128),
+)
+TINY_CACHE = Cache(2, 3, 1, 72, 64)
+
+
+def decode(rehearse: bool) -> Iterator[Job]:
+    from smd_kernels import decode_gpu
+    from smd_kernels.decode import decode_attention
+
+    kernels: dict[str, Callable[..., Any]] = {"mosaic_gpu": decode_gpu.decode_attention, "xla": decode_attention}
+    if rehearse:
+        import interpreted
+
+        interpreted.teach()
+        parameters = interpreted.decode_parameters(TINY_CACHE.slots)
+        kernels["mosaic_gpu"] = partial(decode_gpu.decode_attention, interpret=parameters)
+    for cache in (TINY_CACHE,) if rehearse else CACHES:
+        for name, kernel in kernels.items():
+            label = f"decode {'x'.join(map(str, cache))}, {name}"
+            yield label, partial(decode_row, name, kernel, cache, rehearse)
+
+
+def decode_row(name: str, kernel: Callable[..., Any], cache: Cache, rehearse: bool) -> Iterator[Row]:
+    """A step of several layers, each with a cache of its own, again and again in one program.
+
+    A call by itself would be mostly the way to the device. All layers together are too large for the device's cache,
+    and every call needs the output of the one before.
+    """
+    layers = 1 if rehearse else max(2, -(-CACHE_LIMIT // cache.bytes))
+    rounds = 1 if rehearse else max(1, round(2**33 / (layers * cache.bytes)))
+    keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
+    shape = (cache.batch, cache.kv_heads, cache.slots, cache.head_dim)
+    held = [[jax.random.normal(key, shape, jnp.bfloat16) for key in keys[2 * i : 2 * i + 2]] for i in range(layers)]
+    x = jax.random.normal(keys[-1], (cache.batch, cache.heads, 1, cache.head_dim), jnp.bfloat16)
+    valid = jnp.ones(shape[:3], bool)
+
+    @jax.jit
+    def steps(x: Any, held: Any, valid: Any) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            x, received = carry
+            # What does not change must not be prepared once, ahead of the loop.
+            here, filled = jax.lax.optimization_barrier((held, valid))
+            for k, v in here:
+                x, seen = kernel(x, k, v, filled)
+                received += seen
+            return x, received
+
+        return jax.lax.fori_loop(0, rounds, step, (x, jnp.zeros(valid.shape, jnp.float32)))
+
+    took = {name: t / (layers * rounds) for name, t in seconds(steps, x, held, valid).items()}
+    rate = copy_rate(rehearse)
+    row: Row = {"impl": name, **cache._asdict(), "layers": layers, "rounds": rounds, "bytes": cache.bytes}
+    yield row | took | {"copy_bytes_per_second": rate, "limit_share": cache.bytes / took["seconds"] / rate}
+
+
+# ---------------------------------------------------------------- rollout and update of a whole model
+
+SEQUENCES = 4
+TOKENS = 8192
+PROMPT = 512
+BUDGET = 1024
+BUFFER = 128
+
+
+def whole(rehearse: bool) -> Iterator[Job]:
+    import smd_roofline
+
+    from smd_jax.config import ModelConfig
+
+    model = ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        max_positions=32_768,
+        rope_theta=1e6,
+        qkv_bias=True,
+        tie_embeddings=True,
+        dtype="bfloat16",
+    )
+    sizes = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, context=32_768, copied=2**30, prompt=4096)
+    if rehearse:
+        sizes = replace(smd_roofline.TINY, batches=(2,), budget=16, segments=3, copied=2**20, prompt=24)
+    batch = (2, 64, 16, 16, 8) if rehearse else (SEQUENCES, TOKENS, PROMPT, BUDGET, BUFFER)
+    few = sizes.batches[0]
+    # What is short first: the stage may end at its limit.
+    for name, rows in (("ours", few), ("ours-dense", few)):
+        yield f"rollout, {name}, {rows} rows", partial(rollout_row, sizes, name, rows)
+    for visibility in ("shadow", "dense"):
+        yield f"update, {visibility}", partial(update_row, sizes.model, visibility, *batch, rehearse)
+    for rows in sizes.batches[1:]:
+        yield f"rollout, ours, {rows} rows", partial(rollout_row, sizes, "ours", rows)
+
+
+def rollout_row(sizes: Any, name: str, rows: int) -> Iterator[Row]:
+    import smd_roofline
+
+    bandwidth = smd_roofline.copy_bandwidth(sizes.copied)
+    params = smd_roofline.random_weights(sizes.model)
+    row = smd_roofline.step_row(sizes, name, rows, params, bandwidth)
+    yield row | {"limit_share": row["share_of_roofline"], "copy_bytes_per_second": bandwidth}
+
+
+def update_row(
+    config: Any, visibility: Any, sequences: int, tokens: int, prompt: int, budget: int, buffer: int, rehearse: bool
+) -> Iterator[Row]:
+    """Updates of a sampler's rows, a row a microbatch; the rate that it is a share of is that of a square product."""
+    import optax
+    import smd_roofline
+
+    from bench.limits import Model, update_flops
+    from smd_jax.corrections.uncorrected import Naive, Shadow
+    from smd_jax.learner.config import UpdateConfig
+    from smd_jax.learner.state import TrainBatch, init_state
+    from smd_jax.learner.update import make_update
+    from smd_jax.masks import Segments
+    from smd_jax.model.decoder import Decoder
+    from smd_jax.testing import random_evictions
+    from smd_jax.trajectory import Trajectory
+
+    rng = np.random.default_rng(0)
+    drawn = jnp.asarray(rng.integers(1, config.vocab_size, (sequences, tokens)), jnp.int32)
+    mask = random_evictions(
+        tokens,
+        Segments(prompt, buffer, budget),
+        batch=sequences,
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+    )
+    trajectory = Trajectory(
+        tokens=drawn,
+        valid=jnp.ones(drawn.shape, bool),
+        logprobs=jnp.full((sequences, tokens - prompt), -np.log(config.vocab_size), jnp.float32),
+        terminated=jnp.zeros(sequences, bool),
+        mask=mask,
+    )
+    advantages = jnp.asarray([1.0, -1.0] * (sequences // 2), jnp.float32)
+    correction = Shadow() if visibility == "shadow" else Naive()
+    optimizer = optax.adamw(1e-6)
+    state = init_state(smd_roofline.random_weights(config), optimizer, jax.random.key(0))
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    update = make_update(Decoder(config), optimizer, UpdateConfig(visibility, correction=correction, microbatch_size=1))
+    batch = TrainBatch(trajectory, advantages, None)
+    times = []
+    for _ in range(2 + 3):
+        start = time.perf_counter()
+        state, metrics = update(state, batch)
+        jax.block_until_ready((state.params, metrics))
+        times.append(time.perf_counter() - start)
+    row: Row = {"update": visibility, "sequences": sequences, "tokens": tokens, "prompt": prompt, "microbatch": 1}
+    row |= {"budget": budget, "buffer": buffer} if visibility == "shadow" else {"budget": None, "buffer": None}
+    row |= {"parameters": parameters, "first_seconds": times[0], "loss_finite": bool(np.isfinite(metrics["loss"]))}
+    row |= {"ok": row["loss_finite"], "seconds": statistics.median(times[2:]), "least_seconds": min(times[2:])}
+    flops = update_flops(row, counted(config, Model))
+    rate = product_rate(rehearse)
+    row |= {"flops": flops, "product_flops_per_second": rate, "limit_share": flops / row["seconds"] / rate}
+    yield row | {"memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")}
+
+
+def counted(config: Any, model: Any) -> Any:
+    """A model's matrices, for `bench.limits`."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    pair = 4 * config.num_layers * config.num_heads * config.head_dim
+    return model(config.num_layers * layer, config.hidden_size * config.vocab_size, pair)
+
+
+STAGES: dict[str, Callable[[bool], Iterator[Job]]] = {
+    "machine": machine,
+    "correctness": correctness,
+    "attention": attention,
+    "decode": decode,
+    "whole": whole,
+}
+
+
+def say(row: Row) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", choices=tuple(STAGES), required=True)
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes, on a CPU")
+    parser.add_argument("--only", default="", help="jobs whose names contain this")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many jobs")
+    args = parser.parse_args()
+    if jax.default_backend() != ("cpu" if args.rehearse else "gpu"):
+        raise SystemExit(f"expected a GPU, or --rehearse on a CPU; got {jax.default_backend()!r}")
+    jobs = (job for job in STAGES[args.stage](args.rehearse) if args.only in job[0])
+    for name, job in islice(jobs, args.skip, None):
+        say({"begin": name})
+        for row in job():
+            say(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""An update that is compiled while the first rollout runs.
+
+A rollout and an update are programs that take about as long to compile, and a compiler seldom has work for all cores of
+a machine. One after the other, an update waits for the first rollout to be compiled and run:
+
+    main thread     trace update ─► trace rollout ─► compile rollout ─► run rollout ─► update
+    beside it            └────────► compile update ────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from smd_jax.sharding import batch_sharding
+
+
+@contextmanager
+def compiling(lowered: jax.stages.Lowered, mesh: Mesh) -> Iterator[None]:
+    """Compiles a program beside the body, and waits for it at the end. Calls that come later under `jax.set_mesh(mesh)`
+    find it compiled.
+
+    Raises:
+      Exception: whatever the compiler raised.
+    """
+
+    def compile() -> None:
+        # JAX looks a program up by the mesh that is set, too, and in a thread of its own none is.
+        with jax.set_mesh(mesh):
+            lowered.compile()
+
+    # A thread is enough: a compiler lets other threads run. Tracing does not, and is done by now.
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(compile)
+        yield
+    compiled.result()
+
+
+def rows_on(shapes: Any, mesh: Mesh) -> Any:
+    """Shapes `[rows, ...]` as `smd_jax.sharding.shard_batch` would place arrays of them. A program that is lowered for
+    arrays that lie elsewhere is another program."""
+    sharding = batch_sharding(mesh)
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
