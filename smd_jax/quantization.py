@@ -28,11 +28,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, UInt8
 
 from smd_jax.pytrees import any_leaves
+from smd_kernels.codes import BYTE, unpack
+from smd_kernels.codes import dequantize as codes_to_numbers
 from smd_kernels.copies import Copies
 from smd_kernels.segments import Segments
 
 Bits = Literal[8, 4, 2]
-BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,6 @@ def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead b
     parts = codes.reshape(*codes.shape[:-1], -1, each) << _shifts(bits, codes.ndim)
     # Shifted codes share no bits, so their sum is their union.
     return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
-
-
-def unpack(packed: UInt8[Array, "*lead bytes"], bits: int, count: int) -> UInt8[Array, "*lead {count}"]:
-    """The inverse of `pack`."""
-    codes = (packed[..., None] >> _shifts(bits, packed.ndim)) & jnp.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * BYTE // bits)[..., :count]
 
 
 def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
@@ -192,9 +187,7 @@ def dequantize(
     codes: UInt8[Array, "batch kv_heads rows head_dim"], ranges: Ranges
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """What codes stand for, in the dtype of the ranges; computed in float32 or wider."""
-    low = _wide(ranges.low)
-    scale = _wide(ranges.scale)
-    return (low + codes.astype(scale.dtype) * scale).astype(ranges.low.dtype)
+    return codes_to_numbers(codes, ranges.low, ranges.scale)
 
 
 def _wide(x: Array) -> Array:

@@ -78,13 +78,14 @@ replay_jitted = jax.jit(replay, static_argnums=0)
 def mismatch(trajectory: Trajectory, model: Decoder = MODEL) -> float:
     """The largest |log p_sampler - log p_learner|."""
     scores = replay_jitted(model, make_params(model.config), trajectory)
-    return float(jnp.abs(jnp.where(trajectory.response_mask, scores.logprobs - trajectory.logprobs, 0)).max())
+    difference = np.asarray(scores.logprobs) - np.asarray(trajectory.logprobs)
+    return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
-@pytest.mark.parametrize("name", ["Dense", "H2O", "SnapKV", "Random", "Pyramid of H2O"])
+@pytest.mark.parametrize("name", ["SnapKV", "Random", "Pyramid of H2O"])
 def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     """In the order of the prompts, with their evictions; and the learner finds the sampler's probabilities. Segments
-    are shorter than SnapKV's window, so that queries of the prompt outlive the first."""
+    are shorter than SnapKV's window, so that queries of the prompt outlive the first. H2O and Dense: below."""
     sizes = replace(SIZES, buffer=3)
     model = TWO_LAYERS if name.startswith("Pyramid") else MODEL  # budgets that differ between layers
     done = run(POLICIES[name], sizes, model, limits=LIMITS)
@@ -93,25 +94,21 @@ def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     lengths = np.asarray(done.trajectory.lengths())
     ended = np.asarray(done.trajectory.terminated)
     assert 0 < ended.sum() < ROWS and (lengths[~ended] == LIMITS[~ended]).all()
+    mask = done.trajectory.mask
+    assert isinstance(mask, ShadowMask) and mask.segments
+    mask.with_segments(mask.segments)  # raises otherwise
 
 
 QUANTISED = replace(SIZES, quant=QuantConfig(4, group=2))
-FILTERED = replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_new_tokens=6)
-IN_CHUNKS = replace(SIZES, prefill_chunk=5)
-BY_BITS = replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5)
+# Prompts in chunks and filters have nothing to do with each other: two of both, together.
+FILTERED = replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_new_tokens=6, prefill_chunk=5)
+BY_BITS = replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5, prefill_chunk=5)
 
 
 @pytest.mark.parametrize(
     ("policy", "sizes"),
-    [
-        (H2O(), QUANTISED),
-        (Dense(), QUANTISED),
-        (H2O(), FILTERED),
-        (H2O(), IN_CHUNKS),
-        (Dense(), IN_CHUNKS),
-        (Dense(), BY_BITS),
-    ],
-    ids=["quantised", "quantised, dense", "filtered", "in chunks", "in chunks, dense", "filtered by bits, dense"],
+    [(H2O(), QUANTISED), (Dense(), QUANTISED), (H2O(), FILTERED), (Dense(), BY_BITS)],
+    ids=["quantised", "quantised, dense", "filtered, in chunks", "filtered by bits, in chunks, dense"],
 )
 def test_whatever_else_is_asked_for(policy: EvictionPolicy, sizes: RolloutConfig):
     done, expected = run(policy, sizes, limits=LIMITS).trajectory, fixed(policy, sizes, limits=LIMITS)
@@ -171,7 +168,7 @@ def test_keys_of_rows_may_be_given():
     params, batch, key = make_params(SHAPE), prompts(), jax.random.key(1)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(6))
     order = np.array([3, 5, 0, 1, 4, 2])
-    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=4, prefill_rows=3)
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     there = engine.run(params, batch, key).trajectory
     turned = engine.run(params, jax.tree.map(lambda x: x[order], batch), keys[order]).trajectory
     np.testing.assert_array_equal(turned.tokens, np.asarray(there.tokens)[order])
@@ -210,12 +207,13 @@ def test_on_a_mesh():
 
 
 def test_utilisation_by_hand():
-    """Two decode rows, segments of four. Rows of 8, 2 and 3: the third takes the second's place after four steps."""
-    engine = Engine(MODEL, Knorm(), replace(SIZES, eos_token_id=None), decode_rows=2, prefill_rows=2)
-    batch = left_padded([3, 3, 3], WIDTH, SHAPE.vocab_size)
-    stats = engine.run(make_params(SHAPE), batch, jax.random.key(0), limits=np.array([8, 2, 3])).stats
-    assert (stats.tokens, stats.steps, stats.segments, stats.prefills) == (13, 8, 2, 2)
-    assert stats.utilisation == 13 / 16
+    """Three decode rows, segments of four. Rows of 8, 2, 7 and 3: the last takes the place of the second after four."""
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
+    batch = left_padded([3, 3, 3, 3], WIDTH, SHAPE.vocab_size)
+    stats = engine.run(make_params(SHAPE), batch, jax.random.key(0), limits=np.array([8, 2, 7, 3])).stats
+    assert stats.tokens == 20, "choose another key: no row should end by itself"
+    assert (stats.steps, stats.segments, stats.prefills) == (8, 2, 2)
+    assert stats.utilisation == 20 / 24
 
 
 def test_progress():
@@ -230,20 +228,6 @@ def test_progress():
 
 def test_buckets():
     assert buckets(100) == [13, 25, 50, 100] and buckets(16) == [16] and buckets(5) == [5]
-
-
-def test_compiles_once():
-    """Whatever the lengths of prompts and responses: one program for segments, one to seat rows, one per bucket."""
-    jitted: list[Any] = [engine_module._segment, engine_module._seat, engine_module._prefill]
-    for function in jitted:
-        function.clear_cache()
-    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
-    with count_compilations() as counts:
-        for seed, lengths in enumerate([[20, 3, 9], [1, 11, 7, 2], [4, 18]]):
-            batch = left_padded(lengths, WIDTH, SHAPE.vocab_size, seed)
-            engine.run(make_params(SHAPE), batch, jax.random.key(seed))
-    assert counts["_segment"] == counts["_seat"] == 1
-    assert counts["_prefill"] == len(buckets(WIDTH)) == 2
 
 
 # Memory.
@@ -283,7 +267,7 @@ def cache_sized(hlo: str, shape: str) -> list[str]:
     return [name for _, name, kind, rest in made if not harmless(kind, rest)]
 
 
-@pytest.mark.parametrize(("policy", "slots"), [(H2O(), 96 + 16), (Knorm(), 96 + 16), (Dense(), 256)])
+@pytest.mark.parametrize(("policy", "slots"), [(H2O(), 96 + 16), (Dense(), 256)])
 def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
     """Nothing of a cache's size is made, neither in the loop nor at the compression, but by updates in place; all state
     is aliased, and little more than keys and values; what else the program needs is small."""
@@ -303,7 +287,7 @@ def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
 def test_another_default_generator():
     """JAX may be told to make other keys by default; ours are threefry's all the same."""
     key = jax.random.key(1, impl="threefry2x32")
-    engine = Engine(MODEL, Knorm(), replace(SIZES, max_new_tokens=5), decode_rows=3, prefill_rows=2)
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     expected = engine.run(make_params(SHAPE), prompts(), key).trajectory
     with jax.default_prng_impl("rbg"):
         got = engine.run(make_params(SHAPE), prompts(), key).trajectory
@@ -313,7 +297,7 @@ def test_another_default_generator():
 def test_a_broken_model_is_refused():
     """NaN in a matrix: the run ends with the reason, instead of a trajectory of tokens that mean nothing."""
     params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(SHAPE))
-    engine = Engine(MODEL, Knorm(), replace(SIZES, sampling=SamplingConfig(top_k=5)), decode_rows=3, prefill_rows=2)
+    engine = Engine(MODEL, H2O(), FILTERED, decode_rows=3, prefill_rows=2)
     with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 3 of 3 rows"):
         engine.run(params, prompts(), jax.random.key(0))
 
@@ -354,7 +338,19 @@ def test_bad_sizes():
         run(POLICIES["SnapKV"].__class__())
 
 
-def test_masks_keep_to_their_segments():
-    mask = run(H2O(), limits=LIMITS).trajectory.mask
-    assert isinstance(mask, ShadowMask) and mask.segments
-    mask.with_segments(mask.segments)  # raises otherwise
+# Compilations.
+
+
+def test_compiles_once():
+    """Whatever the lengths of prompts and responses: one program for segments, one to seat rows, one per bucket.
+    The last test of the file, because the others would have to find their programs again."""
+    jitted: list[Any] = [engine_module._segment, engine_module._seat, engine_module._prefill]
+    for function in jitted:
+        function.clear_cache()
+    engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
+    with count_compilations() as counts:
+        for seed, lengths in enumerate([[20, 3, 9], [1, 11, 7, 2], [4, 18]]):
+            batch = left_padded(lengths, WIDTH, SHAPE.vocab_size, seed)
+            engine.run(make_params(SHAPE), batch, jax.random.key(seed))
+    assert counts["_segment"] == counts["_seat"] == 1
+    assert counts["_prefill"] == len(buckets(WIDTH)) == 2

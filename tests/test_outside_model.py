@@ -1,6 +1,7 @@
 """A model from outside of the library: what sampler, learner, engine and mesh ask of a model is the protocol alone.
 
-Three layers, of which the first has a window above the budget, the second none, the third one below it.
+Three layers, of which the first has a window above the budget, the second none, the third one below it; without the
+second where it doesn't matter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from experiments.outside_model import OutsideModel
-from smd_jax.eviction.policies import H2O, SnapKV
+from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, init_state
@@ -37,6 +38,7 @@ from tests.under_test import POLICIES, eviction_times, left_padded
 
 VOCAB, WIDTH, RESPONSE = 96, 12, 40
 MODEL = OutsideModel(vocab_size=VOCAB, windows=(20, None, 6))
+TWO_LAYERS = replace(MODEL, windows=(20, 6))
 LENGTHS = [12, 5, 9, 3]
 SIZES = RolloutConfig(RESPONSE, budget=12, buffer=8, eos_token_id=7)
 PROMPTS = left_padded(LENGTHS, WIDTH, VOCAB)
@@ -45,14 +47,15 @@ replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 @cache
-def params() -> Any:
-    """Sharper than at initialisation, so that it matters which keys are seen."""
-    return jax.tree.map(lambda x: 1.5 * x, MODEL.init(jax.random.key(1)))
+def params(model: OutsideModel = MODEL) -> Any:
+    """Sharper than at initialisation, so that it matters which keys are seen. In float32 for every model."""
+    init = jax.jit(replace(model, dtype="float32").init)
+    return jax.tree.map(lambda x: np.float32(1.5) * np.asarray(x), init(jax.random.key(1)))
 
 
 @cache
-def rolled(name: str, config: RolloutConfig = SIZES) -> Trajectory:
-    return rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=config)
+def rolled(name: str, config: RolloutConfig = SIZES, model: OutsideModel = MODEL) -> Trajectory:
+    return rollout(model, params(model), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=config)
 
 
 def recorded(trajectory: Trajectory) -> ShadowMask:
@@ -62,8 +65,13 @@ def recorded(trajectory: Trajectory) -> ShadowMask:
 
 def gap(trajectory: Trajectory, mask: Any = None, model: OutsideModel = MODEL) -> float:
     """Largest |log p_sampler - log p_learner| of the response tokens."""
-    scores = replay_jitted(model, params(), trajectory, trajectory.mask if mask is None else mask)
-    return float(np.abs(scores.logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)].max())
+    scores = replay_jitted(
+        model,
+        params(replace(model, attention=AttentionConfig())),
+        trajectory if mask is None else trajectory.replace(mask=mask),
+    )
+    difference = np.asarray(scores.logprobs) - np.asarray(trajectory.logprobs)
+    return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
 # --- the model
@@ -72,7 +80,8 @@ def gap(trajectory: Trajectory, mask: Any = None, model: OutsideModel = MODEL) -
 def test_forward_against_numpy():
     trajectory = rolled("H2O")
     visible = np.asarray(ShadowMask(recorded(trajectory).evicted_at).to_boolean())
-    logits = np.asarray(apply_model(MODEL, params(), trajectory.tokens, trajectory.positions, trajectory.mask))
+    apply = jax.jit(apply_model, static_argnums=0)
+    logits = np.asarray(apply(MODEL, params(), trajectory.tokens, trajectory.positions, trajectory.mask))
     wide = jax.tree.map(np.float64, params())
     for row in (0, 3):
         there = np.asarray(trajectory.valid[row])
@@ -88,9 +97,10 @@ def test_it_is_static():
 # --- sampler and learner are one policy
 
 
-@pytest.mark.parametrize("name", ["Dense", "StreamingLLM", "H2O", "SnapKV", "RKV", "Pyramid of H2O", "Protect"])
+@pytest.mark.parametrize("name", ["Dense", "StreamingLLM", "H2O", "RKV", "Pyramid of H2O"])
 def test_identity(name: str):
-    """One policy of every kind: by position, by attention, by recent queries, by keys, with budgets of its own."""
+    """One policy of every kind: by position, by attention, by recent queries and keys, with budgets of its own. (SnapKV
+    and Knorm: below.)"""
     trajectory = rolled(name)
     assert int(trajectory.lengths().max()) == RESPONSE
     assert gap(trajectory) <= 2e-5
@@ -106,19 +116,19 @@ def test_a_learner_without_windows_is_another_policy():
 
 @pytest.mark.parametrize(("name", "chunk"), [("Dense", 8), ("H2O", 5)])
 def test_identity_with_prompts_read_in_chunks(name: str, chunk: int):
-    assert gap(rolled(name, replace(SIZES, prefill_chunk=chunk))) <= 2e-5
+    assert gap(rolled(name, replace(SIZES, prefill_chunk=chunk), TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
 
 
 @pytest.mark.parametrize("name", ["Dense", "H2O"])
 def test_identity_with_a_quantised_cache(name: str):
-    assert gap(rolled(name, replace(SIZES, quant=QuantConfig(4, group=4)))) <= 2e-5
+    quantised = replace(SIZES, quant=QuantConfig(4, group=4))
+    assert gap(rolled(name, quantised, TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["H2O", "RKV"])
-def test_identity_in_float64(name: str):
+def test_identity_in_float64():
     with jax.enable_x64(True):
-        model = replace(MODEL, dtype="float64")
-        trajectory = rollout(model, params(), PROMPTS, jax.random.key(3), policy=POLICIES[name], config=SIZES)
+        model = replace(TWO_LAYERS, dtype="float64")
+        trajectory = rolled("H2O", SIZES, model)
         assert gap(trajectory, model=model) <= 1e-10
 
 
@@ -149,11 +159,11 @@ def test_keys_outside_the_window_go_first():
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
 def test_every_implementation_gives_the_same(impl: Any):
-    trajectory = rolled("H2O")
-    model = replace(MODEL, attention=AttentionConfig(impl))
+    trajectory = rolled("H2O", model=TWO_LAYERS)
+    model = replace(TWO_LAYERS, attention=AttentionConfig(impl))
     assert gap(trajectory, model=model) <= 2e-5
-    plain = recorded(trajectory).replace(segments=())  # says nothing of the segments, nor of windows
-    if impl != "segments":
+    if impl in ("interval", "portable"):
+        plain = recorded(trajectory).replace(segments=())  # says nothing of the segments, nor of windows
         assert gap(trajectory, plain, model) <= 2e-5
 
 
@@ -163,10 +173,11 @@ def test_windows_of_a_dense_mask_against_booleans():
     mask = dense_mask(valid)
     booleans = [jnp.asarray(np.tri(60, k=0) - np.tri(60, k=-(w or 99)), bool) for w in MODEL.windows]
     explicit = jnp.stack(booleans)[None, :, None] & mask.to_boolean()
-    found = apply_model(MODEL, params(), tokens, positions(valid), mask)
-    without = replace(MODEL, windows=(None,) * 3)
-    expected = apply_model(without, params(), tokens, positions(valid), explicit)
-    np.testing.assert_allclose(found[valid], expected[valid], atol=2e-5)
+    apply = jax.jit(apply_model, static_argnums=0)
+    found = apply(MODEL, params(), tokens, positions(valid), mask)
+    expected = apply(replace(MODEL, windows=(None,) * 3), params(), tokens, positions(valid), explicit)
+    there = np.asarray(valid)
+    np.testing.assert_allclose(np.asarray(found)[there], np.asarray(expected)[there], atol=2e-5)
 
 
 # --- the update, the engine, the mesh
@@ -174,14 +185,14 @@ def test_windows_of_a_dense_mask_against_booleans():
 
 def loss_and_gradients(trajectory: Trajectory) -> tuple[Any, Any]:
     advantages = jnp.array([1.0, -0.5, 0.3, -1.2])
-    update = make_update(MODEL, RECORD, UpdateConfig())
-    state = init_state(jax.tree.map(jnp.copy, params()), RECORD, jax.random.key(0))
+    update = make_update(TWO_LAYERS, RECORD, UpdateConfig())
+    state = init_state(jax.tree.map(jnp.asarray, params(TWO_LAYERS)), RECORD, jax.random.key(0))
     state, metrics = update(state, TrainBatch(trajectory, advantages, trajectory.logprobs))
     return metrics, state.opt_state
 
 
 def test_the_update_is_the_same_under_intervals_and_booleans():
-    trajectory = rolled("H2O")
+    trajectory = rolled("H2O", model=TWO_LAYERS)
     one, gradient = loss_and_gradients(trajectory)
     other, expected = loss_and_gradients(trajectory.replace(mask=recorded(trajectory).to_boolean()))
     assert one["sampling/sampling_logp_difference/max"] <= 2e-5
@@ -190,12 +201,11 @@ def test_the_update_is_the_same_under_intervals_and_booleans():
 
 
 def test_the_engine_gives_what_a_batch_gives():
-    policy = SnapKV(window=4, kernel=3)
-    whole = rollout(MODEL, params(), PROMPTS, jax.random.key(3), policy=policy, config=SIZES)
-    done = Engine(MODEL, policy, SIZES, decode_rows=3, prefill_rows=2).run(params(), PROMPTS, jax.random.key(3))
+    whole, engine = rolled("SnapKV", model=TWO_LAYERS), Engine(TWO_LAYERS, POLICIES["SnapKV"], SIZES, 3, prefill_rows=2)
+    done = engine.run(params(TWO_LAYERS), PROMPTS, jax.random.key(3))
     np.testing.assert_array_equal(done.trajectory.tokens, whole.tokens)
     np.testing.assert_array_equal(eviction_times(done.trajectory), eviction_times(whole))
-    assert gap(done.trajectory) <= 2e-5
+    assert gap(done.trajectory, model=TWO_LAYERS) <= 2e-5
 
 
 def test_its_parameters_are_sharded_by_a_rule_for_names_that_nobody_knows():
@@ -209,12 +219,12 @@ def test_its_parameters_are_sharded_by_a_rule_for_names_that_nobody_knows():
 
 def test_sharded_over_eight_devices():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    whole = rolled("H2O")
+    whole, model = rolled("H2O", model=TWO_LAYERS), TWO_LAYERS
     with jax.set_mesh(mesh):
-        placed = shard_tree(params(), mesh)
+        placed = shard_tree(params(model), mesh)
         assert placed["blocks"]["block0"]["wq"].addressable_shards[0].data.shape == (16, 32)
-        sharded = rollout(MODEL, placed, shard_batch(PROMPTS, mesh), jax.random.key(3), policy=H2O(), config=SIZES)
-        scores = replay_jitted(MODEL, placed, sharded)
+        sharded = rollout(model, placed, shard_batch(PROMPTS, mesh), jax.random.key(3), policy=H2O(), config=SIZES)
+        scores = replay_jitted(model, placed, sharded)
     inside = np.asarray(sharded.response_mask)
-    assert np.abs(scores.logprobs - sharded.logprobs)[inside].max() <= 2e-5
+    assert np.abs(np.asarray(scores.logprobs) - np.asarray(sharded.logprobs))[inside].max() <= 2e-5
     np.testing.assert_array_equal(sharded.tokens, whole.tokens)

@@ -236,8 +236,11 @@ def simulate(name: str, trajectory: Trajectory, b: int, chunk: int | None) -> np
     return evicted_at
 
 
-@pytest.mark.parametrize("chunk", [None, 4], ids=["whole prompts", "in chunks"])
-@pytest.mark.parametrize("name", ["expected attention", "age", "running norm", "Protect"])
+# Ages depend on what is read together; the other statistics are harder where keys go between chunks.
+READ = [("expected attention", None), ("age", None), ("age", 4), ("running norm", 4), ("Protect", 4)]
+
+
+@pytest.mark.parametrize(("name", "chunk"), READ)
 def test_the_same_keys_as_in_numpy(name: str, chunk: int | None):
     trajectory = run_one_layer(name, chunk)
     for b in range(len(LENGTHS)):
@@ -259,26 +262,27 @@ FORMS = {
     "in chunks": replace(SIZES, prefill_chunk=5),
     "quantised": replace(SIZES, quant=QuantConfig(4, group=2)),
 }
-# Every statistic in two forms, every form of reading with two statistics.
+# Every statistic and every form of reading: Protect has the expected attention, Pyramid the age. More: above.
 EVERYWHERE = [
-    ("expected attention", "whole prompts"),
-    ("expected attention", "quantised"),
-    ("age", "whole prompts"),
-    ("age", "in chunks"),
-    ("running norm", "in chunks"),
     ("running norm", "quantised"),
     ("Protect", "in chunks"),
-    ("Pyramid", "quantised"),
+    ("Pyramid", "whole prompts"),
 ]
 
 
 replay_jitted = jax.jit(replay, static_argnums=0)
 
 
+def gap(model: Decoder, trajectory: Trajectory) -> float:
+    """Largest |log p_sampler - log p_learner| of the response tokens."""
+    scores = replay_jitted(model, make_params(model.config), trajectory)
+    difference = np.asarray(scores.logprobs) - np.asarray(trajectory.logprobs)
+    return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
+
+
 @pytest.mark.parametrize(("name", "form"), EVERYWHERE)
 def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
-    # Pyramid's budgets differ between layers; under "age", equal tokens of a first layer tie but for rounding.
-    model = TWO_LAYERS if name in ("Pyramid", "age") else MODEL
+    model = TWO_LAYERS if name == "Pyramid" else MODEL  # budgets that differ between layers
     policy, sizes, params = POLICIES[name], FORMS[form], make_params(model.config)
     prompts, key = left_padded(MANY, 20, SHAPE.vocab_size), jax.random.key(1)
     fixed = rollout(
@@ -288,10 +292,8 @@ def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
     np.testing.assert_array_equal(seated.trajectory.tokens, fixed.tokens)
     np.testing.assert_array_equal(eviction_times(seated.trajectory), eviction_times(fixed))
     for trajectory in (fixed, jax.device_put(seated.trajectory, fixed.tokens.sharding)):
-        gap = jnp.abs(replay_jitted(model, params, trajectory).logprobs - trajectory.logprobs)
-        assert jnp.where(trajectory.response_mask, gap, 0).max() <= 2e-5
-    dense = jnp.abs(replay_jitted(model, params, fixed, fixed.dense_mask()).logprobs - fixed.logprobs)
-    assert jnp.where(fixed.response_mask, dense, 0).max() > 1e-2, "nothing was evicted that mattered"
+        assert gap(model, trajectory) <= 2e-5
+    assert gap(model, fixed.replace(mask=fixed.dense_mask())) > 1e-2, "nothing was evicted that mattered"
 
 
 def test_on_a_mesh():
@@ -314,8 +316,17 @@ def test_on_a_mesh():
             assert leaf.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor")
 
 
-@pytest.mark.parametrize("quant", [None, QuantConfig(4, group=2)], ids=["", "quantised"])
-@pytest.mark.parametrize("name", POLICIES)
+PLANNED = [
+    ("expected attention", None),
+    ("age", QuantConfig(4, group=2)),
+    ("running norm", None),
+    ("running norm", QuantConfig(4, group=2)),
+    ("Protect", QuantConfig(4, group=2)),
+    ("Pyramid", None),
+]
+
+
+@pytest.mark.parametrize(("name", "quant"), PLANNED)
 def test_the_memory_plan_counts_them(name: str, quant: QuantConfig | None):
     policy, config = POLICIES[name], replace(SIZES, quant=quant)
     sampler = Sampler(MODEL, policy, config, 20)

@@ -12,28 +12,12 @@ could come above 1, and so could one whose prompts count for much.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-from bench.engines import common
+from bench.engines.common import Sizes, model_sizes
 from bench.turns import Row
-
-
-class Model(NamedTuple):
-    """What the count needs to know of a model.
-
-    Attributes:
-      layers: weights in the matrices of all layers. head: in the output projection.
-      pair: arithmetic of a pair of a query and a key, in all heads and layers: scores and weighted values.
-    """
-
-    layers: int
-    head: int
-    pair: int
-
-
-COMPARED = Model(common.layer_weights(), common.head_weights(), pair=4 * common.LAYERS * common.HEADS * common.HEAD_DIM)
 
 
 def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int | None) -> float:
@@ -49,25 +33,25 @@ def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int |
     return seen
 
 
-def rollout_flops(row: Row) -> float:
+def rollout_flops(row: Row, sizes: Sizes) -> float:
     """Of all tokens of a turn: prompts read once, every token but a response's last read, every one drawn."""
     attended = visible_keys(row["prompt"], row["new_tokens"] - 1, row["budget"], row["buffer"])
     read = row["prompt"] + row["new_tokens"] - 1
-    products = read * common.layer_weights() + row["new_tokens"] * common.head_weights()
-    return row["batch"] * (2 * products + attention_flops(attended))
+    products = read * sizes.layer_weights() + row["new_tokens"] * sizes.head_weights()
+    return row["batch"] * (2 * products + attention_flops(attended, sizes))
 
 
-def update_flops(row: Row, model: Model = COMPARED) -> float:
+def update_flops(row: Row, sizes: Sizes) -> float:
     """Of all sequences, forward and backward; hidden states of a prompt get no logits."""
     response = row["tokens"] - row["prompt"]
     attended = visible_keys(row["prompt"], response, row["budget"], row["buffer"])
-    products = row["tokens"] * model.layers + response * model.head
-    return 3 * row["sequences"] * (2 * products + attention_flops(attended, model))
+    products = row["tokens"] * sizes.layer_weights() + response * sizes.head_weights()
+    return 3 * row["sequences"] * (2 * products + attention_flops(attended, sizes))
 
 
-def attention_flops(pairs: float, model: Model = COMPARED) -> float:
+def attention_flops(pairs: float, sizes: Sizes) -> float:
     """Scores and weighted values of so many pairs of a query and a key, in all heads and layers."""
-    return pairs * model.pair
+    return 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
 
 
 def product_command(rows: int, repeats: int, *flags: str) -> list[str]:
@@ -80,14 +64,62 @@ def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
     """The rows without the yardstick's own, each with its `limit_share`, and the rate it is a share of.
 
     Args:
-      rows: of one run, in which `engines/product.py` took its turns.
+      rows: of one run of the model of `engines/common.py`, in which `engines/product.py` took its turns.
     """
     [product] = [row for row in rows if row["engine"] == "product"]
     rate = product["gflops_per_second"]
+    sizes = model_sizes()  # an output projection of its own changes no arithmetic
     found = []
     for row in rows:
         if row is not product:
-            flops = update_flops(row) if update else rollout_flops(row)
+            flops = update_flops(row, sizes) if update else rollout_flops(row, sizes)
             share = flops / row["seconds"] / 1e9 / rate
             found.append(row | {"limit_share": share, "product_gflops_per_second": rate})
+    return found
+
+
+# ---------------------------------------------------------------- whole steps, of rows of any length
+
+
+def step_flops(step: Row, row: Row, sizes: Sizes) -> tuple[float, float]:
+    """Of the rollout and of the update of one GRPO step. In the rollout a group's prompt is read once.
+
+    Args:
+      step: with `tokens`, (of the prompt, of the completion) of each completion of the step.
+      row: of the engine: `group`, `budget` and `buffer`.
+    """
+    rollout = update = 0.0
+    for prompt, new in step["tokens"]:
+        one = {"batch": 1, "sequences": 1, "prompt": prompt, "new_tokens": new, "tokens": prompt + new}
+        one |= {"budget": row["budget"], "buffer": row["buffer"]}
+        reading = 2 * prompt * sizes.layer_weights() + attention_flops(visible_keys(prompt, 0, None, None), sizes)
+        rollout += rollout_flops(one, sizes) - reading * (1 - 1 / row["group"])
+        update += update_flops(one, sizes)
+    return rollout, update
+
+
+def with_step_limits(rows: list[Row], sizes: Sizes) -> list[Row]:
+    """The rows without the yardsticks', each with the seconds that its arithmetic takes at their rates.
+
+    `limit_seconds` of a step, `update_limit_seconds` of it in the update; `limit_share` is the former over the step's
+    seconds: median over the steps, as they are.
+
+    Args:
+      rows: of one run, in which `engines/product.py` took its turns in both forms: as many rows as the sampler has, and
+        the gradients of a microbatch.
+    """
+    rates = {row["backward"]: row["gflops_per_second"] * 1e9 for row in rows if row["engine"] == "product"}
+    if rates.keys() != {False, True}:
+        raise ValueError(f"expected products of a sampler's step and of an update; got backward {sorted(rates)}")
+    found = []
+    for row in rows:
+        if row["engine"] == "product":
+            continue
+        flops = [step_flops(step, row, sizes) for step in row["steps"]]
+        limits = [rollout / rates[False] + update / rates[True] for rollout, update in flops]
+        shares = [limit / step["seconds"] for limit, step in zip(limits, row["steps"], strict=True)]
+        more: Row = {"limit_share": statistics.median(shares), "limit_seconds": statistics.median(limits)}
+        more["update_limit_seconds"] = statistics.median(update / rates[True] for _, update in flops)
+        more["product_gflops_per_second"] = {"rollout": rates[False] / 1e9, "update": rates[True] / 1e9}
+        found.append(row | more)
     return found

@@ -7,6 +7,8 @@ Command    python experiments/bench/rollout.py --hf-python PATH --tunix-python P
            python experiments/bench/rollout.py --flat           (does a step at token 4,000 cost what one at 400 costs?)
            python experiments/bench/rollout.py --continuous     (responses of 64 to 2,048 tokens: our engine against
                                                                  our fixed batch, which waits for its longest row)
+           python experiments/bench/rollout.py --engine ours --bits 8 4 2 --batch 64 --lengths 512
+                                                                (ours in full precision beside its quantised caches)
            python experiments/bench/rollout.py --parts          (where a step of ours goes: products, attention, …)
            python experiments/bench/rollout.py --device gpu --check --json --out runs/rollout_gpu.json
 Cost       twelve minutes on a quiet machine, and 8 GB of memory, because all engines are alive at once; --flat one
@@ -22,6 +24,7 @@ Engines    ours          policy Knorm, a cheap one, which is the rule of kvpress
            ours-h2o      a policy that sums up the attention each key receives
            ours-snapkv   one that keeps the newest queries; not by default
            ours-dense    policy Dense: our dense cache
+           ours-4bit     with --bits 4: the same with a quantised cache, groups as long as the buffer
            hf            `generate` with its dynamic cache; hf-static: with its static one, not by default
            tunix         the vanilla sampler, a dense cache
            kvpress       DecodingPress around KnormPress, 128 keys every 32 steps
@@ -85,6 +88,7 @@ class Args:
     tunix_python: str | None = None  # interpreter with Tunix
     kvpress_python: str | None = None  # interpreter with kvpress
     lengths: tuple[int, ...] = (512, 2048)  # new tokens of a row
+    bits: tuple[Literal[8, 4, 2], ...] = ()  # ours with quantised caches, too
     batch: int = 32  # rows decoded at the same time
     prompt: int = 64  # tokens of a prompt
     budget: int = 128  # keys kept per layer and KV head
@@ -143,7 +147,10 @@ def commands(args: Args, new_tokens: int) -> Iterator[list[str]]:
         script: list[object] = [HERE / "engines" / f"{name}_rollout.py", *(["--static"] if engine != name else [])]
         if engine in POLICY:
             script = [HERE / "engines" / "smd_rollout.py", "--policy", POLICY[engine]]
-        yield [str(word) for word in (python, *script, *sizes(args, new_tokens))]
+        command = [str(word) for word in (python, *script, *sizes(args, new_tokens))]
+        yield command
+        if engine in POLICY:
+            yield from ([*command, "--bits", str(bits)] for bits in args.bits)
 
 
 def continuous_commands(args: Args, spread: str) -> Iterator[list[str]]:

@@ -128,11 +128,15 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
 
 @dataclass(frozen=True)
 class _Ring:
-    """Tiles on their way to shared memory: step i brings tile i of K, step `tiles + i` tile i of V."""
+    """Tiles on their way to shared memory: step i brings tile i of K, step `tiles + i` tile i of V.
+
+    Attributes:
+      smem: has the `ring` and its barriers, `arrived`.
+    """
 
     k: Any
     v: Any
-    smem: _Scratch
+    smem: Any
     sizes: DecodeSizes
     tiles: int
 

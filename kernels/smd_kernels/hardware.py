@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from smd_kernels.blocks import BlockSizes
+from smd_kernels.codes import BYTE, Codes
 
 Hardware = Literal["mosaic_gpu", "mosaic_tpu"]
 
@@ -71,6 +72,11 @@ DECODE: dict[Hardware, Limits] = {
     "mosaic_gpu": Limits(("bfloat16",), slots_multiple=8, group=GPU_GROUP),
     "mosaic_tpu": Limits(("bfloat16", "float32"), head_dims=None, head_dim_multiple=16),
 }
+# Over a cache of codes.
+DECODE_CODES: dict[Hardware, Limits] = {
+    "mosaic_gpu": Limits(("bfloat16",), slots_multiple=8, group=GPU_GROUP),
+    "mosaic_tpu": Limits(("bfloat16", "float32")),
+}
 
 
 def why_not_blocks(hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
@@ -109,6 +115,42 @@ def why_not_decode(
     return None
 
 
+def why_not_decode_codes(
+    hardware: Hardware, dtype: jax.typing.DTypeLike, codes: Codes, precise: int, group: int
+) -> str | None:
+    """Why a decode kernel cannot run on a cache of codes with so many slots in full precision beside them; None if it
+    can.
+
+    Args:
+      group: query heads per KV head.
+    """
+    limits = DECODE_CODES[hardware]
+    if (reason := limits.why_not(dtype, codes.head_dim)) is not None:
+        return reason
+    if codes.head_dim * codes.bits % BYTE:
+        return f"expected codes that fill their bytes; got head_dim {codes.head_dim} at {codes.bits} bits"
+    for name, slots in (("slots of codes", codes.slots), ("slots in full precision", precise)):
+        if slots % limits.slots_multiple or not slots:
+            return f"expected {name} in multiples of {limits.slots_multiple}; got {slots}"
+    if limits.group is not None and group > limits.group:
+        return f"expected at most {limits.group} query heads per KV head; got {group}"
+    if hardware == "mosaic_gpu":
+        memory = "shared memory"
+        most = SMEM_BYTES
+        needed = _codes_smem_bytes(codes, precise, GPU_DECODE_SIZES)
+        # A row of a plane, which a thread block widens at once, has channels of one part alone.
+        if codes.head_dim // codes.parts % (BYTE // codes.bits):
+            return f"expected ranges of values for at least {BYTE // codes.bits} channels; got {codes.parts} ranges"
+    else:
+        memory = "VMEM"
+        most = VMEM_BYTES
+        needed = _codes_vmem_bytes(jnp.dtype(dtype).itemsize, codes, precise, group)
+    if needed > most:
+        what = f"{codes.slots} + {precise} slots of {codes.head_dim} and {codes.groups} groups of keys"
+        return f"expected at most {most} bytes of {memory}; {what} need {needed}"
+    return None
+
+
 @dataclass(frozen=True)
 class DecodeSizes:
     """Tiles of K and V of the decode kernel on GPUs.
@@ -144,3 +186,34 @@ def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
     padded = -(-slots // TPU_LANES) * TPU_LANES
     # Scores are float32, and a group of fewer than 8 fills the 8 sublanes of a register all the same.
     return 4 * padded * head_dim * itemsize + 4 * padded * max(group, 8) * 4
+
+
+def plane_tile(head_dim: int, bits: int) -> int:
+    """Columns of the tiles in which the GPU kernel keeps widened codes: whole ones for every plane."""
+    return min(head_dim * bits // BYTE, 64)
+
+
+def _codes_smem_bytes(codes: Codes, precise: int, sizes: DecodeSizes) -> int:
+    """As the scratch of `decode_codes_gpu`: tiles of codes and of numbers, the table, and what every slot has."""
+    keys = sizes.keys
+    coded = sizes.tiles(codes.slots)
+    halves = 3 * keys * codes.head_dim + 2 * GPU_GROUP * (codes.head_dim + keys) + 2 * codes.parts * keys
+    halves += 2 * -(-codes.groups // 64) * 64 * codes.head_dim
+    slots = (coded + sizes.tiles(precise)) * (GPU_GROUP + 1) + coded  # scores and validity; groups
+    return sizes.stages * keys * codes.keys.shape[3] + 2 * halves + 4 * slots * keys
+
+
+def _codes_vmem_bytes(itemsize: int, codes: Codes, precise: int, group: int) -> int:
+    """What a program reads, twice, because the next one's is on its way; and what it makes of it."""
+
+    def lanes(count: int) -> int:
+        return -(-count // TPU_LANES) * TPU_LANES
+
+    slots = lanes(codes.slots)
+    # Slots lie last. Other axes are padded to the rows of a tile: 32 of bytes, 16 of halves, 8 of float32.
+    rows = 32 // itemsize
+    read = 2 * slots * -(-codes.keys.shape[3] // 32) * 32 + 2 * slots * -(-codes.parts // rows) * rows * itemsize
+    read += 2 * (codes.groups + precise) * lanes(codes.head_dim) * itemsize
+    # Planes as integers and as float32, their two ranges, and the result; the matrix that picks groups; scores.
+    wide = 5 * slots * codes.head_dim * 4 + 2 * codes.groups * slots * itemsize
+    return 2 * read + wide + 4 * (slots + lanes(precise)) * max(group, 8) * 4

@@ -24,16 +24,15 @@ from smd_jax.quantization import (
     Parity,
     QuantConfig,
     Ranges,
-    dequantize,
     key_ranges,
     of_channels,
     of_columns,
     pack,
     packed_size,
     quantize,
-    unpack,
     value_ranges,
 )
+from smd_kernels.codes import Codes
 
 
 @any_leaves
@@ -116,19 +115,23 @@ def append(
     return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
 
 
-def dequantized(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> tuple[Array, Array]:
-    """Keys and values `[batch, kv_heads, slots, head_dim]` of slots that hold these columns; -1: anything."""
+def codes_of(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> Codes:
+    """What decode attention reads of slots that hold these columns; -1: anything."""
     config = slots.config
     # From the prompt's end on, where a group begins. The quotient rounds down, so the prompt's own groups come out
     # negative before their number is added.
     group = (columns - slots.prompt) // config.group + group_count(slots.prompt, config)
-    # An empty slot (column -1) may fall before the table; any group will do for it.
-    group = jnp.maximum(group, 0)[..., None]
-    of_keys = jax.tree.map(lambda x: jnp.take_along_axis(x, group, axis=2), slots.key_ranges)
-    of_values = of_channels(slots.value_ranges, slots.head_dim, config)
-    # A byte may be filled with codes that stand for nothing; `head_dim` cuts them off.
-    keys, values = (unpack(x, config.bits, slots.head_dim) for x in (slots.keys, slots.values))
-    return dequantize(keys, of_keys), dequantize(values, of_values)
+    return Codes(
+        keys=slots.keys,
+        values=slots.values,
+        # An empty slot (column -1) may fall before the table; any group will do for it.
+        group=jnp.maximum(group, 0),
+        key_low=slots.key_ranges.low,
+        key_scale=slots.key_ranges.scale,
+        value_low=slots.value_ranges.low,
+        value_scale=slots.value_ranges.scale,
+        bits=config.bits,
+    )
 
 
 def map_slots(move: Callable[[Array], Array], slots: QuantizedSlots) -> QuantizedSlots:

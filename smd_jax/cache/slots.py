@@ -28,6 +28,7 @@ from smd_jax.eviction.statistics import CacheShape, Observation, Statistic, chec
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 from smd_jax.sharding import over_heads
+from smd_kernels.codes import Codes
 
 EMPTY = -1  # column of a slot that holds no key
 
@@ -101,17 +102,24 @@ def write(
     return _map_states(forget, cache)
 
 
+def codes(cache: LayerCache) -> Codes:
+    """The left slots of a quantised cache, as decode attention reads them."""
+    slots = cache.quantized
+    assert slots is not None, "a cache in full precision"
+    # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
+    # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
+    slots, _ = jax.lax.optimization_barrier((slots, (cache.keys, cache.values)))
+    return quantized_cache.codes_of(slots, cache.columns[:, :, : slots.keys.shape[2]])
+
+
 def full_precision(
     cache: LayerCache,
 ) -> tuple[Float[Array, "batch kv_heads slots head_dim"], Float[Array, "batch kv_heads slots head_dim"]]:
     """Keys and values of all slots, with those of few bits dequantised."""
     if cache.quantized is None:
         return cache.keys, cache.values
-    # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
-    # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
-    slots, own = jax.lax.optimization_barrier((cache.quantized, (cache.keys, cache.values)))
-    left = quantized_cache.dequantized(slots, cache.columns[:, :, : slots.keys.shape[2]])
-    keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, own, strict=True))
+    left = codes(cache).widened()
+    keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, (cache.keys, cache.values), strict=True))
     return keys, values
 
 

@@ -19,6 +19,7 @@ another implementation ("portable", "xla") to stay with what XLA compiles.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal, get_args
@@ -31,11 +32,14 @@ from smd_jax.masks import KeyInterval, LayerMask, to_visible
 from smd_jax.sharding import over_heads, split_heads
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
+from smd_kernels.codes import Codes
 from smd_kernels.copies import Copies, beside
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
+from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_blocks
 from smd_kernels.hardware import why_not_decode as kernel_why_not_decode
+from smd_kernels.hardware import why_not_decode_codes as kernel_why_not_decode_codes
 from smd_kernels.intervals import interval_attention
 from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
@@ -227,21 +231,57 @@ def decode(
     Raises:
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
-    if impl is None:
-        impl = best_decode(q, k)
-    if (reason := why_not_decode(impl, q, k)) is not None:
-        raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
+    impl = _checked(impl, partial(why_not_decode, q=q, k=k))
     if impl == "xla":
         # Plain products, which the compiler splits over a mesh by itself.
         return decode_attention(q, k, v, valid, impl)
     return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
 
 
+def decode_codes(
+    q: Float[Array, "batch heads 1 head_dim"],
+    codes: Codes,
+    k: Float[Array, "batch kv_heads precise head_dim"],
+    v: Float[Array, "batch kv_heads precise head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+    impl: DecodeImplementation | None = None,
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """`decode` over a quantised cache: slots of codes, and right of them slots in full precision.
+
+    Args:
+      impl: see `smd_kernels.decode_codes`; None as in `decode`.
+
+    Raises:
+      ValueError: as `decode`.
+    """
+    impl = _checked(impl, partial(why_not_decode_codes, q=q, codes=codes, k=k))
+    if impl == "xla":
+        return decode_codes_attention(q, codes, k, v, valid, impl)
+    return over_heads(partial(decode_codes_attention, impl=impl), q, codes, k, v, valid)
+
+
+def _checked(impl: DecodeImplementation | None, why_not: Callable[[str], str | None]) -> DecodeImplementation:
+    """The implementation to take.
+
+    Args:
+      why_not: says of an implementation why it cannot run these inputs here.
+    """
+    if impl is None:
+        impl = _best_decode(why_not)
+    if (reason := why_not(impl)) is not None:
+        raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
+    return impl
+
+
 def best_decode(q: Array, k: Array) -> DecodeImplementation:
     """The implementation that `decode` takes for `impl=None`. Where there is a kernel for the device, but not for these
     inputs, it warns: once for each reason, because every layer and program asks."""
+    return _best_decode(partial(why_not_decode, q=q, k=k))
+
+
+def _best_decode(why_not: Callable[[str], str | None]) -> DecodeImplementation:
     for impl in ("mosaic_gpu", "mosaic_tpu"):
-        reason = why_not_decode(impl, q, k)
+        reason = why_not(impl)
         if reason is None:
             return impl
         if wrong_device(impl) is None:
@@ -259,4 +299,16 @@ def why_not_decode(impl: str, q: Array, k: Array) -> str | None:
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
         group = q.shape[1] // k.shape[1]
         return wrong_device(impl) or kernel_why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], group)
+    return _unknown_decode(impl)
+
+
+def why_not_decode_codes(impl: str, q: Array, codes: Codes, k: Array) -> str | None:
+    """Why an implementation of `decode_codes` cannot run these inputs here, or None if it can."""
+    if impl == "mosaic_gpu" or impl == "mosaic_tpu":
+        group = q.shape[1] // k.shape[1]
+        return wrong_device(impl) or kernel_why_not_decode_codes(impl, q.dtype, codes, k.shape[2], group)
+    return _unknown_decode(impl)
+
+
+def _unknown_decode(impl: str) -> str | None:
     return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"

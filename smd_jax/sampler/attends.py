@@ -18,7 +18,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
 from smd_jax.masks import LayerMask, to_visible
-from smd_jax.model.attention import AttentionConfig, attend, decode
+from smd_jax.model.attention import AttentionConfig, attend, decode, decode_codes
 from smd_jax.model.protocol import ModelShape
 from smd_jax.pytrees import any_leaves
 from smd_kernels.observed import attend_and_observe
@@ -129,6 +129,7 @@ class DecodeAttend:
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
         # Before the attention, because a query sees its own key. Compression comes after it, at the segment's end.
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
+        # Of a quantised cache nobody but a statistic that asks for keys reads these: else the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
             # No key is newer than the query, so no causal mask is needed. What a row that has ended (column -1) sees is
@@ -137,7 +138,11 @@ class DecodeAttend:
             if layer.window is not None:
                 # A window counts the query's own column, as in `smd_jax.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
-            out, received = decode(q, keys, values, valid, self.attention.decode_impl)
+            if cache.quantized is None:
+                out, received = decode(q, keys, values, valid, self.attention.decode_impl)
+            else:
+                codes = kv_cache.codes(cache)
+                out, received = decode_codes(q, codes, cache.keys, cache.values, valid, self.attention.decode_impl)
         else:
             visible = kv_cache.visible(cache, layer.columns, layer.window)
             out, received = attend_and_observe(q, keys, values, visible)

@@ -1,8 +1,8 @@
 """What all engines of `bench/update.py` share: the model, the command line, the clock, the line of JSON.
 
-`generation.py` beside it adds what those of `bench/rollout.py` need.
+`generation.py` beside it adds what those of `bench/rollout.py` need, `whole_step.py` what those of `bench/step.py` do.
 
-Standard library only: it runs in four environments. Linux only: it pins its process to a core and reads /proc.
+Standard library only: it runs in four environments. Linux only: it pins its process to cores and reads /proc.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,33 +38,78 @@ GROUP = 8  # completions of a prompt: the advantages of a group have mean 0 and 
 WARMUP = 2  # updates before the clock runs: the first compiles
 
 
-def layer_products() -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's matrices: q, k, v, o, gate, up, down."""
-    heads, kv_heads = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    attention = [(HIDDEN, heads), (HIDDEN, kv_heads), (HIDDEN, kv_heads), (heads, HIDDEN)]
-    return [*attention, (HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN)]
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder of Llama's or Qwen2's family, as far as its arithmetic goes.
+
+    Attributes:
+      qkv_bias: whether q, k and v have biases.
+      tied: whether the output projection is the embeddings.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    qkv_bias: bool
+    tied: bool
+
+    def layer_products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's matrices: q, k, v, o, gate, up, down."""
+        heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, heads), (self.hidden, kv_heads), (self.hidden, kv_heads), (heads, self.hidden)]
+        return [*attention, (self.hidden, self.ffn), (self.hidden, self.ffn), (self.ffn, self.hidden)]
+
+    def head_product(self) -> tuple[int, int]:
+        """Inputs and outputs of the output projection."""
+        return self.hidden, self.vocabulary
+
+    def layer_weights(self) -> int:
+        """In the matrices of all layers."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.layer_products())
+
+    def head_weights(self) -> int:
+        """In the output projection."""
+        return self.hidden * self.vocabulary
+
+    def parameters(self) -> int:
+        """Of the model: matrices, biases and norms; untied, an output projection beside the embeddings."""
+        biases = (self.heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        heads = 1 if self.tied else 2
+        norms = self.layers * 2 * self.hidden + self.hidden
+        return self.layer_weights() + heads * self.head_weights() + self.layers * biases + norms
 
 
-def products() -> list[tuple[int, int]]:
-    """Of the whole model, in the order in which a token meets them."""
-    return [*layer_products() * LAYERS, (HIDDEN, VOCABULARY)]
+def model_sizes(untied: bool = False) -> Sizes:
+    """Those of the constants above."""
+    return Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, qkv_bias=True, tied=not untied)
 
 
-def layer_weights() -> int:
-    """In the matrices of all layers."""
-    return LAYERS * sum(inputs * outputs for inputs, outputs in layer_products())
+def read_sizes(directory: str | Path) -> Sizes:
+    """Those of a Hugging Face checkpoint of family Llama or Qwen2.
 
-
-def head_weights() -> int:
-    """In the output projection."""
-    return HIDDEN * VOCABULARY
-
-
-def parameters(untied: bool) -> int:
-    """Of the model: matrices, biases of q, k and v, and norms; untied, an output projection beside the embeddings."""
-    biases = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    heads = 2 if untied else 1
-    return layer_weights() + heads * head_weights() + LAYERS * (biases + 2 * HIDDEN) + HIDDEN
+    Raises:
+      ValueError: another family.
+    """
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    family = config["model_type"]
+    if family not in ("llama", "qwen2"):
+        raise ValueError(f"expected a checkpoint of model_type llama or qwen2; got {family!r}")
+    heads = config["num_attention_heads"]
+    return Sizes(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        qkv_bias=family == "qwen2",
+        tied=config["tie_word_embeddings"],
+    )
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -86,10 +132,30 @@ def advantages(sequences: int) -> list[float]:
 
 def one_thread() -> None:
     """Pins this process to one core, before any library looks at how many there are."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    use_threads(1)
+
+
+def asked_threads() -> int:
+    """What the command line says after `--threads`, 1 without it: it must be known before a library is imported."""
+    found = argparse.ArgumentParser(add_help=False)
+    found.add_argument("--threads", type=int, default=1)
+    return found.parse_known_args()[0].threads
+
+
+def use_threads(count: int) -> None:
+    """Pins this process to `count` cores, before any library looks at how many there are.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= count <= len(cores):
+        raise ValueError(f"expected a number of threads from 1 to the {len(cores)} cores of this process; got {count}")
+    os.sched_setaffinity(0, cores[-count:])
+    os.environ |= {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    if count == 1:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 
 
 class Clock:
@@ -124,12 +190,12 @@ class Clock:
 
     def end(self) -> None:
         """After an update whose results are there."""
-        took = time.perf_counter() - self.start
+        self.took = time.perf_counter() - self.start
         cpu_took = time.process_time() - self.cpu_start
         if self.begun > self.warmup:
-            self.seconds.append(took)
+            self.seconds.append(self.took)
             self.cpu_seconds.append(cpu_took)
-            self.say({"update": took})
+            self.say({"update": self.took})
 
     def report(self, engine: str, parameters: int, packages: list[str], more: dict | None = None) -> None:
         """The result as one JSON object."""

@@ -264,7 +264,7 @@ def update_row(
     import optax
     import smd_roofline
 
-    from bench.limits import Model, update_flops
+    from bench.limits import update_flops
     from smd_jax.corrections.uncorrected import Naive, Shadow
     from smd_jax.learner.config import UpdateConfig
     from smd_jax.learner.state import TrainBatch, init_state
@@ -307,18 +307,27 @@ def update_row(
     row |= {"budget": budget, "buffer": buffer} if visibility == "shadow" else {"budget": None, "buffer": None}
     row |= {"parameters": parameters, "first_seconds": times[0], "loss_finite": bool(np.isfinite(metrics["loss"]))}
     row |= {"ok": row["loss_finite"], "seconds": statistics.median(times[2:]), "least_seconds": min(times[2:])}
-    flops = update_flops(row, counted(config, Model))
+    flops = update_flops(row, sizes_of(config))
     rate = product_rate(rehearse)
     row |= {"flops": flops, "product_flops_per_second": rate, "limit_share": flops / row["seconds"] / rate}
     yield row | {"memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")}
 
 
-def counted(config: Any, model: Any) -> Any:
-    """A model's matrices, for `bench.limits`."""
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    pair = 4 * config.num_layers * config.num_heads * config.head_dim
-    return model(config.num_layers * layer, config.hidden_size * config.vocab_size, pair)
+def sizes_of(config: Any) -> Any:
+    """A model's sizes, for `bench.limits`."""
+    from bench.engines.common import Sizes
+
+    return Sizes(
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        qkv_bias=config.qkv_bias,
+        tied=config.tie_embeddings,
+    )
 
 
 STAGES: dict[str, Callable[[bool], Iterator[Job]]] = {

@@ -90,6 +90,7 @@ def traced(sampling: Sampling) -> tuple[Counter[str], Counter[str]]:
 def main() -> None:
     parser = generation.parser(__doc__ or "")
     parser.add_argument("--policy", choices=tuple(POLICIES), default="knorm")
+    parser.add_argument("--bits", type=int, choices=(8, 4, 2), default=None, help="of a quantised cache")
     args = parser.parse_args()
     args = argparse.Namespace(**vars(args), rows=None, spread="log", fixed=False)
     sampling = Sampling(args)

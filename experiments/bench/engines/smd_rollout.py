@@ -51,7 +51,9 @@ class Sampling:
         self.model = smd.Decoder(model_config(True, args.prompt + args.new_tokens))
         self.params = random_params(self.model.config)
         self.policy = POLICIES[args.policy]
-        self.config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer)
+        # Groups as long as a segment: the longest that there can be, and the smallest table of key ranges.
+        quant = None if args.bits is None else smd.QuantConfig(args.bits, group=args.buffer)
+        self.config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer, quant=quant)
         rows = args.rows or args.batch
         tokens = np.asarray(generation.prompts(rows, args.prompt, common.VOCABULARY), np.int32)
         self.prompts = smd.PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.ones(tokens.shape, bool))
@@ -112,6 +114,7 @@ class Sampling:
 def main() -> None:
     parser = generation.parser(__doc__ or "")
     parser.add_argument("--policy", choices=tuple(POLICIES), default="knorm")
+    parser.add_argument("--bits", type=int, choices=(8, 4, 2), default=None, help="of a quantised cache")
     parser.add_argument("--rows", type=int, default=None, help="responses of different lengths; none: one full batch")
     parser.add_argument("--spread", choices=("log", "even"), default="log", help="of the lengths of --rows")
     parser.add_argument("--fixed", action="store_true", help="fixed batches in place of the engine")
@@ -142,7 +145,8 @@ def name(args: argparse.Namespace) -> str:
     """As in the rows of `bench/rollout.py`."""
     if args.rows is not None:
         return f"ours-{'fixed' if args.fixed else 'continuous'}-{args.spread}"
-    return "ours" if args.policy == "knorm" else f"ours-{args.policy}"
+    policy = "ours" if args.policy == "knorm" else f"ours-{args.policy}"
+    return policy if args.bits is None else f"{policy}-{args.bits}bit"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,393 @@
+"""Decode attention over a quantised cache as a Pallas Mosaic GPU kernel for Hopper: one thread block of 128 threads per
+row and KV head, as `smd_kernels.decode_gpu`, whose two products and softmax these are.
+
+TMA brings tiles of codes. Threads widen them in registers, and write them to the one tile of shared memory that the
+tensor core reads; it is all that ever exists of them in bfloat16.
+
+    K codes 0 | … | own K 0 | … | maximum, sum | V codes 0 | … | own V 0 | …
+      scores        scores                       weights -> received, out
+
+Every key has the range of its group. Threads cannot read rows of a table by index, but the tensor core can: a matrix of
+zeros with a single one in each row, times the table, is exact. The whole table lies in shared memory.
+
+A value's ranges are its slot's, one for each part of head_dim: the scales go into the weights, of which each part has
+its own, and sum(weight * low) is added at the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float
+
+from smd_kernels.codes import BYTE, Codes, by_plane
+from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _Ring, _spread, _transposed
+from smd_kernels.hardware import GPU_DECODE_SIZES, DecodeSizes, plane_tile
+
+GROUPS = 64  # rows of the table that are multiplied at once
+
+
+def decode_codes_attention(
+    q: Float[Array, "batch heads 1 head_dim"],
+    codes: Codes,
+    k: Float[Array, "batch kv_heads precise head_dim"],
+    v: Float[Array, "batch kv_heads precise head_dim"],
+    valid: Bool[Array, "batch kv_heads slots"],
+    sizes: DecodeSizes = GPU_DECODE_SIZES,
+    interpret: Any = None,
+) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
+    """As `smd_kernels.decode_codes.decode_codes_attention`, for inputs that `hardware.why_not_decode_codes` has nothing
+    against.
+
+    Args:
+      interpret: what `plgpu.kernel` takes.
+    """
+    batch, kv_heads, precise, head_dim = k.shape
+    group = q.shape[1] // kv_heads
+    slots = codes.slots
+    tiles, own_tiles = sizes.tiles(slots), sizes.tiles(precise)
+    order = by_plane(head_dim, codes.bits)
+
+    def in_tiles(x: Array, count: int) -> Array:
+        """The last axis, padded to whole tiles."""
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * sizes.keys - x.shape[-1])])
+        return x.reshape(*x.shape[:-1], count, sizes.keys)
+
+    queries = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
+    seen = valid.astype(jnp.float32)
+    live = jnp.concatenate([in_tiles(seen[..., :slots], tiles), in_tiles(seen[..., slots:], own_tiles)], axis=2)
+    # The table is small beside what it stands for, and so are ranges and queries: XLA reorders them. TMA moves eights.
+    more = ((0, 0), (0, 0), (0, -codes.groups % 8), (0, 0))
+    table = [jnp.pad(x[..., order], more) for x in (codes.key_low, codes.key_scale)]
+    # [batch, kv_heads, tiles, parts, keys]: a part's ranges of a tile lie side by side.
+    ranges = [in_tiles(jnp.swapaxes(x, 2, 3), tiles).swapaxes(2, 3) for x in (codes.value_low, codes.value_scale)]
+    planes, own, received = plgpu.kernel(
+        partial(_kernel, sizes=sizes, group=group, bits=codes.bits),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct(live.shape, jnp.float32),
+        ),
+        scratch_types=_scratch(sizes, tiles + own_tiles, codes),
+        grid=(batch, kv_heads),
+        grid_names=("row", "head"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name="decode_codes_attention",
+    )(
+        queries[..., order],
+        queries,
+        codes.keys,
+        codes.values,
+        in_tiles(codes.group.astype(jnp.float32), tiles),
+        *table,
+        *ranges,
+        k,
+        v,
+        live,
+    )
+    # Both parts of the sum are float32, and are rounded together.
+    out = own + planes[:, :, np.argsort(order)]
+    out = jnp.swapaxes(out, 2, 3)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    left, right = (
+        x.reshape(batch, kv_heads, -1)[..., :count]
+        for x, count in ((received[:, :, :tiles], slots), (received[:, :, tiles:], precise))
+    )
+    return out, jnp.concatenate([left, right], axis=2)
+
+
+class _Tiles(NamedTuple):
+    """Shared memory of a ring: `[stages, keys, …]`, and a barrier for each stage."""
+
+    ring: Any
+    arrived: Any
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a block.
+
+    Attributes:
+      codes: `[stages, keys, bytes]`. own: `[stages, keys, head_dim]`. wide: `[keys, head_dim]`, the tile at hand.
+      queries, own_queries: `[8, head_dim]`, by plane and as they are. low, scale: `[groups, head_dim]`, by plane.
+      group: `[tiles, keys]`, float32. live: `[all tiles, keys]` float32. started: barrier of what is read once.
+      value_low, value_scale: `[parts, keys]`, of the tile of values at hand. ranged: their barrier.
+      scores: `[all tiles, keys, 8]` float32. weights: `[8, keys]`, of the tile and part at hand; own_weights: its
+        like beside a tile in full precision.
+    """
+
+    codes: Any
+    codes_arrived: Any
+    own: Any
+    own_arrived: Any
+    wide: Any
+    queries: Any
+    own_queries: Any
+    low: Any
+    scale: Any
+    group: Any
+    live: Any
+    started: Any
+    value_low: Any
+    value_scale: Any
+    ranged: Any
+    scores: Any
+    weights: Any
+    own_weights: Any
+
+
+def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
+    keys, head_dim = sizes.keys, codes.head_dim
+    groups = -(-codes.groups // GROUPS) * GROUPS
+
+    def tiled(shape: tuple[int, ...], width: int) -> Any:
+        # Both operands of a product are swizzled alike, in tiles that no plane crosses.
+        transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+    width = plane_tile(head_dim, codes.bits)
+    own = 64
+    return _Scratch(
+        codes=plgpu.SMEM((sizes.stages, keys, codes.keys.shape[3]), jnp.uint8),
+        codes_arrived=plgpu.Barrier(num_barriers=sizes.stages),
+        own=tiled((2, keys, head_dim), own),
+        own_arrived=plgpu.Barrier(num_barriers=2),
+        wide=tiled((keys, head_dim), width),
+        queries=tiled((WIDTH, head_dim), width),
+        own_queries=tiled((WIDTH, head_dim), own),
+        low=tiled((groups, head_dim), width),
+        scale=tiled((groups, head_dim), width),
+        group=plgpu.SMEM((sizes.tiles(codes.slots), keys), jnp.float32),
+        live=plgpu.SMEM((all_tiles, keys), jnp.float32),
+        started=plgpu.Barrier(num_arrivals=6),
+        value_low=plgpu.SMEM((codes.parts, keys), jnp.bfloat16),
+        value_scale=plgpu.SMEM((codes.parts, keys), jnp.bfloat16),
+        ranged=plgpu.Barrier(num_arrivals=2),
+        scores=plgpu.SMEM((all_tiles, keys, WIDTH), jnp.float32),
+        weights=tiled((WIDTH, keys), width),
+        own_weights=tiled((WIDTH, keys), own),
+    )
+
+
+class _Inputs(NamedTuple):
+    """Arrays in main memory, of this row and head; as the scratch of the same name."""
+
+    queries: Any
+    own_queries: Any
+    keys: Any
+    values: Any
+    group: Any
+    low: Any
+    scale: Any
+    value_low: Any
+    value_scale: Any
+    k: Any
+    v: Any
+    live: Any
+
+
+def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
+    """Refs of the inputs, of out by plane, own out and received, and of the scratch, as they are said above."""
+    here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
+    count = len(_Inputs._fields)
+    given = _Inputs(*(x.at[here] for x in refs[:count]))
+    out_ref, own_ref, received_ref = (x.at[here] for x in refs[count : count + 3])
+    smem = _Scratch(*refs[count + 3 :])
+    # TMA fills what is beyond the table with zeros.
+    table = pl.ds(0, smem.low.shape[0])
+    for source, target in (
+        (given.queries, smem.queries),
+        (given.own_queries, smem.own_queries),
+        (given.low.at[table], smem.low),
+        (given.scale.at[table], smem.scale),
+        (given.group, smem.group),
+        (given.live, smem.live),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, smem.started)
+    tiles = given.group.shape[0]
+    own_tiles = given.live.shape[0] - tiles
+    own_sizes = DecodeSizes(sizes.keys, 2)
+    ring = _Ring(given.keys, given.values, _Tiles(smem.codes, smem.codes_arrived), sizes, tiles)
+    own = _Ring(given.k, given.v, _Tiles(smem.own, smem.own_arrived), own_sizes, own_tiles)
+    ring.fill()
+    own.fill()
+    plgpu.barrier_wait(smem.started)
+    highest = _as_wgmma(jnp.full((sizes.keys, WIDTH), MASKED, jnp.float32))
+    highest = jax.lax.fori_loop(0, tiles, partial(_codes_scores, ring, smem, bits), highest)
+    highest = jax.lax.fori_loop(0, own_tiles, partial(_own_scores, own, smem, tiles), highest)
+    highest = _spread(jnp.max(highest, axis=0), highest.shape, 1)
+    total = _total(smem, highest, tiles + own_tiles)
+    # The padding's zero queries have weights too; divided by infinity they are 0.
+    column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
+    total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
+    softmax = partial(_weights, smem, highest, total)
+    head_dim = smem.wide.shape[1]
+    parts = smem.value_low.shape[0]
+    # Row of the output -> part of head_dim that its channel is in; no plane has a channel of another part there.
+    row = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, (head_dim, WIDTH), 0))
+    each = BYTE // bits
+    plane = head_dim // each
+    part_of_row = (row - row // plane * plane) // (plane // parts)
+
+    def multiply_codes(*accs: Any) -> Array:
+        lows = _codes_outputs(accs, ring, smem, given, bits, softmax, received_ref, tiles)
+        out = _as_wgmma(jnp.zeros((head_dim, WIDTH), jnp.float32))
+        for part, (acc, low) in enumerate(zip(accs, lows, strict=True)):
+            of_part = acc[...] + _spread(jnp.sum(low, axis=0), (head_dim, WIDTH), 1)
+            out = jnp.where(part_of_row == part, of_part, out)
+        return out
+
+    acc = plgpu.WGMMAAccumulatorRef((head_dim, WIDTH), jnp.float32)
+    out_ref[...] = pl.run_scoped(multiply_codes, *[acc] * parts)
+
+    def multiply_own(acc: Any) -> Array:
+        jax.lax.fori_loop(0, own_tiles, partial(_own_outputs, acc, own, smem, softmax, received_ref, tiles), None)
+        return acc[...]
+
+    own_ref[...] = pl.run_scoped(multiply_own, acc)
+
+
+def _bytes(part: Any) -> Array:
+    """Bytes of a tile as int32, each where its codes will be."""
+    # Not the fastest load: two threads may want the same bank, because bytes lie as TMA brings them.
+    return _as_wgmma(plgpu.load(part, (), optimized=False)).astype(jnp.int32)
+
+
+def _widened(packed: Array, plane: int, bits: int) -> Array:
+    """One plane of bytes `[keys, bytes]` as float32."""
+    if bits == BYTE:
+        return packed.astype(jnp.float32)
+    return ((packed >> (plane * bits)) & (2**bits - 1)).astype(jnp.float32)
+
+
+def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: Array) -> Array:
+    """Writes the scores of a tile of codes; returns the highest of each place of a tile, `[keys, 8]`."""
+    keys, head_dim = smem.wide.shape
+    packed = _bytes(ring.wait(tile))
+    groups = plgpu.layout_cast(smem.group[tile], plgpu.Layout.WGMMA.reduce(1))
+    groups = _spread(groups, (keys, GROUPS), 0)
+    width = head_dim * bits // BYTE
+    for plane in range(BYTE // bits):
+        columns = pl.ds(plane * width, width)
+
+        def pick(table: Any, columns: Any = columns) -> Array:
+            def multiply(acc: Any) -> Array:
+                for first in range(0, table.shape[0], GROUPS):
+                    row = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, (keys, GROUPS), 1)).astype(jnp.float32)
+                    picked = jnp.where(row + first == groups, 1.0, 0.0).astype(jnp.bfloat16)
+                    plgpu.wgmma(acc, picked, table.at[pl.ds(first, GROUPS), columns])
+                return acc[...]
+
+            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((keys, width), jnp.float32))
+
+        wide = pick(smem.low) + _widened(packed, plane, bits) * pick(smem.scale)
+        smem.wide.at[:, columns][...] = wide.astype(jnp.bfloat16)
+    # The tensor core sees what threads wrote to shared memory only after a commit.
+    plgpu.commit_smem()
+    # Not before: writing has waited for all threads, so that each has read its bytes.
+    ring.release(tile)
+    return _keep_scores(smem, smem.wide, smem.queries, tile, highest)
+
+
+def _own_scores(ring: _Ring, smem: _Scratch, before: int, tile: Array, highest: Array) -> Array:
+    """The same of a tile in full precision."""
+    highest = _keep_scores(smem, ring.wait(tile), smem.own_queries, before + tile, highest)
+    ring.release(tile)
+    return highest
+
+
+def _keep_scores(smem: _Scratch, part: Any, queries: Any, tile: Array, highest: Array) -> Array:
+    rows, columns = highest.shape
+
+    def multiply(acc: Any) -> Array:
+        plgpu.wgmma(acc, part, _transposed(queries))
+        return acc[...]
+
+    scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)) * queries.shape[1] ** -0.5
+    live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
+    scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
+    smem.scores[tile] = scores
+    return jnp.maximum(highest, scores)
+
+
+def _exponentials(smem: _Scratch, highest: Array, tile: Array) -> Array:
+    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0."""
+    scores = _as_wgmma(smem.scores[tile])
+    return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
+
+
+def _total(smem: _Scratch, highest: Array, tiles: int) -> Array:
+    """Denominators of the softmax, in every row of `[keys, 8]`."""
+    zeros = _as_wgmma(jnp.zeros(highest.shape, jnp.float32))
+    total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + _exponentials(smem, highest, tile), zeros)
+    return _spread(jnp.sum(total, axis=0), total.shape, 1)
+
+
+def _weights(smem: _Scratch, highest: Array, total: Array, received_ref: Any, tile: Array) -> Array:
+    """The weights of a tile, `[keys, 8]` float32, whose sums over the queries it writes."""
+    weights = _exponentials(smem, highest, tile) / total
+    # Summed before they are rounded.
+    received_ref[tile] = jnp.sum(weights, axis=1)
+    return weights
+
+
+def _codes_outputs(
+    accs: tuple[Any, ...],
+    ring: _Ring,
+    smem: _Scratch,
+    given: _Inputs,
+    bits: int,
+    softmax: Any,
+    received_ref: Any,
+    tiles: int,
+) -> list[Array]:
+    """Adds codes^T (weights * scale)^T of each part to its accumulator `[head_dim, 8]`; returns its sums of
+    weight * low over the tiles, `[keys, 8]`."""
+    keys, head_dim = smem.wide.shape
+    width = head_dim * bits // BYTE
+
+    def body(tile: Array, lows: list[Array]) -> list[Array]:
+        plgpu.copy_gmem_to_smem(given.value_low.at[tile], smem.value_low, smem.ranged)
+        plgpu.copy_gmem_to_smem(given.value_scale.at[tile], smem.value_scale, smem.ranged)
+        weights = softmax(received_ref, tile)
+        packed = _bytes(ring.wait(tile + tiles))
+        for plane in range(BYTE // bits):
+            # Codes are whole numbers below 256, which bfloat16 holds exactly.
+            smem.wide.at[:, pl.ds(plane * width, width)][...] = _widened(packed, plane, bits).astype(jnp.bfloat16)
+        ring.release(tile + tiles)
+        plgpu.barrier_wait(smem.ranged)
+        sums = []
+        for part, acc in enumerate(accs):
+            low, scale = (
+                _spread(plgpu.layout_cast(x[part], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32), weights.shape, 0)
+                for x in (smem.value_low, smem.value_scale)
+            )
+            sums.append(lows[part] + weights * low)
+            _multiply_weights(acc, smem.wide, smem.weights, weights * scale)
+        return sums
+
+    zeros = _as_wgmma(jnp.zeros((keys, WIDTH), jnp.float32))
+    return jax.lax.fori_loop(0, tiles, body, [zeros] * len(accs))
+
+
+def _own_outputs(
+    acc: Any, ring: _Ring, smem: _Scratch, softmax: Any, received_ref: Any, before: int, tile: Array, _: None
+) -> None:
+    """Adds the product of a tile of values in full precision."""
+    weights = softmax(received_ref, before + tile)
+    _multiply_weights(acc, ring.wait(tile + ring.tiles), smem.own_weights, weights)
+    ring.release(tile + ring.tiles)
+
+
+def _multiply_weights(acc: Any, values: Any, room: Any, weights: Array) -> None:
+    """Adds values^T weights^T, with the weights rounded in `room`."""
+    _transposed(room)[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.wgmma(acc, _transposed(values), _transposed(room))
+    # The product must be done before its operands are overwritten.
+    plgpu.wgmma_wait(0)

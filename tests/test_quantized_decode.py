@@ -1,0 +1,289 @@
+"""Decode attention over codes against loops in numpy, in every implementation; Pallas kernels run interpreted and are
+lowered. And the sampler's own path: what it attends to is what its cache says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smd_jax.model import attention
+from smd_kernels import decode_codes_gpu, decode_codes_tpu
+from smd_kernels.codes import Codes, by_plane, unpack
+from smd_kernels.decode_codes import decode_codes_attention
+from smd_kernels.hardware import why_not_decode_codes
+
+Inputs = tuple[jax.Array, Codes, jax.Array, jax.Array, jax.Array]
+
+
+class Shape(NamedTuple):
+    """Of one call: slots of codes, slots in full precision, groups of keys, parts of head_dim that values have."""
+
+    heads: int
+    kv_heads: int
+    slots: int
+    precise: int
+    head_dim: int
+    groups: int
+    parts: int
+
+
+SMALL = Shape(heads=4, kv_heads=2, slots=24, precise=8, head_dim=64, groups=3, parts=2)
+SHAPES = {
+    "GQA": Shape(heads=4, kv_heads=2, slots=77, precise=16, head_dim=64, groups=9, parts=2),
+    "MHA, whole tiles": Shape(heads=2, kv_heads=2, slots=128, precise=32, head_dim=128, groups=5, parts=4),
+    "group of three, one part": Shape(heads=3, kv_heads=1, slots=9, precise=4, head_dim=64, groups=1, parts=1),
+}
+# More tiles of codes than stages, so that the ring turns over, and a ragged one; more groups than a product takes.
+ON_GPU = {
+    8: Shape(heads=3, kv_heads=1, slots=392, precise=72, head_dim=64, groups=70, parts=2),
+    4: Shape(heads=4, kv_heads=1, slots=392, precise=40, head_dim=128, groups=9, parts=4),
+    2: Shape(heads=2, kv_heads=1, slots=136, precise=136, head_dim=64, groups=9, parts=1),
+}
+
+
+def inputs(shape: Shape, bits: int, dtype: Any, seed: int = 0) -> Inputs:
+    """Two rows; numbers of about 1 behind the codes; empty slots anywhere, and all of them in the first row's last
+    head."""
+    rng = np.random.default_rng(seed)
+    rows = (2, shape.kv_heads)
+
+    def numbers(*size: int, factor: float = 1.0) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(*rows, *size)) * factor, dtype)
+
+    def packed() -> jax.Array:
+        return jnp.asarray(rng.integers(0, 256, (*rows, shape.slots, shape.head_dim * bits // 8)), jnp.uint8)
+
+    step = 2 / (2**bits - 1)
+    codes = Codes(
+        keys=packed(),
+        values=packed(),
+        group=jnp.asarray(rng.integers(0, shape.groups, (*rows, shape.slots)), jnp.int32),
+        key_low=numbers(shape.groups, shape.head_dim),
+        key_scale=numbers(shape.groups, shape.head_dim, factor=step),
+        value_low=numbers(shape.slots, shape.parts),
+        value_scale=numbers(shape.slots, shape.parts, factor=step),
+        bits=bits,
+    )
+    q = jnp.asarray(rng.normal(size=(2, shape.heads, 1, shape.head_dim)), dtype)
+    k, v = (numbers(shape.precise, shape.head_dim) for _ in range(2))
+    valid = rng.random((*rows, shape.slots + shape.precise)) < 0.6
+    valid[0, -1] = False
+    valid[1, -1, 0] = valid[1, -1, -1] = True
+    return q, codes, k, v, jnp.asarray(valid)
+
+
+def in_numpy(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Slot by slot and code by code, in float64; what a code stands for is rounded as a learner would."""
+    dtype = q.dtype
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    low, scale, value_low, value_scale = (
+        np.asarray(x, np.float64) for x in (codes.key_low, codes.key_scale, codes.value_low, codes.value_scale)
+    )
+    packed, valid, group = (np.asarray(x) for x in ((codes.keys, codes.values), valid, codes.group))
+    out, received = np.zeros(q.shape), np.zeros(valid.shape)
+    channels = q.shape[3]
+    each = 8 // codes.bits
+    part = np.arange(channels) // (channels // value_low.shape[3])
+    for row, head in np.ndindex(q.shape[:2]):
+        place = (row, head // (q.shape[1] // k.shape[1]))
+
+        def number(kind: int, slot: Any, place: tuple[int, int] = place) -> np.ndarray:
+            found = packed[kind][(*place, slot)]
+            code = np.array(
+                [found[c // each] >> (c % each * codes.bits) & (2**codes.bits - 1) for c in range(channels)]
+            )
+            if kind == 0:
+                exact = low[(*place, group[(*place, slot)])] + code * scale[(*place, group[(*place, slot)])]
+            else:
+                exact = value_low[(*place, slot)][part] + code * value_scale[(*place, slot)][part]
+            return np.asarray(jnp.asarray(exact, dtype), np.float64)
+
+        seen = np.flatnonzero(valid[place])
+        if seen.size == 0:
+            continue
+        keys, values = (
+            np.array([number(kind, s) if s < codes.slots else own[place][s - codes.slots] for s in seen])
+            for kind, own in ((0, k), (1, v))
+        )
+        scores = keys @ q[row, head, 0] / np.sqrt(channels)
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        out[row, head, 0] = weights @ values
+        received[(*place, seen)] += weights
+    return out, received
+
+
+def on_tpu(*args: Any) -> tuple[jax.Array, jax.Array]:
+    return decode_codes_tpu.decode_codes_attention(*args, interpret=True)
+
+
+def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
+    """Reading beyond the slots gives zeros, as TMA does."""
+    params = InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    return decode_codes_gpu.decode_codes_attention(*args, interpret=params)
+
+
+class Transposed:
+    """A reference seen as its transpose, which the interpreter does not know."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        assert index is Ellipsis
+        return self.ref[...].T
+
+    def __setitem__(self, index: Any, value: jax.Array) -> None:
+        assert index is Ellipsis
+        self.ref[...] = value.T
+
+
+@pytest.fixture
+def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
+    """What the interpreter of JAX 0.10 lacks: layouts, which mean nothing on a CPU, and operands that are no plain
+    references."""
+    multiply = plgpu.wgmma
+
+    def wgmma(acc: Any, a: Any, b: Any) -> None:
+        def copied(a_copy, b_copy):
+            a_copy[...], b_copy[...] = a[...], b[...]
+            multiply(acc, a_copy, b_copy)
+
+        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
+
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[...])
+    monkeypatch.setattr(decode_codes_gpu, "_transposed", Transposed)
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+
+
+def check(f: Callable[..., Any], args: Inputs) -> None:
+    """Values and dtypes; sums of weights; that a second run gives the same bits."""
+    compiled = jax.jit(f)
+    out, received = compiled(*args)
+    expected_out, expected_received = in_numpy(*args)
+    assert out.dtype == args[0].dtype and received.dtype == jnp.float32
+    rounding = 4 * float(jnp.finfo(out.dtype).eps)  # of the weights before the second product, and of the output
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=max(rounding, 2e-6), rtol=0)
+    np.testing.assert_allclose(received, expected_received, atol=2e-6, rtol=1e-5)
+    group = args[0].shape[1] // args[2].shape[1]
+    np.testing.assert_allclose(received.sum(-1), group * np.asarray(args[4]).any(-1), rtol=1e-5)
+    for first, second in zip((out, received), compiled(*args), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_against_loops(f: Any, bits: int, shape: Shape):
+    check(f, inputs(shape, bits, jnp.float32))
+
+
+@pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
+def test_bfloat16_against_loops(f: Any):
+    check(f, inputs(SHAPES["GQA"], 4, jnp.bfloat16))
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+@pytest.mark.parametrize(("bits", "shape"), ON_GPU.items(), ids=ON_GPU)
+def test_gpu(bits: int, shape: Shape):
+    args = inputs(shape, bits, jnp.bfloat16)
+    assert why_not_decode_codes("mosaic_gpu", jnp.bfloat16, args[1], shape.precise, shape.heads) is None
+    check(on_gpu, args)
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+@pytest.mark.parametrize(
+    ("f", "dtype"), [(decode_codes_attention, "float32"), (on_tpu, "float32"), (on_gpu, "bfloat16")]
+)
+def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
+    q, codes, k, v, valid = inputs(SMALL, 4, jnp.dtype(dtype))
+    left, right = valid[..., : SMALL.slots, None], valid[..., SMALL.slots :, None]
+    other = replace(
+        codes,
+        keys=jnp.where(left, codes.keys, 255 - codes.keys),
+        values=jnp.where(left, codes.values, 255 - codes.values),
+        group=jnp.where(left[..., 0], codes.group, 0),
+        value_low=jnp.where(left, codes.value_low, 1e4).astype(dtype),
+    )
+    own = [jnp.where(right, x, 1e4).astype(dtype) for x in (k, v)]
+    for one, two in zip(f(q, codes, k, v, valid), f(q, other, *own, valid), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_planes():
+    """Shifted and masked bytes are the channels in this order."""
+    packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, 8), jnp.uint8)
+    for bits in (8, 4, 2):
+        planes = np.concatenate([(np.asarray(packed) >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+        count = 8 * 8 // bits
+        np.testing.assert_array_equal(planes, unpack(packed, bits, count)[by_plane(count, bits)])
+    np.testing.assert_array_equal(by_plane(8, 4), [0, 2, 4, 6, 1, 3, 5, 7])
+
+
+@pytest.mark.parametrize(("impl", "platform", "target"), [
+    ("mosaic_gpu", "cuda", "mosaic_gpu"),
+    ("mosaic_tpu", "tpu", "tpu_custom_call"),
+])  # fmt: skip
+def test_lowers_on_any_machine(impl: Any, platform: str, target: str):
+    args = inputs(Shape(8, 2, 256, 32, 128, 9, 4), 4, jnp.bfloat16)
+    exported = jax.export.export(jax.jit(partial(decode_codes_attention, impl=impl)), platforms=[platform])(*args)
+    assert target in exported.mlir_module()
+    assert [x.shape for x in exported.out_avals] == [args[0].shape, args[4].shape]
+
+
+@pytest.mark.parametrize(("hardware", "change", "dtype", "reason"), [
+    ("mosaic_gpu", {}, jnp.bfloat16, None),
+    ("mosaic_gpu", {}, jnp.float32, "bfloat16; got float32"),
+    ("mosaic_gpu", {"head_dim": 32}, jnp.bfloat16, "(64, 128); got 32"),
+    ("mosaic_gpu", {"slots": 25}, jnp.bfloat16, "slots of codes in multiples of 8; got 25"),
+    ("mosaic_gpu", {"precise": 9}, jnp.bfloat16, "slots in full precision in multiples of 8; got 9"),
+    ("mosaic_gpu", {"heads": 18}, jnp.bfloat16, "at most 8 query heads per KV head; got 9"),
+    ("mosaic_gpu", {"parts": 64}, jnp.bfloat16, "ranges of values for at least 2 channels; got 64 ranges"),
+    ("mosaic_gpu", {"groups": 900}, jnp.bfloat16, "24 + 8 slots of 64 and 900 groups of keys need"),
+    ("mosaic_tpu", {}, jnp.float32, None),
+    ("mosaic_tpu", {}, jnp.float16, "bfloat16 or float32; got float16"),
+    ("mosaic_tpu", {"head_dim": 32}, jnp.float32, "(64, 128); got 32"),
+    ("mosaic_tpu", {"slots": 16384}, jnp.float32, "16384 + 8 slots"),
+])  # fmt: skip
+def test_why_not(hardware: Any, change: dict[str, int], dtype: Any, reason: str | None):
+    shape = SMALL._replace(**change)
+    _, codes, *_ = inputs(shape, 4, dtype)
+    answer = why_not_decode_codes(hardware, dtype, codes, shape.precise, shape.heads // shape.kv_heads)
+    assert answer is None if reason is None else reason in str(answer)
+
+
+def test_a_named_implementation_that_cannot_run_says_why():
+    args = inputs(SMALL, 4, jnp.float32)
+    with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
+        decode_codes_attention(*args, impl="mosaic_gpu")
+    with pytest.raises(ValueError, match="expected an implementation that can run here; got impl='mosaic_tpu': .* TPU"):
+        attention.decode_codes(*args, impl="mosaic_tpu")
+
+
+@pytest.mark.parametrize(("device", "impl"), [("mosaic_gpu", "mosaic_gpu"), ("mosaic_tpu", "mosaic_tpu"), ("", "xla")])
+def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
+    args = inputs(SMALL, 4, jnp.bfloat16)
+    taken = []
+
+    def attend(q: Any, codes: Any, k: Any, v: Any, valid: Any, impl: str) -> Any:
+        taken.append(impl)
+        return q, valid.astype(jnp.float32)
+
+    with (
+        mock.patch.object(attention, "wrong_device", lambda impl: None if impl == device else "elsewhere"),
+        mock.patch.object(attention, "decode_codes_attention", attend),
+    ):
+        attention.decode_codes(*args)
+    assert taken == [impl]
