@@ -40,6 +40,7 @@ from smd_jax.model.attention import attend  # noqa: E402
 from smd_jax.model.decoder import MLP, RMSNorm  # noqa: E402
 from smd_jax.model.rope import rope_tables, rotate  # noqa: E402
 from smd_jax.testing import random_evictions, random_params  # noqa: E402
+from smd_jax.train.ahead import return_freed_memory  # noqa: E402
 from smd_jax.trajectory import Trajectory  # noqa: E402
 
 
@@ -70,6 +71,9 @@ def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfi
     clock = common.Clock(args)
     update = make_update(model, optimizer(), config)
     batch = random_batch(args)
+    # As a loop does it: what the compiler freed goes back to the system before anything runs.
+    update.lower(state, batch).compile()
+    return_freed_memory()
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     for _ in range(clock.updates):
         clock.begin()
