@@ -6,8 +6,8 @@ Command    make smollm2
            python experiments/bench/step.py --data train.jsonl --trl-python PATH --tunix-python PATH --full-length \\
                --out experiments/results/step_cpu.json
            python experiments/bench/step.py --data train.jsonl --completions 16 --new-tokens 32 --repeats 1  (a trial)
-Cost       20 minutes for ours, ours-dense and TRL with --repeats 1 --microbatch 4. Memory: all engines are alive at once,
-           and one of them is in its step, up to 9 GB with --microbatch 4
+Cost       20 minutes for ours, ours-dense and TRL with --repeats 1 --microbatch 4. Memory: all engines are alive at
+           once, and one of them is in its step, up to 9 GB with --microbatch 4
 Result     experiments/results/step_cpu.json: one turn each, Tunix not measured
 
 Model      SmolLM2-135M-Instruct (Llama: hidden 576, 30 layers, 9 query and 3 KV heads of 64, FFN 1,536, vocabulary
