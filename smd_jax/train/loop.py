@@ -132,7 +132,8 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """Everything of a run that does not change. Subclasses make their jitted functions once, and define `learn`.
+    """Everything of a run that does not change. Subclasses make their jitted functions once, and define `update`,
+    what it takes (`learner_batch`), and `learn`.
 
     Attributes:
       mesh: where state and batches lie; one device by default.
