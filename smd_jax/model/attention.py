@@ -231,7 +231,9 @@ def decode(
     Raises:
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
-    impl = _checked(impl, partial(why_not_decode, q=q, k=k))
+    why_not = partial(why_not_decode, q=q, k=k)
+    impl = _best_decode(why_not) if impl is None else impl
+    _refuse(impl, why_not(impl))
     if impl == "xla":
         # Plain products, which the compiler splits over a mesh by itself.
         return decode_attention(q, k, v, valid, impl)
@@ -254,23 +256,18 @@ def decode_codes(
     Raises:
       ValueError: as `decode`.
     """
-    impl = _checked(impl, partial(why_not_decode_codes, q=q, codes=codes, k=k))
+    why_not = partial(why_not_decode_codes, q=q, codes=codes, k=k)
+    impl = _best_decode(why_not) if impl is None else impl
+    _refuse(impl, why_not(impl))
     if impl == "xla":
         return decode_codes_attention(q, codes, k, v, valid, impl)
     return over_heads(partial(decode_codes_attention, impl=impl), q, codes, k, v, valid)
 
 
-def _checked(impl: DecodeImplementation | None, why_not: Callable[[str], str | None]) -> DecodeImplementation:
-    """The implementation to take.
-
-    Args:
-      why_not: says of an implementation why it cannot run these inputs here.
-    """
-    if impl is None:
-        impl = _best_decode(why_not)
-    if (reason := why_not(impl)) is not None:
+def _refuse(impl: str, reason: str | None) -> None:
+    """Raises ValueError if there is a reason why an implementation cannot run."""
+    if reason is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
-    return impl
 
 
 def best_decode(q: Array, k: Array) -> DecodeImplementation:
