@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smd_kernels import decode_gpu, decode_tpu, reference
 from smd_kernels.decode import decode_attention
 from smd_kernels.hardware import DecodeSizes, why_not_decode
+from tests.interpreted_gpu import teach
 
 
 class Shape(NamedTuple):
@@ -87,36 +86,10 @@ def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[
     return decode_gpu.decode_attention(q, k, v, valid, interpret=params)
 
 
-class Transposed:
-    """A reference seen as its transpose, which the interpreter does not know."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        assert index is Ellipsis
-        return self.ref[...].T
-
-    def __setitem__(self, index: Any, value: jax.Array) -> None:
-        assert index is Ellipsis
-        self.ref[...] = value.T
-
-
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
-    """What the interpreter of JAX 0.10 lacks: layouts, which mean nothing on a CPU, and transposed operands."""
-    multiply = plgpu.wgmma
-
-    def wgmma(acc: Any, a: Any, b: Any) -> None:
-        def copied(a_copy, b_copy):
-            a_copy[...], b_copy[...] = a[...], b[...]
-            multiply(acc, a_copy, b_copy)
-
-        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
-
-    monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    monkeypatch.setattr(decode_gpu, "_transposed", Transposed)
-    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    """Lets the interpreter run the kernel."""
+    teach(monkeypatch, decode_gpu)
 
 
 ANYWHERE = {"reference": reference.decode_attention, "xla": decode_attention, "tpu": on_tpu}

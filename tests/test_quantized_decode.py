@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smd_jax.model import attention
@@ -22,6 +21,7 @@ from smd_kernels import decode_codes_gpu, decode_codes_tpu
 from smd_kernels.codes import Codes, by_plane, unpack
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import why_not_decode_codes
+from tests.interpreted_gpu import teach
 
 Inputs = tuple[jax.Array, Codes, jax.Array, jax.Array, jax.Array]
 
@@ -134,38 +134,11 @@ def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
     return decode_codes_gpu.decode_codes_attention(*args, interpret=params)
 
 
-class Transposed:
-    """A reference seen as its transpose, which the interpreter does not know."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        assert index is Ellipsis
-        return self.ref[...].T
-
-    def __setitem__(self, index: Any, value: jax.Array) -> None:
-        assert index is Ellipsis
-        self.ref[...] = value.T
-
-
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
-    """What the interpreter of JAX 0.10 lacks: layouts, which mean nothing on a CPU, and operands that are no plain
-    references."""
-    multiply = plgpu.wgmma
-
-    def wgmma(acc: Any, a: Any, b: Any) -> None:
-        def copied(a_copy, b_copy):
-            a_copy[...], b_copy[...] = a[...], b[...]
-            multiply(acc, a_copy, b_copy)
-
-        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
-
-    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    """Lets the interpreter run the kernel."""
+    teach(monkeypatch, decode_codes_gpu)
     monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[...])
-    monkeypatch.setattr(decode_codes_gpu, "_transposed", Transposed)
-    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
 
 
 def check(f: Callable[..., Any], args: Inputs) -> None:

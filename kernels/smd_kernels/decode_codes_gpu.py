@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from smd_kernels.codes import BYTE, Codes, by_plane
-from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _Ring, _spread, _transposed
+from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _exponentials, _Ring, _spread, _total, _transposed
 from smd_kernels.hardware import GPU_DECODE_SIZES, DecodeSizes, plane_tile
 
 GROUPS = 64  # rows of the table that are multiplied at once
@@ -313,19 +313,6 @@ def _keep_scores(smem: _Scratch, part: Any, queries: Any, tile: Array, highest: 
     scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
     smem.scores[tile] = scores
     return jnp.maximum(highest, scores)
-
-
-def _exponentials(smem: _Scratch, highest: Array, tile: Array) -> Array:
-    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0."""
-    scores = _as_wgmma(smem.scores[tile])
-    return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
-
-
-def _total(smem: _Scratch, highest: Array, tiles: int) -> Array:
-    """Denominators of the softmax, in every row of `[keys, 8]`."""
-    zeros = _as_wgmma(jnp.zeros(highest.shape, jnp.float32))
-    total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + _exponentials(smem, highest, tile), zeros)
-    return _spread(jnp.sum(total, axis=0), total.shape, 1)
 
 
 def _weights(smem: _Scratch, highest: Array, total: Array, received_ref: Any, tile: Array) -> Array:

@@ -188,13 +188,17 @@ def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
     return _spread(jnp.max(highest, axis=0), highest.shape, 1)
 
 
-def _exponentials(smem: _Scratch, highest: Array, tile: Array) -> Array:
-    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0."""
+def _exponentials(smem: Any, highest: Array, tile: Array) -> Array:
+    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0.
+
+    Args:
+      smem: has `scores`.
+    """
     scores = _as_wgmma(smem.scores[tile])
     return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
 
 
-def _total(smem: _Scratch, highest: Array, tiles: int) -> Array:
+def _total(smem: Any, highest: Array, tiles: int) -> Array:
     """Denominators of the softmax, in every row of `[keys, 8]`."""
     zeros = _as_wgmma(jnp.zeros(highest.shape, jnp.float32))
     total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + _exponentials(smem, highest, tile), zeros)
