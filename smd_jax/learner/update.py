@@ -19,6 +19,7 @@ from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import TokenTerms, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.trained import of_trained, trained_params, with_trained
 from smd_jax.losses.policy import surrogate_metrics
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel
@@ -45,16 +46,16 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
 
         prepared = prepare(model, config, state.params, batch)
         microbatches = count_parts(batch.advantages.shape[0], config.microbatch_size)
-        objective = make_objective(model, config, state)
-        loss, grads, sums, terms = accumulate(objective, state.params, prepared, microbatches)
+        objective = of_trained(make_objective(model, config, state), state.params)
+        trained = trained_params(state.params)
+        loss, grads, sums, terms = accumulate(objective, trained, prepared, microbatches)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
         # The sharding is said again: the compiler could choose another for new parameters, and the next step, which
         # takes their buffers, would be compiled a second time.
-        new_state = state.replace(
-            step=state.step + 1, params=constrain_tree(params), opt_state=constrain_tree(opt_state)
-        )
+        params = with_trained(state.params, constrain_tree(trained))
+        new_state = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
         # The norm is that of the summed gradients, before the optimizer clips them.
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums}
         return new_state, metrics | _metrics(config, state, prepared, terms)

@@ -5,7 +5,8 @@ Pure functions of a plain parameter pytree:
     model = Decoder(config)
     logits = model.apply({"params": params}, tokens, positions, mask)    # teacher forced, explicit mask
 
-and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler and learner use it. The parameters:
+and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler and learner use it. These also take
+parameters with adapters, see `smd_jax.model.lora`. The parameters:
 
     embed/embedding                                          [vocab, hidden]
     layers_0/attention_norm/scale                            [hidden]
@@ -35,6 +36,8 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import ModelConfig
 from smd_jax.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
+from smd_jax.model.lora import LORA, variables_of
+from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
 from smd_jax.model.rope import rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
@@ -70,7 +73,7 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
+        dense = partial(Projection, dtype=c.dtype, precision=product_precision(c.dtype))
         self.q_proj = dense(c.num_heads * c.head_dim, use_bias=c.qkv_bias)
         self.k_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
         self.v_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
@@ -102,7 +105,7 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
+        dense = partial(Projection, dtype=c.dtype, precision=product_precision(c.dtype))
         self.gate_proj = dense(c.intermediate_size, use_bias=False)
         self.up_proj = dense(c.intermediate_size, use_bias=False)
         self.down_proj = dense(c.hidden_size, use_bias=False)
@@ -195,6 +198,11 @@ class Decoder(nn.Module):
     def _hidden(
         self, tokens: Int[Array, "batch tokens"], rope: Rope, attend: Attend, layers: tuple[LayerState, ...]
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
+        if self.has_variable("params", LORA):
+            raise ValueError(
+                f"expected adapters in a collection of their own: apply(smd_jax.model.lora.variables_of(params), …); "
+                f"got {LORA!r} among the parameters"
+            )
         # The table is cast after the look-up, a few rows in place of a whole vocabulary.
         x = constrain(gathered_embedding(self.embed.embedding)[tokens].astype(self.config.dtype))
         new = []
@@ -253,7 +261,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def _apply(self, params: Params, method: Callable[..., Any], *args: Any) -> Any:
-        return self.apply({"params": params}, *args, method=method)
+        return self.apply(variables_of(params), *args, method=method)
 
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
+from smd_jax.model.lora import LORA
 from smd_jax.model.value_head import VALUE_HEAD
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
@@ -164,8 +165,8 @@ def save_checkpoint(
 
     Args:
       directory: where to write. It may hold a previous checkpoint, and nothing else, since it is replaced as a whole.
-      params: the parameters, each of them addressable from this process; without a value head, for which this format
-        has no place.
+      params: the parameters, each of them addressable from this process; without a value head or adapters
+        (`smd_jax.model.lora.merge_lora`), for which this format has no place.
       config: their shape.
       dtype: how the weights are stored; float32 parameters are rounded to it.
       max_shard_bytes: weights beyond this size are split into several files with an index. A tensor is never split.
@@ -173,7 +174,7 @@ def save_checkpoint(
         in config.json, are taken over.
 
     Raises:
-      ValueError: no model type expresses `config`; `params` do not fit `config` or have a value head;
+      ValueError: no model type expresses `config`; `params` do not fit `config`, have a value head or adapters;
         `max_shard_bytes` is not positive.
       FileExistsError: `directory` holds files that are no part of a checkpoint.
       FileNotFoundError: `tokenizer_from` holds no tokenizer.
@@ -285,6 +286,11 @@ def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
         raise ValueError(
             "expected parameters without a value head, because a language model in Hugging Face's format has none: "
             f"smd.model.drop_value_head(params); got {_some(sorted({path.split('/')[0] for path in flat}))}"
+        )
+    if LORA in flat:
+        raise ValueError(
+            "expected parameters without adapters: smd.model.merge_lora(params) puts them into their matrices, "
+            f"smd.model.save_peft writes them beside the base; got {LORA!r}"
         )
     _check_names(missing=leaves.keys() - flat.keys(), extra=flat.keys() - leaves.keys(), where="params")
     wrong = [

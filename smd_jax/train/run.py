@@ -1,7 +1,8 @@
 """A run on disk: the loop with progress, metrics.jsonl, checkpoints and resume.
 
 directory/metrics.jsonl      one row a step
-directory/checkpoints/       parameters, optimizer, PRNG key, step, data position, resolved configuration
+directory/checkpoints/       parameters, optimizer, PRNG key, step, data position, resolved configuration;
+                             of a model with adapters those, without their base
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 from smd_jax.learner.state import TrainState
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
+from smd_jax.train.frozen_base import with_base, without_base
 from smd_jax.train.loop import Loop
 from smd_jax.train.metrics_log import MetricsWriter
 from smd_jax.train.progress import training_progress
@@ -51,7 +53,8 @@ def train(
     """Runs `loop` to `run.steps`, and returns the last state.
 
     Args:
-      state: where to start; where there is a checkpoint to resume from, only its structure and sharding count.
+      state: where to start; where there is a checkpoint to resume from, only its structure and sharding count, and
+        the base where there are adapters.
       directory: where this run is kept; a new run must not find another one there.
       config: resolved configuration, kept with every checkpoint; a resume under another one is refused.
       resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
@@ -60,7 +63,7 @@ def train(
 
     Raises:
       FileExistsError: a new run in a directory that has one.
-      ValueError: a resume whose configuration differs.
+      ValueError: a resume whose configuration differs, or the base that adapters stand on.
     """
     directory = Path(directory)
     checkpoints = directory / "checkpoints"
@@ -68,13 +71,14 @@ def train(
     state = shard_tree(state, loop.mesh)
     # Without `resume` there is none: `check_directory` has seen to that.
     if checkpoint.latest_step(checkpoints) is not None:
-        state = checkpoint.restore(checkpoints, state, config=config).state
+        # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
+        state = with_base(checkpoint.restore(checkpoints, without_base(state), config=config).state, state)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = int(state.step) // loop.config.steps_per_rollout
 
     def save() -> None:
         position = {"rollouts": done, "seed": loop.config.seed}
-        checkpoint.save(checkpoints, done, state, data_position=position, config=config)
+        checkpoint.save(checkpoints, done, without_base(state), data_position=position, config=config)
 
     with (
         # Rows behind the checkpoint belong to steps that are taken once more.

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.state import TrainState
+from smd_jax.learner.trained import trained_params, with_trained
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
@@ -86,10 +87,14 @@ def make_supervised_update(
     """The jitted step `(state, examples) -> (state, loss)`; the old state's buffers are donated."""
 
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
-        loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        def objective(trained: Params) -> Float[Array, ""]:
+            return cross_entropy(model, with_trained(state.params, trained), examples)
+
+        trained = trained_params(state.params)
+        loss, grads = jax.value_and_grad(objective)(trained)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
-        params = constrain_tree(optax.apply_updates(state.params, updates))
+        params = with_trained(state.params, constrain_tree(optax.apply_updates(trained, updates)))
         return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
 
     return jax.jit(update, donate_argnums=0)
