@@ -42,8 +42,8 @@ from bench.limits import visible_keys
 from provenance import provenance
 from smd_jax.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
+from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_evictions
-from smd_jax.train.progress import summary_table
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
 from smd_kernels.hardware import GPU_SIZES, TPU_SIZES

@@ -67,7 +67,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies
 
 from bench.limits import product_command, with_limits
 from bench.turns import Row, lines, take_turns, write
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "ours-snapkv", "ours-h2o", "ours-dense", "hf", "hf-static", "tunix", "kvpress"]
