@@ -32,6 +32,7 @@ from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
+from smd_jax.learner.storage import widened
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
@@ -224,10 +225,12 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
+    # What an optimizer sees, whatever the parameters are stored in.
+    wide = jax.eval_shape(widened, params)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
-        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, params), mesh),
+        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, wide), mesh),
         reference=tree_bytes(params, mesh) if work.reference else 0,
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
@@ -263,7 +266,8 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         more = learner.teacher(work.distill)
         activations = activations + more[0]
         logits = logits + more[1]
-    gradients = tree_bytes(params, work.mesh)
+    # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
+    gradients = tree_bytes(jax.eval_shape(widened, params), work.mesh)
     new = largest_part(params, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits
