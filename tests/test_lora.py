@@ -18,7 +18,9 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dpo_update import make_dpo_update
 from smd_jax.learner.forward import replay
+from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainBatch, init_state, reference_params
+from smd_jax.learner.step import synchronised
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
@@ -272,6 +274,19 @@ def test_a_reference_on_the_same_base_is_kept_as_its_adapters():
     elsewhere = init_state(ADAPTED, RECORD, jax.random.key(0), reference=jax.tree.map(jnp.copy, first))
     assert isinstance(elsewhere.reference, dict) and elsewhere.reference.keys() == first.keys()
     assert_bitwise_equal(reference_params(elsewhere), first)
+
+
+def test_a_reference_that_follows_adapters():
+    """A with A and B with B, halfway; the base stays."""
+    sync = ReferenceSync(0.5, 1)
+    state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=adapted(PARAMS, seed=7))
+    moved = synchronised(state, sync)
+    middle = jax.tree.map(lambda x, y: 0.5 * x + 0.5 * y, ADAPTED[LORA], adapted(PARAMS, seed=7)[LORA])
+    assert isinstance(moved.reference, dict)
+    assert distance(moved.reference[LORA], middle) < 1e-6
+    for reference, found in ((None, "their base"), (jax.tree.map(jnp.copy, PARAMS), "whole parameters")):
+        with pytest.raises(ValueError, match=f"expected adapters as the reference that follows adapters.*{found}"):
+            synchronised(init_state(ADAPTED, RECORD, jax.random.key(0), reference=reference), sync)
 
 
 def test_online_dpo_trains_adapters_against_their_base():

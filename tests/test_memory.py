@@ -133,9 +133,10 @@ ANCHOR = DistillConfig("anchor", fraction=0.5)
         (WORK, None),
         (EVICTING, None),
         (replace(EVICTING, model=Decoder(SHAPE, remat=True), microbatch_size=1, platform="tpu"), SPARING),
+        (replace(EVICTING, model=Decoder(SHAPE, remat="dots"), microbatch_size=1, platform="tpu"), SPARING),
         (replace(WIDE, distill=ANCHOR, reference=True), None),
     ],
-    ids=["dense", "segments", "microbatches with remat", "distillation"],
+    ids=["dense", "segments", "microbatches with remat", "microbatches with remat of dots", "distillation"],
 )
 def test_an_update_needs_what_was_planned(work: Workload, options: Any):
     planned, compiled = plan_memory(work, param_shapes(work.model)), compiled_update(work, options)

@@ -6,6 +6,7 @@ state.params    embed … norm      lora      value_head
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -60,6 +61,22 @@ def whole_reference(reference: Params | None, params: Params) -> Params | None:
         return base if reference is None else reference
     # Adapters by themselves stand on the policy's base.
     return {**base, **reference} if set(reference) == {LORA} else reference
+
+
+def followed_params(params: Params) -> Params:
+    """What a reference that follows the policy is mixed with: of adapters those, A with A and B with B. A mixture of
+    their products would have the rank of both together."""
+    return {LORA: params[LORA]} if has_lora(params) else params
+
+
+def check_followable(reference: Params | None, params: Params) -> None:
+    """Raises ValueError for adapters whose reference is no set of adapters on the same base: it could not follow."""
+    adapters_alone = isinstance(reference, Mapping) and set(reference) == {LORA}
+    if has_lora(params) and not adapters_alone:
+        raise ValueError(
+            "expected adapters as the reference that follows adapters, init_state(params, …, reference=params); got "
+            + ("their base" if reference is None else "whole parameters")
+        )
 
 
 def _same_arrays(left: Params, right: Params) -> bool:

@@ -32,6 +32,7 @@ from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
+from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
@@ -247,7 +248,9 @@ def _optimizer_bytes(work: Workload, params: Params) -> int:
     """Bytes of the optimizer's state, which with adapters is for those alone."""
     if work.optimizer is None:
         return 0
-    return tree_bytes(jax.eval_shape(work.optimizer.init, trained_params(params)), work.mesh)
+    # What an optimizer sees, whatever the parameters are stored in.
+    wide = jax.eval_shape(widened, trained_params(params))
+    return tree_bytes(jax.eval_shape(work.optimizer.init, wide), work.mesh)
 
 
 def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int, one_program: bool) -> int:
@@ -274,7 +277,8 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         activations = activations + more[0]
         logits = logits + more[1]
     trained = trained_params(params)
-    gradients = tree_bytes(trained, work.mesh)
+    # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
+    gradients = tree_bytes(jax.eval_shape(widened, trained), work.mesh)
     new = largest_part(trained, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits

@@ -8,3 +8,6 @@ from smd_jax.train.ppo import PPOConfig as PPOConfig
 from smd_jax.train.ppo import PPOLoop as PPOLoop
 from smd_jax.train.online_dpo import OnlineDPOConfig as OnlineDPOConfig
 from smd_jax.train.online_dpo import OnlineDPOLoop as OnlineDPOLoop
+from smd_jax.train.optimizers import OptimizerConfig as OptimizerConfig
+from smd_jax.train.optimizers import make_optimizer as make_optimizer
+from smd_jax.train.optimizers import learning_rate_schedule as learning_rate_schedule

@@ -102,7 +102,13 @@ class GRPOLoop(PolicyLoop):
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         rewards = jnp.asarray(samples.rewards)
         with jax.set_mesh(self.mesh):
-            return self.take_steps(state, self.learner_batch(state.params, samples.trajectory, rewards, counted_rows))
+            penalty, of_kl = self.kl_penalty(state, samples.trajectory, counted_rows)
+            if penalty is not None:
+                # Before the mean of a group is taken off: a response that left the reference is worse than the others.
+                rewards = rewards - penalty.sum(axis=1)
+            batch = self.learner_batch(state.params, samples.trajectory, rewards, counted_rows)
+            state, metrics = self.take_steps(state, batch)
+        return state, metrics | of_kl
 
     @property
     def drops_rows(self) -> bool:

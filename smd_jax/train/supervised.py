@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.state import TrainState
+from smd_jax.learner.step import take_step
 from smd_jax.learner.trained import trained_params, with_trained
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
-from smd_jax.sharding import constrain_tree
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
 
 
@@ -90,11 +90,7 @@ def make_supervised_update(
         def objective(trained: Params) -> Float[Array, ""]:
             return cross_entropy(model, with_trained(state.params, trained), examples)
 
-        trained = trained_params(state.params)
-        loss, grads = jax.value_and_grad(objective)(trained)
-        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-        # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
-        params = with_trained(state.params, constrain_tree(optax.apply_updates(trained, updates)))
-        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
+        loss, grads = jax.value_and_grad(objective)(trained_params(state.params))
+        return take_step(state, optimizer, grads)[0], loss
 
     return jax.jit(update, donate_argnums=0)
