@@ -4,7 +4,7 @@ Question   A sampler decodes with W + scale * A B rounded to the dtype of W; the
            adapters side by side. How far apart are their log-probabilities, and how far is that from what the adapters
            do at all? For adapters of several sizes, ||scale * A B|| as a share of ||W||.
 Command    python experiments/lora_merged.py --model runs/smollm2            (make smollm2 writes it; --json: rows)
-Cost       about ten minutes on two CPU cores
+Cost       about five minutes on two CPU cores
 Result     docs/lora.md
 """
 
@@ -23,7 +23,7 @@ import tyro
 import smd_jax as smd
 from compilation_cache import keep_programs
 from smd_jax.model.lora import LORA, by_module
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,12 @@ class Args:
 
 @dataclass(frozen=True)
 class Row:
-    """Mean and largest |log p_sampler - log p_learner| of sampled tokens in nats; the sampler reads adapters."""
+    """Mean and largest |log p_sampler - log p_learner| of sampled tokens in nats; the sampler reads adapters.
+
+    Attributes:
+      rounded: what merging rounds off, as a share of what the adapters add: ||W' - (W + scale * A B)|| / ||scale * A B||
+        over all matrices.
+    """
 
     dtype: str
     share: float
@@ -53,6 +58,7 @@ class Row:
     mean_merged: float
     max_merged: float
     mean_base: float
+    rounded: float
 
 
 def adapters_of_size(params: smd.model.Params, share: float, args: Args) -> dict[str, Any]:
@@ -69,6 +75,21 @@ def adapters_of_size(params: smd.model.Params, share: float, args: Args) -> dict
         norm = jnp.linalg.norm(lora.scale * pair["lora_A"] @ drawn)
         module["lora_B"] = drawn * share * jnp.linalg.norm(kernel["kernel"].astype(jnp.float32)) / norm
     return grown
+
+
+def rounded_share(params: smd.model.Params, merged: smd.model.Params) -> float:
+    """`Row.rounded`, summed in float64."""
+    lost = added = 0.0
+    scale = params[LORA].config.scale
+    for path, pair in by_module(params[LORA]).items():
+        before, after = params, merged
+        for name in path:
+            before, after = before[name], after[name]
+        delta = scale * np.asarray(pair["lora_A"], np.float64) @ np.asarray(pair["lora_B"], np.float64)
+        exact = np.asarray(before["kernel"], np.float64) + delta
+        lost += float(np.sum((np.asarray(after["kernel"], np.float64) - exact) ** 2))
+        added += float(np.sum(delta**2))
+    return (lost / added) ** 0.5
 
 
 def compare(dtype: Literal["float32", "bfloat16"], share: float, args: Args) -> Row:
@@ -90,8 +111,9 @@ def compare(dtype: Literal["float32", "bfloat16"], share: float, args: Args) -> 
         found = np.asarray(replay(model, learner, drawn).logprobs - drawn.logprobs)
         return np.abs(found)[np.asarray(drawn.response_mask)]
 
-    own, merged, without = gap(params), gap(smd.model.merge_lora(params)), gap(base)
-    numbers = (own.mean(), own.max(), merged.mean(), merged.max(), without.mean())
+    whole = smd.model.merge_lora(params)
+    own, merged, without = gap(params), gap(whole), gap(base)
+    numbers = (own.mean(), own.max(), merged.mean(), merged.max(), without.mean(), rounded_share(params, whole))
     return Row(dtype, share, own.size, *(float(x) for x in numbers))
 
 
@@ -105,8 +127,8 @@ def main(args: Args) -> None:
             if args.json:
                 print(json.dumps(asdict(rows[-1])), flush=True)
     if not args.json:
-        columns = ("dtype", "adapters' share", "learner: adapters", "learner: merged", "learner: base")
-        cells = [(r.dtype, r.share, r.mean_adapters, r.mean_merged, r.mean_base) for r in rows]
+        columns = ("dtype", "adapters' share", "learner: adapters", "learner: merged", "learner: base", "rounded off")
+        cells = [(r.dtype, r.share, r.mean_adapters, r.mean_merged, r.mean_base, r.rounded) for r in rows]
         summary_table("mean |Δ log p| to a sampler that reads adapters, in nats", columns, cells)
 
 
