@@ -179,7 +179,8 @@ class Decoder(nn.Module):
     decode_impl: DecodeImplementation | None = None
 
     def __post_init__(self) -> None:
-        check_choice("remat", self.recomputed, get_args(Remat))
+        if not isinstance(self.remat, bool):
+            check_choice("remat", self.remat, get_args(Remat))
         super().__post_init__()
 
     def setup(self) -> None:
