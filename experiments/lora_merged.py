@@ -46,8 +46,8 @@ class Row:
     """Mean and largest |log p_sampler - log p_learner| of sampled tokens in nats; the sampler reads adapters.
 
     Attributes:
-      rounded: what merging rounds off, as a share of what the adapters add: ||W' - (W + scale * A B)|| / ||scale * A B||
-        over all matrices.
+      rounded: what merging rounds off as a share of what the adapters add, over all matrices:
+        ||merged - (W + scale * A B)|| / ||scale * A B||.
     """
 
     dtype: str
