@@ -50,7 +50,7 @@ from tests.tiny_update import (
     metrics_and_gradients,
     trajectory,
 )
-from tests.under_test import SHAPES, left_padded, make_params
+from tests.under_test import left_padded
 
 ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))
 # KL to the reference and the anchor's divergence, at once.
@@ -116,14 +116,14 @@ def test_what_the_sampler_converts_is_the_same_to_the_last_bit():
     assert logprobs(converted, model).tobytes() == logprobs(ADAPTED, model).tobytes()
 
 
-SAMPLING = RolloutConfig(48, budget=12, buffer=4, eos_token_id=7, sampling=SamplingConfig(0.9))
+SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(0.9))
 
 
 @functools.cache
 def sampled(dtype: Any) -> Any:
     """Model, parameters with adapters on a base of this dtype, and what was sampled with them."""
-    model = Decoder(dataclasses.replace(SHAPES["GQA"], dtype=dtype))
-    base = jax.tree.map(lambda x: x.astype(dtype), make_params(SHAPES["GQA"]))
+    model = Decoder(dataclasses.replace(MODEL.config, dtype=dtype))
+    base = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     params = adapted(base)
     prompts = left_padded([12, 5, 9, 3, 12, 1], 12, model.config.vocab_size)
     return model, params, rollout(model, params, prompts, jax.random.key(3), policy=H2O(), config=SAMPLING)
