@@ -15,8 +15,9 @@ from smd_jax.learner.step import take_step
 from smd_jax.memory.sampler import tree_bytes
 from smd_jax.model.value_head import add_value_head
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.train import optimizers
+from smd_jax.train import checkpoint, optimizers
 from smd_jax.train.optimizers import OptimizerConfig, decayed, learning_rate_schedule, make_optimizer
+from tests.bitwise import assert_bitwise_equal
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "optimizers.json").read_text(encoding="utf-8"))
 STEPS = 6
@@ -104,6 +105,24 @@ def test_a_momentum_in_bfloat16_stays_near():
     moved = jnp.abs(after("float32") - params["kernel"]).max()
     off = jnp.abs(after("float32") - after("bfloat16")).max()
     assert 0 < off < 0.01 * moved
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)
+    optimizer = make_optimizer(OptimizerConfig(optim=optim, lr_scheduler_type="linear", warmup_steps=2), STEPS)
+    grads = {name: jnp.array(x[0]) for name, x in GOLDEN["grads"].items()}
+
+    def after(state, steps):
+        for _ in range(steps):
+            state, _ = take_step(state, optimizer, grads)
+        return state
+
+    start = init_state(golden_params(), optimizer, jax.random.key(0))
+    half = after(start, 3)
+    checkpoint.save(tmp_path, 3, half, data_position={}, config=OptimizerConfig())
+    restored = checkpoint.restore(tmp_path, start, config=OptimizerConfig()).state
+    assert_bitwise_equal(after(restored, 2), after(half, 2))
 
 
 def test_an_optimizer_without_a_rate_in_its_state_logs_none():

@@ -10,7 +10,8 @@ Bytes a parameter, with AdamW (8 of its own, 6 with a bfloat16 momentum) and wit
 bfloat16 has 8 significant bits: rounded to nearest, a number changes only if it moves by 1/512 of itself at least. At
 RL's learning rates no single step moves it as far (1e-6 is 1/20000 of a weight of 0.02), and a policy would stay where
 it is for ever. So what a step leaves in float32 is rounded stochastically: up with the probability of the part
-that is cut off, so that the mean is exact and small steps add up. The price is noise of about half a last place.
+that is cut off, so that the mean is exact and small steps add up. The price is noise: a weight that small steps have
+moved by d has a standard deviation of sqrt(d * gap), with the gap to its neighbour.
 """
 
 from __future__ import annotations

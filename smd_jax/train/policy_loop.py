@@ -80,9 +80,10 @@ class PolicyLoop(Loop):
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:
-        """The jitted step in which nothing counts; the old state's buffers are donated."""
+        """A step in which nothing counts; where it may move the reference it is jitted, and takes the old state's
+        buffers."""
         sync = self.config.update.reference_sync
-        return jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
+        return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
 
     @cached_property
     def compare(self) -> Callable[[TrainBatch, Float[Array, "batch R"]], Metrics]:
