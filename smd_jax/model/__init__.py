@@ -1,5 +1,5 @@
-"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Qwen2, Qwen3 by
-configuration) with its weights on disk, and the attention of all of them.
+"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Mistral, Qwen2,
+Qwen3, Gemma 3 by configuration) with its weights on disk, and the attention of all of them.
 
 Pure functions of a plain parameter pytree, which take the attention as an argument.
 """
