@@ -130,7 +130,11 @@ def load_parameter(tensor: Any, leaf: Leaf, dtype: FloatName, sharding: Sharding
       sharding: where the parts belong; None: the whole, uncommitted, on JAX's default device.
     """
     if sharding is None:
-        return jax.block_until_ready(jnp.array(read_part(tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)))
+        whole = read_part(tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)
+        (array,) = _put(whole, [None])
+        del whole
+        jax.device_put(np.int8(0))  # see below
+        return array
     devices_of: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         assert index is not None
@@ -168,6 +172,8 @@ def host_array(shape: tuple[int, ...], dtype: FloatName) -> np.ndarray:
 
 
 def _put(part: np.ndarray, devices: list[Any]) -> list[jax.Array]:
+    """On every one of the devices; of None uncommitted on the default one. On a CPU it may be the same memory, which
+    nobody else has."""
     # Waited for: parts that are still on their way would fill the host.
     return jax.block_until_ready([jax.device_put(part, device) for device in devices])
 
