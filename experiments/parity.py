@@ -40,8 +40,8 @@ from provenance import provenance
 from smd_jax.config import FloatName, LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.families import FAMILIES
+from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params
-from smd_jax.train.progress import summary_table
 
 TORCH_SIDE = Path(__file__).parent / "bench" / "engines" / "hf_logits.py"
 LENGTHS = (160, 97, 41)

@@ -225,9 +225,9 @@ def test_what_no_decoder_is():
 # --- sampler, learner and dense decoding under windows
 
 # One window above the budget and one below; rows of 12, 5 and 3 tokens, responses longer than both windows.
-TWO_WINDOWS = {
-    "gemma3": replace(GEMMA3, vocab_size=96, sliding_windows=(16, 6, None)),
-    "mistral": replace(PLAIN, vocab_size=96, sliding_windows=(20, 20)),
+WINDOWED = {
+    "gemma3": replace(GEMMA3, vocab_size=96, num_layers=2, sliding_windows=(6, None)),
+    "mistral": replace(PLAIN, vocab_size=96, num_layers=1, sliding_windows=(20,)),
 }
 PROMPTS = left_padded([12, 5, 3], 12, 96)
 SIZES = RolloutConfig(32, budget=12, buffer=8)
@@ -254,21 +254,20 @@ def gap(model: Decoder, params: Any, trajectory: Trajectory, mask: Any = None) -
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "H2O"), ("gemma3", "Dense"), ("mistral", "SnapKV")])
 def test_identity_under_windows(family: str, policy: str):
-    config = TWO_WINDOWS[family]
+    config = WINDOWED[family]
     model, params = Decoder(config), moved_params(config)
     trajectory = rollout(model, params, PROMPTS, jax.random.key(3), policy=POLICIES[policy], config=SIZES)
     assert int(trajectory.lengths().min()) == 32
     assert gap(model, params, trajectory) <= 2e-5
-    if POLICIES[policy].evicts:
-        assert gap(model, params, trajectory, trajectory.dense_mask()) > 1e-2
-    elif family == "gemma3":
-        seeing_all = Decoder(replace(config, sliding_windows=(999, 999, None)))
-        assert gap(seeing_all, params, trajectory, trajectory.dense_mask()) > 1e-2
+    if policy != "H2O":  # two are enough to show that another learner is another policy
+        mask = trajectory.dense_mask()
+        learner = model if POLICIES[policy].evicts else Decoder(replace(config, sliding_windows=(999, None)))
+        assert gap(learner, params, trajectory, mask) > 1e-2
 
 
 def test_a_decoder_over_eight_devices():
     """Biases are added once, whatever is split."""
-    config = replace(FAMILY_CONFIGS["qwen3-bias-window"], mlp_bias=True)
+    config = replace(FAMILY_CONFIGS["qwen3-bias-window"], mlp_bias=True, num_layers=1, sliding_windows=(8,))
     params, batch = moved_params(config), left_padded([12, 12, 5, 3], 12, 96)
     mask, places = dense_mask(batch.valid), positions(batch.valid)
     expected = apply_jitted(Decoder(config), params, batch.tokens, places, mask)
