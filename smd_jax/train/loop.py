@@ -32,7 +32,7 @@ from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import compute_rewards
-from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
+from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import (
     PromptBatch,
     Tokenizer,
@@ -141,7 +141,7 @@ class Loop:
     """
 
     model: LanguageModel
-    task: Task
+    task: Task | SteppedTask
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
     config: LoopConfig
@@ -265,7 +265,7 @@ class Loop:
     def graded_rollout(self, params: Params, key: jax.Array, index: int) -> Samples:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
-        rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
+        rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
         trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
         repeated = repeat_each(rows, config.group_size)
         completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
@@ -420,7 +420,7 @@ def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
 
 
 def grade(
-    task: Task, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
+    task: Task | SteppedTask, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
 ) -> tuple[list[str], np.ndarray]:
     """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
