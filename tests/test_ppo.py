@@ -21,12 +21,12 @@ from smd_jax.losses.named import bnpo, gspo
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
+from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.task import Prompt, Task
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train import checkpoint
-from smd_jax.train.metrics_log import METRICS
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.bitwise import assert_bitwise_equal
 from tests.test_corrections import CORRECTIONS
@@ -378,3 +378,15 @@ def test_parameters_without_a_value_head():
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LOOP, **options)
+
+
+def test_a_completion_without_a_reward_moves_nothing():
+    """What its reward would have been cannot be seen in the parameters."""
+    loop = new_loop()
+    samples = loop.collect(new_state(), 0)
+    there = np.arange(len(samples.rewards)) != 3
+    after = []
+    for reward in (np.nan, 7.0):
+        rewards = np.where(there, samples.rewards, np.float32(reward))
+        after.append(loop.learn(new_state(), samples._replace(rewards=rewards, counted_rows=there))[0].params)
+    assert_bitwise_equal(*after)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from smd_jax.tasks.task import Prompt, Row, column_of, missing_extra
+from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
 
 
 @runtime_checkable
@@ -59,14 +59,16 @@ class ReasoningGymTask:
         item = self.dataset[index]
         return {"prompt": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
 
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+    def reward(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
+    ) -> list[float]:
         """The dataset's own score of every completion, white space at its ends removed."""
-        answers = column_of(columns, "answer")
-        metadata = column_of(columns, "metadata")
-        rows = zip(prompts, completions, answers, metadata, strict=True)
-        return [self._score(completion, question, answer, extra) for question, completion, answer, extra in rows]
+        questions = map(question_of, prompts)
+        texts = map(completion_text, completions)
+        rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
+        return [self._score(*row) for row in rows]
 
-    def _score(self, completion: str, question: Prompt, answer: Any, metadata: Any) -> float:
+    def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
         # The fields that the dataset gave the row with: verifiers look at more than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
         return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))

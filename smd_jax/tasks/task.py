@@ -2,7 +2,10 @@
 
 Rewards have TRL's signature, so a reward function written for TRL works here and the other way round:
 
-    reward(prompts, completions, **columns) -> list[float]      columns: the rows' other fields, one list each
+    reward(prompts, completions, **columns) -> list[float | None]
+
+The columns are `completion_ids` and the rows' other fields, one list each. A completion is text where its prompt is
+text, and one message of the assistant where that is chat messages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from jaxtyping import Int
 from smd_jax.text.prompts import Tokenizer, wants_special_tokens
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
+Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
 Row = dict[str, Any]  # at least "prompt"
 
 
@@ -32,6 +36,21 @@ class Task(Protocol):
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
         """One finite number per completion, in the order of the completions; None where there is no opinion."""
         ...
+
+
+def completion_of(prompt: Prompt, text: str) -> Completion:
+    """What a reward function gets as the completion of a prompt."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def completion_text(completion: Completion) -> str:
+    """The text of a completion, whatever its prompt was."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def question_of(prompt: Prompt) -> str:
+    """The text of a prompt, and of chat messages the last one: without the system's."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

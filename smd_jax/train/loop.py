@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,8 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
-from smd_jax.tasks.rewards import compute_rewards
+from smd_jax.tasks.graded import Graded
+from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import (
     PromptBatch,
@@ -115,11 +117,13 @@ class Samples(NamedTuple):
 
     Attributes:
       trajectory: `[batch, ...]`.
-      rewards: float32 `[batch]`.
+      rewards: float32 `[batch]`; NaN where a reward function failed, see `smd_jax.tasks.rewards`.
       task_rows: the row of the task that each completion belongs to.
       completions: their texts.
       counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
       metrics: metrics of everything that was drawn, also of what is left out.
+      reward_parts: float32 `[batch]` of each function of `Loop.rewards`, NaN where it failed or does not apply; nothing
+        where the task's own reward grades.
     """
 
     trajectory: Trajectory
@@ -128,6 +132,13 @@ class Samples(NamedTuple):
     completions: list[str]
     counted_rows: np.ndarray | None
     metrics: dict[str, Any]
+    reward_parts: Mapping[str, np.ndarray] = MappingProxyType({})
+
+    @property
+    def rewarded_rows(self) -> np.ndarray | None:
+        """`[batch]`, which completions have a reward; None: all."""
+        missing = np.isnan(self.rewards)
+        return ~missing if missing.any() else None
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,8 @@ class Loop:
     Attributes:
       mesh: where state and batches lie; one device by default.
       report: called after every segment of a rollout with `config.decode_rows`.
+      rewards: what grades the completions of every task; None: the task's own `reward`, in this process and without a
+        time limit.
     """
 
     model: LanguageModel
@@ -147,12 +160,16 @@ class Loop:
     config: LoopConfig
     mesh: Mesh = field(default_factory=make_mesh)
     report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
+    rewards: Rewards | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         if self.config.decode_rows is not None:
             self.engine(self.config.policy, self.config.rollout, self.config.decode_rows)  # raises if it cannot be
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
+        if self.rewards is not None:
+            # It starts beside what is compiled first.
+            self.rewards.prepare(batch_columns(rows_of_step(self.task, 1, 0, self.config.seed)))
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout."""
@@ -268,12 +285,24 @@ class Loop:
         rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
         trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
         repeated = repeat_each(rows, config.group_size)
-        completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
-        metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
+        completions, graded = grade(self.rewards or self._own_reward, self.tokenizer, repeated, trajectory)
+        there = graded.rewarded_rows
+        metrics = reward_metrics(
+            jnp.asarray(graded.rewards), config.group_size, None if there is None else jnp.asarray(there)
+        )
+        metrics["rewards/failed"] = jnp.float32(0 if there is None else (~there).sum())
+        parts = {} if self.rewards is None else graded.parts
+        for name, part in parts.items():
+            metrics |= part_metrics(name, part)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
         assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
-        return Samples(trajectory, rewards, repeated, completions, None, metrics | took)
+        return Samples(trajectory, graded.rewards, repeated, completions, there, metrics | took, parts)
+
+    @cached_property
+    def _own_reward(self) -> Rewards:
+        """The task's. One object for all rollouts, because it reports every kind of failure once."""
+        return Rewards((self.task.reward,), seconds=None)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -367,12 +396,15 @@ class Loop:
     def evaluate(
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
     ) -> float:
-        """Mean reward over all rows of `task`, one completion each, decoded under any policy."""
+        """Mean reward over all rows of `task`, one completion each, decoded under any policy. Rows on which a reward
+        function fails are left out."""
         # As in a step: parameters that lie elsewhere would have programs of their own.
         params = shard_tree(params, self.mesh)
         rows = [task[i] for i in range(len(task))]
         trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
-        return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
+        _, graded = grade(self.rewards or Rewards((task.reward,), seconds=None), self.tokenizer, rows, trajectory)
+        there = graded.rewarded_rows
+        return float((graded.rewards if there is None else graded.rewards[there]).mean())
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:
@@ -420,8 +452,24 @@ def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
 
 
 def grade(
-    task: Task | SteppedTask, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
-) -> tuple[list[str], np.ndarray]:
-    """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
+    rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
+) -> tuple[list[str], Graded]:
+    """Texts of the completions and what the reward functions say of them; `rows[i]` belongs to completion i.
+
+    Raises:
+      TooManyFailures: more completions without a reward than `rewards` allows.
+    """
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    return completions, compute_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
+    completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    return completions, rewards.grade(prompts, completions, completion_ids, batch_columns(rows))
+
+
+def part_metrics(name: str, part: np.ndarray) -> Metrics:
+    """TRL's metrics of one reward function, over the completions that it has given a number: NaN without any, and a
+    deviation (n - 1) of 0 for a single one."""
+    numbers = part[~np.isnan(part)]
+    mean = numbers.mean() if len(numbers) else np.nan
+    deviation = numbers.std(ddof=1) if len(numbers) > 1 else mean - mean
+    return {f"rewards/{name}/mean": jnp.float32(mean), f"rewards/{name}/std": jnp.float32(deviation)}

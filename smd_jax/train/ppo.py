@@ -16,6 +16,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
@@ -154,7 +155,8 @@ class PPOLoop(PolicyLoop):
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
-        rewards = jnp.asarray(samples.rewards)
+        # A completion without a reward does not count. NaN times 0 would still be NaN.
+        rewards = jnp.asarray(np.nan_to_num(samples.rewards))
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
             batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows)

@@ -20,6 +20,7 @@ from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
+# A name in braces stands for as many as there are.
 METRICS: dict[str, str] = {
     "reward": "mean reward of the completions, sampled under the cache budget",
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
@@ -35,6 +36,9 @@ METRICS: dict[str, str] = {
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
+    "rewards/failed": "completions that a reward function failed on: they are left out of the update",
+    "rewards/{name}/mean": "mean reward of one function, before its weight; only with `Loop.rewards`",
+    "rewards/{name}/std": "standard deviation (n - 1) of the same",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "grad_norm": "global norm of the gradient before clipping",
