@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from smd_jax.tasks.lengths import PromptCounts, PromptLimit, SelectedRows
-from smd_jax.tasks.rewards import RewardFunction
+from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import Rows, RowStream
 from smd_jax.tasks.task import Row, SteppedTask, Task
@@ -151,7 +151,8 @@ def own_reward(task: Task | SteppedTask) -> RewardFunction:
 def _call(function: RewardFunction | None, arguments: dict[str, Any]) -> Any:
     if function is None:
         raise ValueError("expected a reward function, because this data has none of its own; got None")
-    return function(**arguments)
+    accepted = accepted_names(function_name(function), function, arguments)
+    return function(**{name: arguments[name] for name in accepted})
 
 
 class _Reader:
