@@ -31,7 +31,7 @@ ROWS = questions(6)
 
 def read(source: DataSource) -> list[dict[str, Any]]:
     """All rows, whichever way they come."""
-    rows = load_rows(source)
+    rows = load_rows(source, ("question",))
     assert isinstance(rows, RowStream if source.streaming else Rows)
     return list(rows) if isinstance(rows, RowStream) else [rows[i] for i in range(len(rows))]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
 from smd_jax.tasks.countdown import countdown_answer, last_answer, reaches
@@ -171,6 +172,17 @@ def test_procedural_data():
     assert rewards(own, own[0], "ab") == [-2.0]
 
 
+def test_every_data_set_of_reasoning_gym():
+    # `composite` mixes others, which must be named.
+    names = [name for name in DATASETS if name != "composite"]
+    assert len(names) > 100
+    for name in names:
+        task = build_task(TaskChoice(f"reasoning_gym:{name}", size=2))
+        assert isinstance(task, Task) and isinstance(task[1]["prompt"], str), name
+        (reward,) = rewards(task, task[1], "?")
+        assert 0.0 <= reward <= 1.0, name
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -181,6 +193,19 @@ def test_procedural_data():
         (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
         (TaskChoice("reasoning_gym:gcd", streaming=True), "expected no streaming with a procedural data set"),
         (TaskChoice("reasoning_gym:gdc"), "got 'gdc' .*'gcd'"),
+        (TaskChoice("reasoning_gym:composite"), "expected parameters that 'composite' takes.*at least one dataset"),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("terms", 2),)),
+            r"expected parameters of 'chain_sum', among \['min_terms', .*; got \['terms'\]",
+        ),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("min_terms", 9),)),
+            "expected parameters that 'chain_sum' takes, .*; got .'min_terms': 9.",
+        ),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("min_terms", "two"),)),
+            "expected parameters that 'chain_sum' takes, .*; got .'min_terms': 'two'.",
+        ),
         (TaskChoice("gsm8kk", reward=brevity), "expected a data set of the Hub as 'owner/name'"),
     ],
 )

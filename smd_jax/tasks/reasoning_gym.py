@@ -5,6 +5,7 @@ The package is an extra and costs about a second to import, so nothing here impo
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
@@ -87,4 +88,11 @@ def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any])
         raise ValueError(
             f"expected the name of one of reasoning_gym's {len(DATASETS)} datasets; got {name!r} (near: {close})"
         )
-    return create_dataset(name, seed=seed, size=size, **parameters)
+    names = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    unknown = sorted(set(parameters) - set(names))
+    if unknown:
+        raise ValueError(f"expected parameters of {name!r}, among {names}; got {unknown}")
+    try:
+        return create_dataset(name, seed=seed, size=size, **parameters)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"expected parameters that {name!r} takes, of {names}; got {parameters} ({error})") from error
