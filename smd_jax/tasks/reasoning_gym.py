@@ -14,6 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
 
+# What verifiers raise at answers that are not of the form they expect: that of prime_factorization at "?".
+_UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
+
 
 @runtime_checkable
 class ScoredDataset(Protocol):
@@ -63,7 +66,8 @@ class ReasoningGymTask:
     def reward(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
     ) -> list[float]:
-        """The dataset's own score of every completion, white space at its ends removed."""
+        """The dataset's own score of every completion, white space at its ends removed; 0.0 where its verifier raises
+        because it cannot read the answer."""
         questions = map(question_of, prompts)
         texts = map(completion_text, completions)
         rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
@@ -72,7 +76,10 @@ class ReasoningGymTask:
     def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
         # The fields that the dataset gave the row with: verifiers look at more than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
-        return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+        try:
+            return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+        except _UNREADABLE:
+            return 0.0
 
 
 def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> ScoredDataset:
