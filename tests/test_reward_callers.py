@@ -1,6 +1,8 @@
 """Reward functions in processes of their own: what hangs, crashes or cannot be sent. No test looks at the clock."""
 
 import math
+import multiprocessing
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smd_jax.tasks import reward_calls
-from smd_jax.tasks.reward_callers import CallsInProcess
+from smd_jax.tasks.reward_callers import CallsInProcess, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from tests import reward_cases
 
@@ -153,8 +155,22 @@ def test_the_process_imports_nothing_of_the_library():
     assert "numpy" in loaded and not loaded & {"jax", "smd_jax"}
 
 
+def test_a_process_that_nobody_waits_for_ends_itself():
+    """Its caller is gone, and it spins in C."""
+    files, pickled = pickled_function("spins_in_c", reward_cases.spins_in_c)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        command = [sys.executable, "-P", reward_calls.__file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+        ours.send((sys.path, files, pickled))
+        arguments = pickle.dumps({"completions": ["bad"]})
+        ours.send((0.5 - reward_calls.GRACE_SECONDS, 1, arguments))  # so that its grace is over in half a second
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "in spins_in_c" in said, "where it was"
+
+
 def test_a_process_ends_with_whoever_asks():
-    """Also when the function spins while its caller is gone: see GRACE_SECONDS."""
     calls = CallsInProcess("length", reward_cases.length, LONG)
     calls.begin({"completions": ["a"]}, 1)
     assert calls.finish() == [1.0]

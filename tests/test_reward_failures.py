@@ -243,12 +243,16 @@ def test_evaluation_leaves_them_out(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dynamic_sampling_keeps_groups_with_what_is_left():
-    samples, row = drawn()
-    failed = samples.rewards.copy()
-    failed[row] = np.nan
-    first = samples._replace(rewards=failed, reward_parts={"f": failed}, counted_rows=~np.isnan(failed))
-    got = fullest([first, first], group_size=4, groups=2)
+    def rollout(*rewards):
+        array = np.array(rewards, np.float32)
+        metrics = drawn()[0].metrics | {"rewards/failed": jnp.float32(np.isnan(array).sum())}
+        return drawn()[0]._replace(rewards=array, reward_parts={"f": array + 10}, metrics=metrics)
+
+    # In the first rollout the second group has lost what made it unequal.
+    got = fullest([rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2)
+    assert np.isnan(got.rewards).tolist() == [False, True, False, False, True, True, False, False]
+    assert got.rewards[~np.isnan(got.rewards)].tolist() == [1, 0, 1, 3, 4]
     assert got.counted_rows is not None
     np.testing.assert_array_equal(got.counted_rows, ~np.isnan(got.rewards))
-    np.testing.assert_array_equal(got.reward_parts["f"], got.rewards)
-    assert float(got.metrics["rewards/failed"]) == 0, "the sum of both rollouts' own numbers"
+    np.testing.assert_array_equal(got.reward_parts["f"], got.rewards + 10)
+    assert float(got.metrics["rewards/failed"]) == 4, "of all that was drawn"

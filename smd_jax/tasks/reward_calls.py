@@ -8,6 +8,7 @@ built-in types only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib.util
 import inspect
@@ -115,10 +116,13 @@ def load_file(name: str, path: str) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Loads a function, then answers calls of it until the other side is gone.
+    """Loads a function, then answers calls of it.
 
     First comes (import path, files as (name, path), the pickled function), and an empty list goes back or what is
     wrong. Then for every call come (seconds, rows, pickled arguments), and its Outcome goes back.
+
+    Raises:
+      EOFError, ConnectionError: the other side is gone.
     """
     path, files, pickled = connection.recv()
     sys.path[:] = path
@@ -133,10 +137,7 @@ def serve(connection: Connection) -> None:
     # One event loop for all calls: an async function may keep a client that belongs to it.
     with asyncio.Runner() as runner:
         while True:
-            try:
-                seconds, rows, pickled = connection.recv()
-            except (EOFError, ConnectionResetError):
-                return
+            seconds, rows, pickled = connection.recv()
             # From a thread of C, which runs even where the function never lets Python's other threads run.
             faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=2)
             with Caught() as caught:
@@ -151,7 +152,8 @@ def serve(connection: Connection) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """The process: its one argument is the number of an open socket."""
-    with Connection(int(arguments[0])) as connection:
+    # Without the other side there is nobody to answer.
+    with Connection(int(arguments[0])) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection)
 
 

@@ -149,7 +149,7 @@ class Overlong:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float]:
         free = self.max_length - self.cache
-        return [-min(max(len(tokens) - free, 0) / self.cache, 1.0) for tokens in completion_ids]
+        return [max(min(free - len(tokens), 0) / self.cache, -1.0) for tokens in completion_ids]
 
 
 rouge_l = RougeL()
