@@ -102,7 +102,8 @@ class CallsInProcess:
         with theirs:
             process = subprocess.Popen(
                 # -P: the folder of that file must not be on its import path, where `datasets` would be our module.
-                [sys.executable, "-P", reward_calls.__file__, str(theirs.fileno())],
+                # -u: what a function prints must not wait in a buffer that is lost when the process is killed.
+                [sys.executable, "-P", "-u", reward_calls.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # A reward that uses JAX must not take the accelerator's memory a second time.
@@ -113,7 +114,9 @@ class CallsInProcess:
         self._child = process, ours
         self._ready = False
         self._finalizer = weakref.finalize(self, _end, process, ours)
-        ours.send((sys.path, files, pickled))
+        # A process that does not even start is found by the first call.
+        with contextlib.suppress(ConnectionError):
+            ours.send((sys.path, files, pickled))
 
     def begin(self, arguments: Mapping[str, Any], rows: int) -> None:
         """Begins a call; the clock starts when the process is there and has loaded the function.
@@ -137,7 +140,7 @@ class CallsInProcess:
         self._deadline = time.monotonic() + self._seconds
         self._waiting = True
         # A process that has ended meanwhile is found by `finish`.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(ConnectionError):
             self._child[1].send((self._seconds, rows, pickled))
 
     def finish(self) -> Outcome:
@@ -154,7 +157,7 @@ class CallsInProcess:
             answer: Outcome = connection.recv()
             answered = True
             return answer
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             return "end of its process", f"its process ended with exit code {process.wait()}"
         finally:
             self._waiting = False
