@@ -355,14 +355,7 @@ class Loop:
                 yield shard_batch(batch if config.minibatches == 1 else _rows(batch, rows), self.mesh)
 
     def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
-        texts = [prompt_text(row, self.tokenizer) for row in rows]
-        return encode_prompts(
-            self.tokenizer,
-            texts,
-            width=width,
-            max_positions=self.model.shape.max_positions,
-            add_special_tokens=wants_special_tokens(self.tokenizer),
-        )
+        return encode_rows(self.model, self.tokenizer, rows, width)
 
     def evaluate(
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
@@ -373,6 +366,22 @@ class Loop:
         rows = [task[i] for i in range(len(task))]
         trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
         return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
+
+
+def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
+    """The prompts of a task's rows, `[rows, width]`.
+
+    Raises:
+      ValueError: for a prompt that is longer than `width`.
+    """
+    texts = [prompt_text(row, tokenizer) for row in rows]
+    return encode_prompts(
+        tokenizer,
+        texts,
+        width=width,
+        max_positions=model.shape.max_positions,
+        add_special_tokens=wants_special_tokens(tokenizer),
+    )
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:
