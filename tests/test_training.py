@@ -103,8 +103,8 @@ def test_evaluation_is_called_at_its_interval_and_logged(tmp_path):
         return {"eval/sparse": 10.0 * int(state.step)}
 
     start(tmp_path, 5, TWICE, evaluate_every=2, evaluate=evaluate)
-    assert seen == [4, 8], "after rollouts 2 and 4, of two optimizer steps each"
-    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, None]
+    assert seen == [0, 4, 8, 10], "at the start, after rollouts 2 and 4 of two optimizer steps each, and at the end"
+    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, 100.0]
 
 
 def test_no_interval_no_evaluation(tmp_path):
