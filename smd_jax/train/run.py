@@ -6,15 +6,17 @@ directory/checkpoints/       parameters, optimizer, PRNG key, step, data positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from smd_jax.learner.state import TrainState
+from smd_jax.monitor.loggers import Logger, Loggers
+from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MetricsWriter
-from smd_jax.monitor.progress import training_progress
+from smd_jax.monitor.panel import training_panel
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.loop import Loop
@@ -47,6 +49,7 @@ def train(
     resume: bool = False,
     evaluate: Evaluate | None = None,
     label: str = "train",
+    loggers: Sequence[Logger] = (),
 ) -> TrainState:
     """Runs `loop` to `run.steps`, and returns the last state.
 
@@ -57,6 +60,7 @@ def train(
       resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
         stopped before its first checkpoint, or never began, starts at `state`.
       evaluate: gives metrics to log beside the step's own, such as "eval/sparse".
+      loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
 
     Raises:
       FileExistsError: a new run in a directory that has one.
@@ -77,23 +81,24 @@ def train(
         checkpoint.save(checkpoints, done, state, data_position=position, config=config)
 
     with (
+        Loggers(loggers) as others,
         # Rows behind the checkpoint belong to steps that are taken once more.
         MetricsWriter(directory / "metrics.jsonl", next_step=start if resume else None) as writer,
-        training_progress(run.steps, start=start, name=label) as report,
+        training_panel(run.steps, start=start, name=label) as report,
     ):
         while done < run.steps:
             state, metrics = loop.step(state)
             done += 1
             if evaluate is not None and _due(done, run.evaluate_every):
                 metrics |= evaluate(state)
+            metrics |= memory_in_use()
             # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
             writer.write(done - 1, metrics)
+            others.write(done - 1, metrics)
             report(done, metrics)
-            # The last one is saved below, whether it is due or not.
-            if _due(done, run.checkpoint_every) and done < run.steps:
+            # In here, because loggers that wait for a network when they are closed must not keep it from being saved.
+            if _due(done, run.checkpoint_every) or done == run.steps:
                 save()
-    if done > start:
-        save()
     return jax.block_until_ready(state)
 
 
