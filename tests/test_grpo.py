@@ -25,7 +25,7 @@ from smd_jax.masks import Mask
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.monitor.metrics_log import METRICS
+from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import shard_batch
 from smd_jax.tasks.task import Prompt, Row, batch_indices
@@ -100,12 +100,12 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
 
 
 def test_every_metric_has_its_line_in_the_table():
-    """With all terms of the loss; evaluation is the script's."""
+    """With all terms of the loss; evaluation is the script's, memory the run's."""
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
     of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
-    of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys()
+    of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 

@@ -20,6 +20,25 @@ from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
+# docs/monitoring.md says what each of these times includes.
+TIME_METRICS: dict[str, str] = {
+    "step_time": "wall time of one step with its rollout, seconds",
+    "time/rollout": "of it, prompts to trajectory, seconds",
+    "time/grading": "of it, texts of the completions and their rewards, seconds",
+    "time/update": "of it, from the trajectory to the last optimizer step's metrics, seconds",
+    "rollout/tokens_per_second": "rollout/tokens / time/rollout",
+    "update/tokens_per_second": "tokens of the rollout, prompts included and padding not, / time/update",
+}
+
+MEMORY_METRICS: dict[str, str] = {
+    "memory/host_bytes": "resident memory of this process; where the system tells",
+    "memory/device_bytes": "memory in use on the fullest device of this process; where the device tells",
+    "memory/device_peak_bytes": "the most that was ever in use on one device of this process; where the device tells",
+}
+
+# What depends on the clock and the machine: a run that is repeated or resumed has everything else again, bitwise.
+MACHINE_METRICS = TIME_METRICS | MEMORY_METRICS
+
 METRICS: dict[str, str] = {
     "reward": "mean reward of the completions, sampled under the cache budget",
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
@@ -35,10 +54,10 @@ METRICS: dict[str, str] = {
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
+    "rollout/tokens": "response tokens that were drawn",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "grad_norm": "global norm of the gradient before clipping",
-    "step_time": "wall time of one step with its rollout, seconds",
     "loss": "policy loss, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
@@ -46,6 +65,7 @@ METRICS: dict[str, str] = {
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
+    **MACHINE_METRICS,
     **SAMPLER_LEARNER_METRICS,
     **CORRECTION_METRICS,
     **DPO_METRICS,

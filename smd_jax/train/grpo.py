@@ -116,6 +116,9 @@ class GRPOLoop(PolicyLoop):
         old = self.old_logprobs(params, trajectory)
         return TrainBatch(trajectory, self.advantages(rewards), old, counted_rows)
 
+    def known_advantages(self, rewards: np.ndarray) -> np.ndarray:
+        return np.asarray(self.advantages(rewards))
+
     def advantages(self, rewards: jax.Array | np.ndarray) -> jax.Array:
         config = self.config
         if config.advantages == "leave_one_out":
@@ -140,7 +143,7 @@ class GRPOLoop(PolicyLoop):
 def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
     """The first `groups` groups of several rollouts that have signal, and after them others, which do not count.
 
-    Rewards and lengths in the metrics are those of all rollouts.
+    Rewards, lengths and times in the metrics are those of all rollouts.
     """
     rewards = np.concatenate([samples.rewards for samples in rollouts])
     signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
@@ -164,4 +167,5 @@ def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
 
 def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
     reductions = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}
+    reductions |= dict.fromkeys(("rollout/tokens", "time/rollout", "time/grading"), jnp.sum)
     return reductions.get(name, jnp.mean)(jnp.stack(values))

@@ -120,6 +120,7 @@ class Samples(NamedTuple):
       completions: their texts.
       counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
       metrics: metrics of everything that was drawn, also of what is left out.
+      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Only for `Loop.watch`.
     """
 
     trajectory: Trajectory
@@ -128,6 +129,7 @@ class Samples(NamedTuple):
     completions: list[str]
     counted_rows: np.ndarray | None
     metrics: dict[str, Any]
+    advantages: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class Loop:
     Attributes:
       mesh: where state and batches lie; one device by default.
       report: called after every segment of a rollout with `config.decode_rows`.
+      watch: called with the number of every rollout, from 0, and its samples, before they are learned from. What it
+        takes is in `step_time`, and in no other time.
     """
 
     model: LanguageModel
@@ -147,6 +151,7 @@ class Loop:
     config: LoopConfig
     mesh: Mesh = field(default_factory=make_mesh)
     report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
+    watch: Callable[[int, Samples], None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
@@ -166,13 +171,23 @@ class Loop:
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
+        index = int(state.step) // self.config.steps_per_rollout
         with self._first_step(state):
-            samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
+            samples = self.collect(state, index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
+        if self.watch is not None:
+            self.watch(index, samples._replace(advantages=self.known_advantages(samples.rewards)))
+        tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
+        collected = time.perf_counter()
         state, metrics = self.learn(state, samples)
-        # All metrics come to the host in one transfer, after the last step.
+        # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
-        return state, host | {"step_time": time.perf_counter() - started}
+        ended = time.perf_counter()
+        host |= {"time/update": ended - collected, "step_time": ended - started}
+        host["update/tokens_per_second"] = int(tokens) / host["time/update"]
+        if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
+            host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
+        return state, host
 
     @property
     def response_widths(self) -> tuple[int, ...]:
@@ -255,6 +270,10 @@ class Loop:
         """
         raise TypeError(f"{type(self).__name__} has no learner_batch: its class must define it")
 
+    def known_advantages(self, rewards: np.ndarray) -> np.ndarray | None:
+        """Advantages `[batch]` where they follow from the rewards `[batch]` alone; None elsewhere."""
+        return None
+
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""
 
@@ -266,10 +285,16 @@ class Loop:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
         rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
+        began = time.perf_counter()
+        # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
         trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
+        responded = time.perf_counter()
         repeated = repeat_each(rows, config.group_size)
         completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
-        metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
+        times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
+        metrics = {name: jnp.float32(seconds) for name, seconds in times.items()}
+        metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
+        metrics |= reward_metrics(jnp.asarray(rewards), config.group_size)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
         assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)

@@ -8,7 +8,7 @@ directory/best/               the one with the best value of the objective, if t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ import jax
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
-from smd_jax.monitor.progress import training_progress
+from smd_jax.monitor.loggers import Logger, Loggers
+from smd_jax.monitor.memory_use import memory_in_use
+from smd_jax.monitor.panel import training_panel
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.disk import check_space, check_writable, stored_bytes
@@ -73,6 +75,7 @@ def train(
     resume: bool = False,
     evaluate: Evaluate | None = None,
     label: str = "train",
+    loggers: Sequence[Logger] = (),
 ) -> TrainState:
     """Runs `loop` to `run.steps`, or until its objective's patience ends, and returns the last state.
 
@@ -89,6 +92,7 @@ def train(
         stopped before its first checkpoint, or never began, starts at `state`.
       evaluate: gives metrics to log beside the step's own, see `smd_jax.train.evaluation.every_evaluation`. A resumed
         run does not evaluate its start again.
+      loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
 
     Raises:
       FileExistsError: a new run in a directory that has one.
@@ -122,34 +126,38 @@ def train(
         if checkpoint.latest_step(directory / BEST) != done:
             save(BEST, 1)
 
-    with StopSignals() as stop:
-        with (
-            Journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
-            training_progress(run.steps, start=start, name=label) as report,
-        ):
-            if evaluate is not None and evaluates and done == 0 and not journal.start_is_evaluated:
-                journal.write_evaluation(0, evaluate(state))
-                if run.keeps_best and journal.is_best(0):
-                    save_best()
-            while done < run.steps and stop.received is None and not journal.has_ended:
-                state, metrics = loop.step(state)
-                done += 1
-                due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
-                if evaluate is not None and due:
-                    found = evaluate(state)
-                    journal.write_evaluation(done, found)
-                    metrics |= found
-                # The progress report counts finished rollouts, as checkpoints do.
-                for warning in journal.write_rollout(done, metrics, evaluated=due):
-                    print(warning, flush=True)
-                report(done, metrics)
-                if run.keeps_best and journal.is_best(done):
-                    save_best()
-                # The last one is saved below, whether it is due or not.
-                if _due(done, run.checkpoint_every) and done < run.steps:
-                    save(CHECKPOINTS, run.keep)
-                    saved = done
-        # Still listening: a signal may come while this is written, and the second one alone may cut it off.
+    with (
+        StopSignals() as stop,
+        Loggers(loggers) as others,
+        Journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
+        training_panel(run.steps, start=start, name=label) as report,
+    ):
+        if evaluate is not None and evaluates and done == 0 and not journal.start_is_evaluated:
+            journal.write_evaluation(0, evaluate(state))
+            if run.keeps_best and journal.is_best(0):
+                save_best()
+        while done < run.steps and stop.received is None and not journal.has_ended:
+            state, metrics = loop.step(state)
+            done += 1
+            due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
+            if evaluate is not None and due:
+                found = evaluate(state)
+                journal.write_evaluation(done, found)
+                metrics |= found
+            metrics |= memory_in_use()
+            # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
+            for warning in journal.write_rollout(done, metrics, evaluated=due):
+                print(warning, flush=True)
+            others.write(done - 1, metrics)
+            report(done, metrics)
+            if run.keeps_best and journal.is_best(done):
+                save_best()
+            # The last one is saved below, whether it is due or not.
+            if _due(done, run.checkpoint_every) and done < run.steps:
+                save(CHECKPOINTS, run.keep)
+                saved = done
+        # In here, because loggers that wait for a network when they are closed must not keep it from being saved; and a
+        # signal that comes now must not cut it off.
         if done > saved:
             save(CHECKPOINTS, run.keep)
     if stop.received is not None:
