@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 import smd_jax as smd
 from compilation_cache import keep_programs
-from flags import explained
+from flags import explained, stopped_in_order
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
@@ -244,4 +244,5 @@ def report(args: Args, loop: smd.GRPOLoop) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with stopped_in_order():
+        main(tyro.cli(Args))

@@ -29,7 +29,7 @@ import tyro
 
 import smd_jax as smd
 from compilation_cache import keep_programs
-from flags import explained
+from flags import explained, stopped_in_order
 from provenance import provenance
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
@@ -311,4 +311,5 @@ def merge_results(path: Path, rows: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with stopped_in_order():
+        main(tyro.cli(Args))

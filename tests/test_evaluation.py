@@ -156,6 +156,17 @@ def test_one_prompt_has_no_interval():
     assert made([[1, 0]]).row["reward_low"] is None
 
 
+def test_completions_without_a_reward_are_left_out():
+    nan = math.nan
+    result = made([[1, nan], [nan, nan], [3, 3], [2, 4]])
+    assert result.reward == pytest.approx(13 / 5) and result.row["without_reward"] == 3
+    # Prompts with a reward have the means 1, 3, 3: s = sqrt(4 / 3), t(0.975, 2) = 4.302653.
+    half = 4.302653 * math.sqrt(4 / 3) / math.sqrt(3)
+    assert result.interval == pytest.approx((7 / 3 - half, 7 / 3 + half), rel=1e-6)
+    nothing = made([[nan], [nan]])
+    assert math.isnan(nothing.reward) and nothing.row["reward"] is None
+
+
 def test_rows_and_metrics():
     result = replace(made([[1], [0]]), lengths=np.array([[3], [6]]), clipped=np.array([[False], [True]]))
     assert result.metrics.keys() == {f"eval/dense/{name}" for name in EVALUATION_METRICS}

@@ -88,7 +88,8 @@ class Evaluated:
 
     Attributes:
       name: of the way of decoding.
-      rewards: float32 `[prompts, n]`.
+      rewards: float32 `[prompts, n]`; NaN where there is none, because a reward function failed: that completion is
+        left out of mean and interval, as training leaves it out.
       lengths: int `[prompts, n]`, tokens.
       clipped: bool `[prompts, n]`, whether the length limit ended the completion.
       completions: their texts, a list of n for every prompt.
@@ -106,8 +107,9 @@ class Evaluated:
 
     @property
     def reward(self) -> float:
-        """Mean reward: pass@1 where rewards are 0 or 1."""
-        return float(self.rewards.mean())
+        """Mean reward: pass@1 where rewards are 0 or 1. NaN where no completion has a reward."""
+        there = self.rewards[~np.isnan(self.rewards)]
+        return float(there.mean()) if len(there) else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -129,16 +131,16 @@ class Evaluated:
 
     @property
     def row(self) -> dict[str, str | int | float | None]:
-        """One row of a table, or JSON object. An interval of a single prompt is None."""
+        """One row of a table, or JSON object. What is no number, such as an interval of a single prompt, is None."""
         low, high = self.interval
         prompts, group_size = self.rewards.shape
+        rewards = {"reward": self.reward, "reward_low": low, "reward_high": high}
         return {
             "decode": self.name,
             "prompts": prompts,
             "completions_per_prompt": group_size,
-            "reward": self.reward,
-            "reward_low": None if math.isnan(low) else low,
-            "reward_high": None if math.isnan(high) else high,
+            **{name: None if math.isnan(value) else value for name, value in rewards.items()},
+            "without_reward": int(np.isnan(self.rewards).sum()),
             "mean_length": float(self.lengths.mean()),
             "clipped_ratio": float(self.clipped.mean()),
             "cache_bytes_per_sequence": self.cache_bytes,
@@ -147,7 +149,8 @@ class Evaluated:
 
 
 def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean reward over prompts, of rewards `[prompts, n]`; NaN for a single prompt.
+    """95 % interval of the mean reward over prompts, of rewards `[prompts, n]`, in which NaN is none; NaN for fewer than
+    two prompts.
 
     The prompts are the sample: completions of one prompt are alike, and n of them are no n prompts. Student's t over
     the prompts' mean rewards; Wilson's where every prompt's completions are all right (1) or all wrong (0), as with one
@@ -155,9 +158,10 @@ def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
     """
     from scipy.stats import binomtest, t  # takes its time to import, and a run without evaluations needs none of it
 
-    means = rewards.mean(axis=1, dtype=np.float64)
+    there = rewards[~np.isnan(rewards).all(axis=1)]
+    means = np.nanmean(there, axis=1, dtype=np.float64)
     count = len(means)
-    if count == 1:
+    if count < 2:
         return math.nan, math.nan
     if np.isin(means, (0.0, 1.0)).all():
         wilson = binomtest(int(means.sum()), count).proportion_ci(0.95, method="wilson")
