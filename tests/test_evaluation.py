@@ -159,7 +159,7 @@ def test_one_prompt_has_no_interval():
 def test_completions_without_a_reward_are_left_out():
     nan = math.nan
     result = made([[1, nan], [nan, nan], [3, 3], [2, 4]])
-    assert result.reward == pytest.approx(13 / 5) and result.row["without_reward"] == 3
+    assert result.reward == pytest.approx(7 / 3) and result.row["without_reward"] == 3
     # Prompts with a reward have the means 1, 3, 3: s = sqrt(4 / 3), t(0.975, 2) = 4.302653.
     half = 4.302653 * math.sqrt(4 / 3) / math.sqrt(3)
     assert result.interval == pytest.approx((7 / 3 - half, 7 / 3 + half), rel=1e-6)

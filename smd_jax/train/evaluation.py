@@ -107,9 +107,10 @@ class Evaluated:
 
     @property
     def reward(self) -> float:
-        """Mean reward: pass@1 where rewards are 0 or 1. NaN where no completion has a reward."""
-        there = self.rewards[~np.isnan(self.rewards)]
-        return float(there.mean()) if len(there) else math.nan
+        """Mean over the prompts of their completions' mean reward: pass@1 where rewards are 0 or 1. NaN where no
+        completion has a reward."""
+        means = prompt_means(self.rewards)
+        return float(means.mean()) if len(means) else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -149,8 +150,7 @@ class Evaluated:
 
 
 def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean reward over prompts, of rewards `[prompts, n]`, in which NaN is none; NaN for fewer than
-    two prompts.
+    """95 % interval of the mean over prompts, of rewards `[prompts, n]`; NaN for fewer than two prompts.
 
     The prompts are the sample: completions of one prompt are alike, and n of them are no n prompts. Student's t over
     the prompts' mean rewards; Wilson's where every prompt's completions are all right (1) or all wrong (0), as with one
@@ -158,8 +158,7 @@ def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
     """
     from scipy.stats import binomtest, t  # takes its time to import, and a run without evaluations needs none of it
 
-    there = rewards[~np.isnan(rewards).all(axis=1)]
-    means = np.nanmean(there, axis=1, dtype=np.float64)
+    means = prompt_means(rewards)
     count = len(means)
     if count < 2:
         return math.nan, math.nan
@@ -168,6 +167,11 @@ def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
         return float(wilson.low), float(wilson.high)
     half = float(t.ppf(0.975, count - 1) * means.std(ddof=1) / math.sqrt(count))
     return float(means.mean()) - half, float(means.mean()) + half
+
+
+def prompt_means(rewards: np.ndarray) -> np.ndarray:
+    """float64 mean reward of every prompt that has any; in rewards `[prompts, n]` NaN says that there is none."""
+    return np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64)
 
 
 @dataclass(frozen=True)
