@@ -141,6 +141,16 @@ def test_a_signal_before_the_first_rollout_has_nothing_to_save(tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_beside_the_main_thread_there_are_no_signals_to_hear(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    handlers = list[Any]()
+    loop = PlainLoop(begins=lambda number: handlers.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=start, args=(tmp_path, 2, loop))
+    thread.start()
+    thread.join()
+    assert saved(tmp_path) == [2] and handlers == [before, before]
+
+
 # --- evaluations
 
 

@@ -171,7 +171,7 @@ def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
 
 def prompt_means(rewards: np.ndarray) -> np.ndarray:
     """float64 mean reward of every prompt that has any; in rewards `[prompts, n]` NaN says that there is none."""
-    return np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64)
+    return np.asarray(np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64))
 
 
 @dataclass(frozen=True)
