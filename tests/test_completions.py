@@ -53,7 +53,7 @@ def samples(texts: list[str], advantages: bool = True) -> Samples:
         texts,
         None,
         {},
-        rewards - 1 if advantages else None,
+        advantages=rewards - 1 if advantages else None,
     )
 
 

@@ -221,6 +221,18 @@ def test_numbers_under_the_pointer(runs):
     assert len(charts) == 1 and charts[0]["aria-label"] == "reward"
 
 
+def test_an_evaluation_has_its_own_interval(tmp_path):
+    evaluation = {"eval/dense/reward": 0.5, "eval/dense/reward_low": 0.375, "eval/dense/reward_high": 0.75}
+    write_run(tmp_path / "run", [0.0, 1.0], **evaluation, **{"rewards/format/mean": 1.0, "kl": 0.5})
+    write_page([tmp_path], tmp_path / "page.html")
+    found = Reader((tmp_path / "page.html").read_text())
+    named = [a["aria-label"] for tag, a in found.tags if tag == "svg"]
+    assert named[:4] == ["reward", "rewards/format/mean", "eval/dense/reward", "kl"]
+    (curve,) = json.loads(found.scripts["charts"])["charts"][2]
+    assert curve["low"] == [0.375, 0.375] and curve["high"] == [0.75, 0.75]
+    assert "eval, dense" in found.texts
+
+
 def test_the_page_is_the_same_every_time(runs):
     keep_mask(runs / "naive-seed-7", hand_made(list("abcd")))
     pages = []

@@ -23,6 +23,8 @@ METRICS = {
     "memory/host_bytes": 1.25 * 2**30,
     "memory/device_bytes": 12 * 2**30,
     "eval/sparse": 0.5,
+    "eval/snapkv:64/reward": 0.25,
+    "eval/snapkv:64/reward_low": 0.125,
 }
 
 
@@ -45,9 +47,10 @@ class Terminal(io.StringIO):
 def test_what_the_panel_says():
     status = RunStatus("grpo", 200)
     status.add(1, {"reward": 0.1})
-    status.add(2, METRICS)
+    status.add(2, {"reward": float("nan")})
+    status.add(3, METRICS)
     assert status.rows() == [
-        ("reward", "0.550 ± 0.31  ▁█  sparse 0.500"),
+        ("reward", "0.550 ± 0.31  ▁█  sparse 0.500, snapkv:64 0.250"),
         ("length", "112 tokens, 3 % truncated"),
         ("mismatch", "|Δ log p| 2.1e-06 mean, 3.3e-05 max"),
         ("speed", "rollout 5,127 tokens/s, update 3,020 tokens/s, step 2.3 s"),

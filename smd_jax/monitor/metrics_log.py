@@ -73,6 +73,14 @@ METRICS: dict[str, str] = {
 }
 
 
+def evaluated(name: str) -> str | None:
+    """What a metric is the mean reward of, if it is one of an evaluation: `dense` for `eval/dense` and
+    `eval/dense/reward`; None for all other metrics."""
+    kind, _, rest = name.partition("/")
+    what, _, value = rest.partition("/")
+    return what if kind == "eval" and what and value in ("", "reward") else None
+
+
 class MetricsWriter:
     """Appends one JSON object a step to a file, such as `{"step": 3, "reward": 0.5}`.
 

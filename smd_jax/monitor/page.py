@@ -13,12 +13,14 @@ import base64
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from smd_jax.monitor.curves import (
     Arm,
+    Curve,
     at_the_end,
     last_step,
     load_arms,
@@ -27,23 +29,20 @@ from smd_jax.monitor.curves import (
     part_length,
     seed_curves,
 )
-from smd_jax.monitor.metrics_log import METRICS
+from smd_jax.monitor.metrics_log import METRICS, evaluated
 from smd_jax.monitor.page_data import chart_data, embedded, mask_data
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.monitor.svg_chart import COLOURS, Series, draw_chart
 from smd_jax.monitor.visible_text import visible
 
-# Shown at once; all other metrics are folded away.
+# Shown at once, with every evaluation and the mean of every reward function; all other metrics are folded away.
 MAIN = (
-    *("reward", "eval/sparse", "eval/dense", "sampling/sampling_logp_difference/mean", "completions/mean_length"),
-    *("completions/clipped_ratio", "entropy", "frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
+    *("sampling/sampling_logp_difference/mean", "completions/mean_length", "completions/clipped_ratio", "entropy"),
+    *("frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
 )
 LOGARITHMIC = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "mismatch_kl")
-# Of each arm, in the table: metric and heading.
+# Of each arm, in the table behind its rewards: metric and heading.
 TABLE = {
-    "reward": "reward",
-    "eval/sparse": "eval, sparse",
-    "eval/dense": "eval, dense",
     "sampling/sampling_logp_difference/max": "max |Δ log p|",
     "completions/mean_length": "tokens",
     "completions/clipped_ratio": "truncated",
@@ -83,9 +82,10 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
     style, script, viewer = map(asset, ("page.css", "page.js", "viewer.html"))
     names = metric_names(arms)
     charts = {name: series_of(arms, name) for name in names}
-    order = [*(name for name in MAIN if name in charts), *(name for name in names if name not in MAIN)]
+    main = main_metrics(names)
+    order = [*main, *(name for name in names if name not in main)]
     figures = [figure(number, name, charts[name], last_step(arms)) for number, name in enumerate(order)]
-    shown = sum(name in charts for name in MAIN)
+    shown = len(main)
     data = {"arms": [visible(arm.name) for arm in arms], "charts": [chart_data(charts[name]) for name in order]}
     security = SECURITY.format(style=digest(style), script=digest(script))
     runs = sum(len(arm.runs) for arm in arms)
@@ -114,6 +114,14 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
         f"<script>{script}</script></body></html>\n",
     ]
     return "\n".join(parts)
+
+
+def main_metrics(names: Sequence[str]) -> list[str]:
+    """Those of these metrics that are shown first, in their order."""
+    of_functions = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    evaluations = [name for name in names if evaluated(name)]
+    rest = [name for name in MAIN if name in names]
+    return [name for name in names if name == "reward"] + of_functions + evaluations + rest
 
 
 def collect_masks(arms: Sequence[Arm]) -> list[tuple[str, SavedMask]]:
@@ -146,9 +154,20 @@ def series_of(arms: Sequence[Arm], name: str) -> list[Series]:
         if not seeds:
             continue
         mean = mean_curve(seeds)
-        # Seeds without a step in common have no mean: the first of them stands for it.
-        found.append(Series(index, seeds if len(seeds) > 1 else [], mean if len(mean.steps) else seeds[0]))
+        if len(seeds) == 1:
+            found.append(Series(index, [], with_interval(arm, name, mean, part)))
+        else:
+            # Seeds without a step in common have no mean: the first of them stands for it.
+            found.append(Series(index, seeds, mean if len(mean.steps) else seeds[0]))
     return found
+
+
+def with_interval(arm: Arm, name: str, curve: Curve, part: int) -> Curve:
+    """A curve of a single run with the interval that the run itself has logged, as evaluations do."""
+    low, high = (seed_curves(arm, f"{name}_{end}", part) for end in ("low", "high"))
+    if len(low) != 1 or len(high) != 1 or not len(low[0].steps) == len(high[0].steps) == len(curve.steps):
+        return curve
+    return replace(curve, low=low[0].mean, high=high[0].mean)
 
 
 def figure(number: int, name: str, series: Sequence[Series], last: int) -> str:
@@ -167,6 +186,8 @@ def curves_note(arms: Sequence[Arm]) -> str:
         notes.append(f"Every point is a mean over {part} steps.")
     if any(len(arm.runs) > 1 for arm in arms):
         notes.append("Thick: mean over seeds, its 95 % t interval as a band; thin: single seeds.")
+    if any(name.endswith("_low") for name in metric_names(arms)):
+        notes.append("An evaluation of a single run has its own 95 % interval, over prompts.")
     return " ".join(notes)
 
 
@@ -183,7 +204,10 @@ def swatch(index: int) -> str:
 
 
 def table(arms: Sequence[Arm]) -> str:
-    columns = {name: head for name, head in TABLE.items() if any(at_the_end(arm, name) for arm in arms)}
+    names = metric_names(arms)
+    columns = {name: name for name in names if name == "reward"}
+    columns |= {name: f"eval, {what}" for name in names if (what := evaluated(name))}
+    columns |= {name: head for name, head in TABLE.items() if name in names}
     heads = "".join(f"<th>{text(head)}</th>" for head in ("arm", "seeds", "steps", *columns.values()))
     lines = []
     for index, arm in enumerate(arms):

@@ -14,11 +14,13 @@ It needs a terminal and `rich`. Elsewhere there are plain lines, as `training_pr
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from smd_jax.monitor.metrics_log import evaluated
 from smd_jax.monitor.progress import Report, TextFile, clock_text, on_terminal, speaks_unicode, training_progress
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -85,7 +87,8 @@ class RunStatus:
         self._reported = now
         self.step = step
         self._metrics = metrics
-        if "reward" in metrics:
+        # Without any completion that has a reward it is NaN, which has no height.
+        if math.isfinite(metrics.get("reward", math.nan)):
             self._rewards.append(metrics["reward"])
 
     @property
@@ -126,12 +129,11 @@ class RunStatus:
         text = f"{metrics['reward']:.3f}"
         if "reward_std" in metrics:
             text += f" {'±' if self._unicode else '+-'} {metrics['reward_std']:.2f}"
-        evaluated = [
-            f"{name.removeprefix('eval/')} {metrics[name]:.3f}" for name in metrics if name.startswith("eval/")
-        ]
+        found = {what: value for name, value in metrics.items() if (what := evaluated(name))}
+        evaluations = [f"{what} {value:.3f}" for what, value in found.items()]
         if self._unicode:
             text += f"  {sparkline(self._rewards, SPARKS)}"
-        return text if not evaluated else f"{text}  {', '.join(evaluated)}"
+        return f"{text}  {', '.join(evaluations)}" if evaluations else text
 
     def _length(self) -> str:
         if "completions/mean_length" not in self._metrics:

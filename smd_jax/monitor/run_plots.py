@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from smd_jax.monitor.curves import Arm, load_arms, metric_names
-from smd_jax.monitor.page import LOGARITHMIC, MAIN, series_of
+from smd_jax.monitor.page import LOGARITHMIC, main_metrics, series_of
 from smd_jax.monitor.plots import COLOURS
 from smd_jax.monitor.saved_masks import SavedMask
 from smd_jax.monitor.svg_chart import Series
@@ -46,9 +46,9 @@ def plot_runs(paths: Sequence[str | Path], out: str | Path) -> None:
       ValueError: a file of a run that cannot be read, or none of the main metrics in any of them.
     """
     arms = load_arms(paths)
-    names = [name for name in MAIN if name in metric_names(arms)]
+    names = main_metrics(metric_names(arms))
     if not names:
-        raise ValueError(f"expected runs with one of {', '.join(MAIN)}; got none of them")
+        raise ValueError(f"expected runs with rewards or another of the main metrics; got {metric_names(arms)}")
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(4.0 * columns, 2.9 * rows + 0.5), layout="constrained")

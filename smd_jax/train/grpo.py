@@ -116,8 +116,8 @@ class GRPOLoop(PolicyLoop):
         old = self.old_logprobs(params, trajectory)
         return TrainBatch(trajectory, self.advantages(rewards), old, counted_rows)
 
-    def known_advantages(self, rewards: np.ndarray) -> np.ndarray:
-        return np.asarray(self.advantages(rewards))
+    def known_advantages(self, samples: Samples) -> np.ndarray:
+        return np.asarray(self.advantages(samples.rewards))
 
     def advantages(self, rewards: jax.Array | np.ndarray) -> jax.Array:
         config = self.config

@@ -176,7 +176,7 @@ class Loop:
             samples = self.collect(state, index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
         if self.watch is not None:
-            self.watch(index, samples._replace(advantages=self.known_advantages(samples.rewards)))
+            self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
         tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
         collected = time.perf_counter()
         state, metrics = self.learn(state, samples)
@@ -270,8 +270,8 @@ class Loop:
         """
         raise TypeError(f"{type(self).__name__} has no learner_batch: its class must define it")
 
-    def known_advantages(self, rewards: np.ndarray) -> np.ndarray | None:
-        """Advantages `[batch]` where they follow from the rewards `[batch]` alone; None elsewhere."""
+    def known_advantages(self, samples: Samples) -> np.ndarray | None:
+        """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
         return None
 
     def check(self, state: TrainState) -> None:
