@@ -252,6 +252,12 @@ def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
     assert json.loads(Reader(page).scripts["masks"]) == [] and 'id="heat"' not in re.sub("<script.*", "", page)
 
 
+def test_a_picture_in_which_nothing_was_evicted(tmp_path):
+    mask = SavedMask(np.full((1, 1, 3), 3, np.uint16), list("abc"), prompt_length=1, step=0, row=0, reward=0.0)
+    plot_lifetimes(mask, tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+
+
 def test_pictures(runs):
     plot_runs([runs], runs / "runs.png")
     plot_lifetimes(hand_made(list("abcd")), runs / "mask.png")

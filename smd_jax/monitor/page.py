@@ -239,7 +239,7 @@ def count(number: int, what: str) -> str:
 
 
 def asset(name: str) -> str:
-    return files("smd_jax.monitor").joinpath("assets", name).read_text("utf-8")
+    return files("smd_jax.monitor").joinpath(name).read_text("utf-8")
 
 
 def digest(content: str) -> str:
