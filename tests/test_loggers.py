@@ -170,10 +170,10 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")
     ids = []
     for resume, steps in ((False, range(3)), (True, range(1, 5))):
-        logger = WandbLogger(tmp_path, config={"seed": 1}, mode="offline", resume=resume)
-        for step in steps:
-            logger.write(step, {"reward": step / 4, "eval/sparse": 1.0})
-        logger.close()
+        # In a thread of its own, as in a run.
+        with Loggers([WandbLogger(tmp_path, config={"seed": 1}, mode="offline", resume=resume)]) as loggers:
+            for step in steps:
+                loggers.write(step, {"reward": step / 4, "eval/sparse": 1.0})
         ids.append(json.loads((tmp_path / "wandb.json").read_text()))
     assert ids[0]["id"] == ids[1]["id"] and [known["next_step"] for known in ids] == [3, 5]
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

@@ -39,7 +39,7 @@ document.querySelectorAll("figure[data-chart]").forEach((figure) => {
       if (document.querySelector(`.legend [data-arm="${one.arm}"][aria-pressed="false"]`)) continue;
       let best = 0;
       one.x.forEach((x, index) => { if (Math.abs(x - step) < Math.abs(one.x[best] - step)) best = index; });
-      if (at === null) { at = one.x[best]; caption.append(`step ${short(at)}  `); }
+      if (at === null) { at = one.x[best]; caption.append(`step ${Math.round(at)}  `); }
       const between = one.low ? ` [${short(one.low[best])}, ${short(one.high[best])}]` : "";
       caption.append(make("span", `c${one.arm % 7}`, `${arms[one.arm]} ${short(one.y[best])}${between}`));
     }
