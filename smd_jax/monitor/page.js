@@ -261,7 +261,7 @@ function viewer() {
     });
     slider.max = tokens - 1;
     slider.value = tokens - 1;
-    const height = Math.max(3, Math.min(14, Math.floor(620 / rows)));
+    const height = Math.max(3, Math.min(26, Math.floor(540 / rows)));
     [heat.width, heat.height, count.width, count.height] = [tokens, rows, tokens, 44];
     heat.style.height = `${height * rows}px`;
     count.style.height = "44px";
