@@ -58,7 +58,7 @@ class Args:
     press: tuple[Press, ...] = ("none", "knorm", "snapkv")  # presses; "none" evicts nothing
     budget: tuple[int, ...] = (32, 64)  # keys left by a compression, per layer and KV head
     interval: int = 16  # response tokens between two compressions
-    response_tokens: int = 96  # longest response
+    response_tokens: int = 64  # longest response
     temperature: float = 0.8  # of the sampler
     seed: int = 0  # of the draws
     json: bool = False  # print one JSON object a line in place of a table

@@ -15,14 +15,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.metadata import version
 from typing import Any
 
-import common
-
-common.one_thread()  # before torch is imported
-
-import torch  # noqa: E402
-from kvpress import (  # noqa: E402
+import torch
+from kvpress import (
     BasePress,
     KeyDiffPress,
     KnormPress,
@@ -32,9 +29,9 @@ from kvpress import (  # noqa: E402
     StreamingLLMPress,
     TOVAPress,
 )
-from kvpress_recorder import Kept, Recorder  # noqa: E402
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+from kvpress_recorder import Kept, Recorder
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 EAGER = ("observed_attention",)  # presses that read the model's attention weights
 
@@ -82,7 +79,7 @@ def main() -> None:
     for name in job["presses"]:
         model.set_attn_implementation("eager" if name in EAGER else "sdpa")
         answer[name] = [kept(model, prompt, press_of(name, len(prompt), job)) for prompt in job["prompts"]]
-    versions = {name: common.version(name) for name in ("kvpress", "torch", "transformers")}
+    versions = {name: version(name) for name in ("kvpress", "torch", "transformers")}
     json.dump({"versions": versions, "kept": answer}, out)
     out.close()
 

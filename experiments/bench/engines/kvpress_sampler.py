@@ -19,17 +19,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.metadata import version
 from typing import Any
 
-import common
-
-common.one_thread()  # before torch is imported
-
-import torch  # noqa: E402
-from kvpress import BasePress, DecodingPress, KnormPress, SnapKVPress  # noqa: E402
-from kvpress_recorder import Recorder  # noqa: E402
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+import torch
+from kvpress import BasePress, DecodingPress, KnormPress, SnapKVPress
+from kvpress_recorder import Recorder
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 WINDOW = 8  # queries that SnapKV looks at
 
@@ -82,7 +79,7 @@ def main() -> None:
             rows.append(sample(model, prompt, press_of(run["press"], run["budget"], job["interval"]), job))
             print(run, len(rows[-1]["tokens"]), "tokens", file=sys.stderr)
         runs.append(rows)
-    versions = {name: common.version(name) for name in ("kvpress", "torch", "transformers")}
+    versions = {name: version(name) for name in ("kvpress", "torch", "transformers")}
     json.dump({"versions": versions, "runs": runs}, out)
     out.close()
 
