@@ -5,7 +5,7 @@ Question   kvpress's DecodingPress evicts keys of SmolLM2-135M-Instruct while tr
            which torch drew it? How far in a dense learner, which is what every other trainer has?
 Command    make smollm2
            python experiments/foreign_sampler.py --kvpress-python PATH --out experiments/results/foreign_sampler.json
-Cost       five minutes on two CPU cores
+Cost       a few minutes of CPU time
 Result     experiments/results/foreign_sampler.json
 
 Sampler    Four passages (experiments/passages.py), cut to prompts of unequal length; one row at a time, float32, at a
