@@ -31,14 +31,14 @@ from flags import explained
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.monitor.plots import plot_training
+from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.gsm8k import Gsm8kTask, load_gsm8k
 from smd_jax.tasks.task import longest_prompt
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.metrics_log import read_metrics
-from smd_jax.train.plots import plot_training
-from smd_jax.train.progress import rollout_report, summary_table
 from smd_jax.train.run import RunConfig, check_directory, train
 
 POLICIES: dict[str, smd.eviction.EvictionPolicy] = {

@@ -24,8 +24,8 @@ import tyro
 import smd_jax as smd
 from compilation_cache import keep_programs
 from outside_model import OutsideModel
+from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.train.progress import summary_table
 
 POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
     "dense": smd.eviction.Dense(),

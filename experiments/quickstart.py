@@ -34,15 +34,15 @@ from provenance import provenance
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.monitor.plots import plot_training
+from smd_jax.monitor.progress import summary_table, training_progress
 from smd_jax.sampler.fixed_batch import cache_bytes
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train import checkpoint
-from smd_jax.train.metrics_log import read_metrics
-from smd_jax.train.plots import plot_training
-from smd_jax.train.progress import summary_table, training_progress
 from smd_jax.train.run import RunConfig, check_directory, train
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 

@@ -25,13 +25,13 @@ from smd_jax.masks import Mask
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
+from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import shard_batch
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
-from smd_jax.train.metrics_log import METRICS
 from smd_jax.trajectory import Trajectory
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (

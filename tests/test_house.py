@@ -24,7 +24,7 @@ MAX_LINES = 600
 # and the arithmetic that both share. A package imports those before it, never one behind it.
 ORDER = (
     *("message", "text", "tasks", "eviction", "cache", "model", "sampler"),
-    *("corrections", "losses", "learner", "train", "memory"),
+    *("corrections", "losses", "learner", "monitor", "train", "memory"),
 )
 
 # Flat modules that stand on the packages: what users test with.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.metrics import completion_metrics, mismatch_metrics, reward_metrics
-from smd_jax.train.metrics_log import METRICS, MetricsWriter, read_metrics
+from smd_jax.monitor.metrics_log import METRICS, MetricsWriter, read_metrics
 
 
 def test_mismatch_by_hand():

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from smd_jax.train import plots
+from smd_jax.monitor import plots
 
 MEAN, MAX = plots.MISMATCH_MEAN, plots.MISMATCH_MAX
 

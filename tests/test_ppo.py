@@ -21,12 +21,12 @@ from smd_jax.losses.named import bnpo, gspo
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
+from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.task import Prompt, Task
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train import checkpoint
-from smd_jax.train.metrics_log import METRICS
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.bitwise import assert_bitwise_equal
 from tests.test_corrections import CORRECTIONS

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from smd_jax.monitor.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
 from smd_jax.sampler.engine import Progress
-from smd_jax.train.progress import format_cell, rollout_line, rollout_report, status, summary_table, training_progress
 
 METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
 
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 def without_rich(monkeypatch):
     """Of rich only a part is missing: Flax needs the rest."""
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    monkeypatch.delitem(sys.modules, "smd_jax.train.rich_output", raising=False)
+    monkeypatch.delitem(sys.modules, "smd_jax.monitor.rich_output", raising=False)
 
 
 def test_plain_lines_away_from_a_terminal():
@@ -162,14 +162,14 @@ def test_small_numbers_keep_their_digits():
 
 
 def test_missing_extra_is_named():
-    code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.train.plots"
+    code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.monitor.plots"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "smd_jax.train.plots needs matplotlib; install it with: pip install smd_jax[experiments]" in done.stderr
+    assert "smd_jax.monitor.plots needs matplotlib; install it with: pip install smd_jax[experiments]" in done.stderr
 
 
 def test_the_library_itself_needs_neither():
     """Also not to train, and to keep the run."""
-    extras = {"rich.progress", "matplotlib", "smd_jax.train.plots", "smd_jax.train.rich_output"}
+    extras = {"rich.progress", "matplotlib", "smd_jax.monitor.plots", "smd_jax.monitor.rich_output"}
     code = f"import smd_jax, smd_jax.train.run, sys; found = {extras} & set(sys.modules); assert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

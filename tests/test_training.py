@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from smd_jax.learner.state import TrainState
+from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.metrics_log import read_metrics
 from smd_jax.train.run import RunConfig, check_directory, train
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_programs

@@ -13,6 +13,9 @@ Result     see experiments/results/attention_cpu.json; on GPU and TPU: not measu
 Every round times every implementation once, so that a ratio compares neighbours; the medians are reported. The baseline
 is the faster of two T × T masks: ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). On a GPU, where no
 T × T mask fits, it is cuDNN's dense causal attention, which computes another and easier thing (`cudnn causal`).
+`limit_share` and `backward_limit_share`: the arithmetic of the pairs that a mask leaves (two products forward, five
+backward, which must make the weights again), per second, over the rate of a plain product of a segment's queries with
+its keys, measured in the same rounds. An implementation that computes hidden pairs gets nothing for them.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ from jaxtyping import Array
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
+from bench.limits import visible_keys
 from provenance import provenance
 from smd_jax.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
+from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_evictions
-from smd_jax.train.progress import summary_table
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
 from smd_kernels.hardware import GPU_SIZES, TPU_SIZES
@@ -93,6 +97,8 @@ class Row:
     temp_vs_mask: float | None = None
     fwd_speedup_vs_causal: float | None = None
     bwd_speedup_vs_causal: float | None = None
+    limit_share: float | None = None
+    backward_limit_share: float | None = None
 
 
 def with_defaults(args: Args) -> Args:
@@ -250,14 +256,52 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
             names.remove(n)
             print(json.dumps({"failed": n, "T": tokens, "budget": budget, "reason": first_line(error)}), flush=True)
     times: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in names}
+    rates = []
+    product, operands, product_flops = yardstick(args, tokens, budget)
     for turn in range(args.rounds + 1):
+        took = milliseconds(product, *operands)
+        if turn:
+            rates.append(product_flops / took * 1e3)
         for n in names:
             pair = milliseconds(forward[n], *given), milliseconds(both[n], *given, weights)
             if turn:  # the first is to warm up
                 times[n][0].append(pair[0])
                 times[n][1].append(pair[1])
     rows = [row(args, tokens, budget, n, both[n], *times[n]) for n in names]
-    return compared(rows)
+    return compared([with_shares(r, statistics.median(rates)) for r in rows])
+
+
+def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any], tuple[Array, Array], float]:
+    """Plain products of the queries of segments with as many keys as they see, their factors, and the FLOP of all.
+
+    Few segments at a time, again and again: the products of all would not stay in a CPU's caches, and be bound by the
+    memory that they are written to.
+    """
+    assert args.heads and args.kv_heads and args.head_dim and args.dtype
+    count = min(-(-tokens // args.buffer), 8 if args.device == "cpu" else tokens)
+    rows = args.buffer * args.heads // args.kv_heads  # all queries that share a key
+    keys = jax.random.split(jax.random.key(1))
+    left = jax.random.normal(keys[0], (count * args.kv_heads, rows, args.head_dim), args.dtype)
+    right = jax.random.normal(keys[1], (count * args.kv_heads, args.head_dim, budget + args.buffer), args.dtype)
+    flops = 2.0 * left.size * right.shape[-1]
+    product = jax.jit(jnp.matmul).lower(left, right).compile()
+    times = max(round(1e9 / flops), 1)  # long enough for a clock
+
+    def again(left: Array, right: Array) -> list[Array]:
+        return [product(left, right) for _ in range(times)]
+
+    return again, (left, right), times * flops
+
+
+def with_shares(row: Row, rate: float) -> Row:
+    """With the shares of `rate`, in FLOP a second, that forward and backward reach."""
+    sparse = row.impl != CAUSAL
+    pairs = visible_keys(0, row.T, row.budget if sparse else None, row.buffer if sparse else None)
+    flops = 4.0 * pairs * row.heads * row.head_dim
+    # Backward has five products where forward has two.
+    shares = (flops / max(row.fwd_ms, 1e-9), 2.5 * flops / max(row.bwd_ms, 1e-9))
+    forward, backward = (round(share * 1e3 / rate, 4) for share in shares)
+    return replace(row, limit_share=forward, backward_limit_share=backward)
 
 
 def row(args: Args, tokens: int, budget: int, name: str, compiled: Any, forward: list[float], both: list[float]) -> Row:

@@ -13,9 +13,9 @@ Command    python experiments/bench/rollout.py --hf-python PATH --tunix-python P
            python experiments/bench/rollout.py --device gpu --check --json --out runs/rollout_gpu.json
 Cost       twelve minutes on a quiet machine, and 8 GB of memory, because all engines are alive at once; --flat one
            minute, --continuous seven, --device gpu at most ten
-Result     rollout_cpu.json: 3.4 (512 tokens) and 4.0 (2,048) times the best peer; rollout_512_cpu.json, another CPU:
-           2.97 times, 0.71 of the products' rate; rollout_flat_cpu.json: late is 1.01 times early;
-           rollout_continuous_cpu.json: 1.88 and 2.39 times the fixed batch. On a GPU: not measured.
+Result     rollout_cpu.json: 2.7 (512 tokens) and 3.4 (2,048) times the best peer, 0.72 and 0.74 of the products' rate;
+           rollout_flat_cpu.json: late is 1.01 times early; rollout_continuous_cpu.json: 1.88 and 2.39 times the fixed
+           batch. On a GPU: not measured.
 
 Model      Qwen2: hidden 256, 4 layers, 8 query and 2 KV heads of 32, FFN 768, vocabulary 1,024, tied embeddings.
 Sizes      32 prompts of 64 tokens without padding; 512 and 2,048 new tokens, and no token ends a response. Sampling at
@@ -67,7 +67,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies
 
 from bench.limits import product_command, with_limits
 from bench.turns import Row, lines, take_turns, write
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "ours-snapkv", "ours-h2o", "ours-dense", "hf", "hf-static", "tunix", "kvpress"]

@@ -31,7 +31,7 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 from bench.turns import Row, environment, lines, write
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 ENGINE = Path(__file__).parent / "engines" / "smd_startup.py"
 PACKAGES = "jax, jax.numpy, flax.linen, flax.struct"

@@ -60,7 +60,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies
 from bench.engines.common import read_sizes
 from bench.limits import product_command, with_step_limits
 from bench.turns import Row, take_turns, write
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "ours-dense", "trl", "tunix"]

@@ -11,8 +11,8 @@ Model      Qwen2: hidden 256, 4 layers, 8 query and 2 KV heads of 32, FFN 768, v
 Sizes      576 tokens (64 of prompt), 32 sequences in microbatches of 8: all engines; ours with the dense mask, and with
            the shadow mask of a cache of 128 + 32 keys.
            4,096 tokens (64 of prompt), 4 sequences in microbatches of 1: torch, and ours with the dense mask, with
-           that of a cache of 256 + 128 keys, and with the latter as T × T booleans, which is what the mask would cost
-           without our attention. Masks are those of a random policy; no rollout runs.
+           that of a cache of 256 + 128 keys. With --boolean also with the latter as T × T booleans, which is what the
+           mask would cost without our attention. Masks are those of a random policy; no rollout runs.
 Fairness   Every engine is a process of its own, pinned to one core; all are compiled first and then take turns, update
            by update. No padding, so that torch may use its causal kernel without a mask. No gradient checkpointing in
            the peers, no remat of layers in ours (which does recompute the logits, and measures entropy and mismatch, as
@@ -46,7 +46,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies
 
 from bench.limits import product_command, with_limits
 from bench.turns import Row, environment, take_turns, write
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
 Engine = Literal["ours", "torch", "trl", "tunix"]
@@ -62,12 +62,11 @@ class Size:
     budget: int
     buffer: int
     peers: tuple[Engine, ...]
-    boolean: bool = False  # also ours with the same mask as T × T booleans
 
 
 SIZES = {
     576: Size(32, 64, 8, 128, 32, ("torch", "trl", "tunix")),
-    4096: Size(4, 64, 1, 256, 128, ("torch",), boolean=True),
+    4096: Size(4, 64, 1, 256, 128, ("torch",)),
 }
 
 
@@ -81,6 +80,7 @@ class Args:
     tunix_python: str | None = None  # interpreter with Tunix
     lengths: tuple[int, ...] = tuple(SIZES)  # tokens of a sequence
     repeats: int = 5  # measured updates of each
+    boolean: bool = False  # also ours with the same mask as T × T booleans, whose turns take minutes
     untied: bool = False  # an output projection of its own
     parts: bool = False  # our update in pieces, in place of a comparison
     json: bool = False  # print one JSON object a line in place of a table
@@ -106,7 +106,7 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
         python = args.python(engine)
         if engine == "ours":
             ours = [sys.executable, HERE / "engines" / "smd_update.py", *same]
-            forms = ([], shadow, [*shadow, "--boolean"]) if size.boolean and not args.parts else ([], shadow)
+            forms = ([], shadow, [*shadow, "--boolean"]) if args.boolean and not args.parts else ([], shadow)
             yield from ([str(word) for word in (*ours, *more)] for more in forms)
         elif engine in size.peers and python is not None:
             yield [str(word) for word in (python, HERE / "engines" / f"{engine}_update.py", *same)]

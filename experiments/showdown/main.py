@@ -71,11 +71,11 @@ from showdown import report
 from showdown.plot import draw
 from showdown.task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
 from smd_jax.losses.distillation import Direction
+from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train import checkpoint
-from smd_jax.train.metrics_log import MetricsWriter, read_metrics
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from showdown.report import DECODINGS, Run, interval, values_of
-from smd_jax.train.plots import COLOURS
+from smd_jax.monitor.plots import COLOURS
 
 Runs = Sequence[Run]
 SPARSE = COLOURS[0]

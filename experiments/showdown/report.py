@@ -18,8 +18,8 @@ import numpy as np
 from scipy.stats import t as student_t
 
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
-from smd_jax.train.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
-from smd_jax.train.progress import Cell, summary_table
+from smd_jax.monitor.plots import EVAL_DENSE, EVAL_SPARSE, MISMATCH_MAX, curve
+from smd_jax.monitor.progress import Cell, summary_table
 
 History = Sequence[Mapping[str, Any]]
 

@@ -195,7 +195,7 @@ class MemoryPlan:
         return f"memory of a device: {self.decode_rows} rows decoded at once{learns}"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(part, in the rollout, in the update), for `smd_jax.train.progress.summary_table`."""
+        """(part, in the rollout, in the update), for `smd_jax.monitor.progress.summary_table`."""
         names = [name.replace("_", " ") for name in LOWERED_BY]
         phases = [[show_bytes(self.part(name)) if name in phase else "-" for name in LOWERED_BY] for phase in PHASES]
         return [*zip(names, *phases, strict=True), ("sum", show_bytes(self.rollout), show_bytes(self.update))]

@@ -1,4 +1,4 @@
-"""Training loops for GRPO, PPO and online DPO, and what surrounds a run: checkpoints, metrics, progress, plots."""
+"""Training loops for GRPO, PPO and online DPO, and what surrounds a run: checkpoints, resume."""
 
 from smd_jax.train.loop import Loop as Loop
 from smd_jax.train.loop import LoopConfig as LoopConfig

@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 
 from smd_jax.learner.state import TrainState
+from smd_jax.monitor.metrics_log import MetricsWriter
+from smd_jax.monitor.progress import training_progress
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.loop import Loop
-from smd_jax.train.metrics_log import MetricsWriter
-from smd_jax.train.progress import training_progress
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
 

@@ -98,7 +98,6 @@ def correctness(rehearse: bool) -> Iterator[Job]:
 
 def attention(rehearse: bool) -> Iterator[Job]:
     from bench import attention as bench
-    from bench.limits import visible_keys
 
     if rehearse:
         impls = ("segments", "stock mask")
@@ -114,13 +113,7 @@ def attention(rehearse: bool) -> Iterator[Job]:
     def measure(tokens: int, budget: int) -> Iterator[Row]:
         rate = product_rate(rehearse)
         for row in bench.time_size(args, tokens, budget, bench.IMPLEMENTATIONS):
-            sparse = row.impl != bench.CAUSAL
-            pairs = visible_keys(0, tokens, budget if sparse else None, args.buffer if sparse else None)
-            flops = 4.0 * pairs * row.heads * row.head_dim
-            # Backward has five products where forward has two.
-            shares = flops / row.fwd_ms, 2.5 * flops / max(row.bwd_ms, 1e-9)
-            forward, backward = (share * 1e3 / rate for share in shares)
-            yield asdict(row) | {"limit_share": forward, "backward_limit_share": backward}
+            yield asdict(bench.with_shares(row, rate))
 
     for tokens, budget in sizes:
         yield f"attention, {tokens} tokens, budget {budget}", partial(measure, tokens, budget)

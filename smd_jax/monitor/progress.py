@@ -48,7 +48,7 @@ def training_progress(
     label = _mismatch_label(file)
     if (file or sys.stdout).isatty():
         try:
-            from smd_jax.train.rich_output import progress_bar
+            from smd_jax.monitor.rich_output import progress_bar
         except ImportError:
             pass  # rich is an extra: plain lines do as well
         else:
@@ -150,7 +150,7 @@ def summary_table(
             raise ValueError(f"row {number}: expected {len(columns)} cells; got {len(row)}: {list(row)}")
     texts = [[format_cell(cell) for cell in row] for row in rows]
     try:
-        from smd_jax.train.rich_output import print_table
+        from smd_jax.monitor.rich_output import print_table
     except ImportError:
         _print_plain_table(title, columns, texts, file)
     else:

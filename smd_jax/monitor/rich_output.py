@@ -1,4 +1,4 @@
-"""The progress bar and the framed table, by rich; `smd_jax.train.progress` imports this module where it can."""
+"""The progress bar and the framed table, by rich; `smd_jax.monitor.progress` imports this module where it can."""
 
 from __future__ import annotations
 

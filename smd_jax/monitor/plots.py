@@ -25,7 +25,7 @@ try:
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError(
-        "smd_jax.train.plots needs matplotlib; install it with: pip install smd_jax[experiments]"
+        "smd_jax.monitor.plots needs matplotlib; install it with: pip install smd_jax[experiments]"
     ) from error
 
 History = Sequence[Mapping[str, Any]]
