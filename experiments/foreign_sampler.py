@@ -42,8 +42,8 @@ from compilation_cache import keep_programs
 from passages import encoded
 from peer_engine import ask
 from provenance import provenance
+from smd_jax.monitor.progress import summary_table
 from smd_jax.text.prompts import eos_token_id
-from smd_jax.train.progress import summary_table
 
 Press = Literal["knorm", "snapkv", "none"]
 LENGTHS = [96, 72, 48, 84]  # tokens of the prompts

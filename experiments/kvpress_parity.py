@@ -37,7 +37,7 @@ from passages import PASSAGES, encoded
 from peer_engine import ask
 from provenance import provenance
 from smd_jax.eviction import CacheView, EvictionPolicy, ReceivedAttention
-from smd_jax.train.progress import summary_table
+from smd_jax.monitor.progress import summary_table
 
 Kept = list[list[list[list[int]]]]  # positions, [prompt][layer][kv_head][…]
 
