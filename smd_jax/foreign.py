@@ -153,9 +153,8 @@ def _marked(
             f"expected {kind} keys from 0 to {keys - 1}, those that the query could see; got "
             f"{named[layer, head, place]} ({where}, {_place(layer, head)})"
         )
-    marked = np.zeros(evicted_at.shape, np.int64)
-    layer, head, place = np.nonzero(there)
-    np.add.at(marked, (layer, head, named[layer, head, place]), 1)
+    heads = np.arange(evicted_at[..., 0].size).reshape(*evicted_at.shape[:2], 1)  # of all layers, numbered through
+    marked = np.bincount((heads * keys + named)[there], minlength=evicted_at.size).reshape(evicted_at.shape)
     for layer, head, key in np.argwhere((marked > 0) & (evicted_at != NEVER))[:1]:
         raise ValueError(
             f"expected {kind} keys that were in the cache, because an evicted key never comes back; got key {key}, "
