@@ -18,7 +18,7 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments
 from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
 from smd_jax.model.attention import pays
-from smd_jax.model.decoder import Decoder
+from smd_jax.model.decoder import Decoder, Remat
 from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
@@ -53,9 +53,9 @@ class LearnerPass:
         return self.prompt + self.response
 
     @property
-    def remat(self) -> bool:
-        """Whether recomputing saves memory: XLA's CPU scheduler recomputes too early to (measured)."""
-        return self.model.remat and self.platform != "cpu"
+    def remat(self) -> Remat:
+        """What is recomputed to some use: XLA's CPU scheduler recomputes too early to save memory (measured)."""
+        return "none" if self.platform == "cpu" else self.model.recomputed
 
     @property
     def itemsize(self) -> int:
@@ -93,6 +93,12 @@ class LearnerPass:
             return False
         return self.model.impl == "segments" or pays(self.segments, self.columns)
 
+    def products(self) -> int:
+        """Bytes of one layer's products with weights: q, k, v, the output of attention and of the MLP, gate and up."""
+        s = self.shape
+        floats = 2 * s.intermediate_size + 2 * s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        return self.rows * self.columns * floats * self.itemsize
+
     def between_layers(self) -> int:
         """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
         may leave to the end; and its input, if the rest is recomputed."""
@@ -122,10 +128,10 @@ class LearnerPass:
     def activations(self) -> int:
         """Bytes at the end of the forward pass."""
         layers = self.shape.num_layers
-        # Where layers are recomputed, what a backward pass reads exists for one of them at a time.
-        if self.remat:
-            return layers * self.between_layers() + self.saved() + self.outside_layers() + self.tiles()
-        return layers * (self.saved() + self.between_layers()) + self.outside_layers() + self.tiles()
+        # Where layers are recomputed, all that a backward pass reads exists for one of them at a time.
+        kept = {"none": self.saved(), "full": 0, "dots": self.products()}[self.remat]
+        again = 0 if self.remat == "none" else self.saved() - kept
+        return layers * (kept + self.between_layers()) + again + self.outside_layers() + self.tiles()
 
     def last_layer(self) -> int:
         """Bytes at the end of the backward pass, when all gradients exist."""
