@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 		export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
 	fi; \
 	set -x; \
-	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,dev,docs]"
+	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,notebooks,wandb,dev,docs]"
 	@touch $@
 
 $(BIN)/python:

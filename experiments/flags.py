@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
+from smd_jax.train.stop import RunStoppedError
+
 # Option of the library -> field of a script's `Args`, after which tyro names the flag.
 FIELDS = {
     "prompts_per_step": "prompts",
@@ -44,6 +46,16 @@ def explained(args: type) -> Iterator[None]:
     except (ValueError, FileExistsError) as error:
         print(explanation(str(error), args), file=sys.stderr)
         raise SystemExit(2) from error
+
+
+@contextmanager
+def stopped_in_order() -> Iterator[None]:
+    """Around what trains: a run that a signal stopped says where it goes on, and has the signal's exit status."""
+    try:
+        yield
+    except RunStoppedError as error:
+        print(f"{error}: the same command with --resume", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
 
 
 def explanation(message: str, args: type) -> str:

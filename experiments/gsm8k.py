@@ -26,11 +26,12 @@ import tyro
 from transformers import AutoTokenizer
 
 import smd_jax as smd
-from compilation_cache import keep_programs
-from flags import explained
+from flags import explained, stopped_in_order
+from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_evaluation, fit_loop, parse_bytes
+from smd_jax.model.weights import check_replaceable
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
@@ -39,7 +40,10 @@ from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.gsm8k import Gsm8kTask, load_gsm8k
 from smd_jax.tasks.task import longest_prompt
 from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE
 from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.settings import split_settings
+from smd_jax.train.verdict import verdict
 
 POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
     "rkv": smd.eviction.RKV(),
@@ -116,8 +120,10 @@ class Args:
 
 def main(args: Args) -> None:
     keep_programs()
+    export = args.runs / "model"
     with explained(Args):
         check_directory(args.runs, args.resume)
+        check_replaceable(export)
     with jax.default_device(jax.devices("cpu")[0]):  # no single accelerator need hold the whole model
         config, params = smd.load_checkpoint(args.model)
     with explained(Args):
@@ -131,16 +137,27 @@ def main(args: Args) -> None:
     if args.memory is not None:
         compiled = loop_memory(loop, state)
         summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
-    before = evaluate(args, loop, state.params)
-    # What may change between a run and its resumption is left out.
-    settings = replace(args, runs=Path(), resume=False, steps=0, checkpoint_every=0)
-    run = RunConfig(args.steps, args.checkpoint_every)
-    state = train(loop, state, run, args.runs, config=settings, resume=args.resume, label="gsm8k")
-    after = evaluate(args, loop, state.params)
-    export = args.runs / "model"
+    compared, noted = split_settings(loop.config)
+    state = train(
+        loop,
+        state,
+        # Before the first rollout and after the last.
+        RunConfig(args.steps, args.checkpoint_every, evaluate_every=args.steps if args.eval else 0),
+        args.runs,
+        config={
+            "model": replace(config, dtype=args.dtype),
+            "loop": compared,
+            "data": args.data.resolve(),
+            "learning_rate": args.learning_rate,
+        },
+        noted={"loop": noted, "model": args.model.resolve(), "memory": args.memory, "eval_rows": args.eval_rows},
+        resume=args.resume,
+        evaluate=lambda now: {f"eval/{name}": x for name, x in evaluate(args, loop, now.params).items()},
+        label="gsm8k",
+    )
     trained = jax.device_get(state.params)
     smd.save_checkpoint(export, trained, config, dtype=args.export_dtype, tokenizer_from=args.model)
-    report(args, loop, before, after)
+    report(args, loop)
     print(f"trained model: {export}")
 
 
@@ -189,8 +206,7 @@ def memory_of(args: Args) -> int | None:
 
 def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mapping[str, float]:
     """Mean reward on the evaluation rows, decoded under the budget and with the full cache."""
-    if args.eval is None:
-        return {}
+    assert args.eval is not None
     task = load_gsm8k(args.eval)
     held_out = Gsm8kTask(task.rows[: args.eval_rows])
     full = replace(loop.config.rollout, quant=None, prefill_chunk=None)
@@ -203,14 +219,18 @@ def evaluate(args: Args, loop: smd.GRPOLoop, params: smd.model.Params) -> Mappin
     }
 
 
-def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    history = read_metrics(args.runs / "metrics.jsonl")
+def report(args: Args, loop: smd.GRPOLoop) -> None:
+    history = read_metrics(args.runs / METRICS_FILE)
     plot_training({args.correction: history}, args.runs / "training.png")
     sizes = loop.config.rollout
     rows = (loop.config.prompt_width, loop.config.decode_rows or loop.config.completions_per_step)
     kept = cache_bytes(loop.model.shape, loop.config.policy, sizes, *rows)
     full = cache_bytes(loop.model.shape, smd.eviction.Dense(), replace(sizes, quant=None), *rows)
-    rewards = [(f"reward, {name} decoding", before[name], after[name]) for name in before]
+    rewards = list[tuple[str, float, float]]()
+    if args.eval is not None:
+        evaluations = read_metrics(args.runs / EVALUATIONS_FILE)
+        before, after = evaluations[0], evaluations[-1]
+        rewards = [(f"reward, {x} decoding", before[f"eval/{x}"], after[f"eval/{x}"]) for x in ("sparse", "dense")]
     rewards.append(("reward, training", history[0]["reward"], history[-1]["reward"]))
     summary_table(f"GSM8K, {len(history)} rollouts", ("", "before", "after"), rewards)
     largest = max(row["sampling/sampling_logp_difference/max"] for row in history)
@@ -219,7 +239,10 @@ def report(args: Args, loop: smd.GRPOLoop, before: Mapping[str, float], after: M
         ("", "value"),
         [("max |Δ log p|, nats", largest), ("KV cache while decoding, bytes", kept), ("the same, dense", full)],
     )
+    for line in verdict(history):
+        print(line)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with stopped_in_order():
+        main(tyro.cli(Args))

@@ -22,8 +22,8 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
-from compilation_cache import keep_programs
 from outside_model import OutsideModel
+from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params, tiny_model_config
 

@@ -35,8 +35,8 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
-from compilation_cache import keep_programs
 from provenance import provenance
+from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.config import FloatName, LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.families import FAMILIES

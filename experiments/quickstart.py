@@ -28,9 +28,9 @@ import optax
 import tyro
 
 import smd_jax as smd
-from compilation_cache import keep_programs
-from flags import explained
+from flags import explained, stopped_in_order
 from provenance import provenance
+from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
@@ -43,7 +43,9 @@ from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train import checkpoint
+from smd_jax.train.journal import EVALUATIONS_FILE
 from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.settings import split_settings
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 DIGITS = 8
@@ -129,19 +131,21 @@ def run_seed(args: Args, seed: int) -> Result:
     if memory is not None:
         compiled = loop_memory(loop, initial)
         summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
-    before = evaluate(loop, params)
-    run = RunConfig(args.steps, checkpoint_every=100, evaluate_every=100)
-    state = train(
+    compared, noted = split_settings(loop.config)
+    names = ("eval/sparse", "eval/dense")
+    train(
         loop,
         initial,
-        run,
+        RunConfig(args.steps, checkpoint_every=100, evaluate_every=100),
         directory,
-        config=(model.config, loop.config, args.learning_rate, args.steps, args.warm_start_steps),
+        config=(model.config, compared, args.learning_rate, args.steps, args.warm_start_steps),
+        noted=noted,
         resume=args.resume,
-        evaluate=lambda now: dict(zip(("eval/sparse", "eval/dense"), evaluate(loop, now.params), strict=True)),
+        evaluate=lambda now: dict(zip(names, evaluate(loop, now.params), strict=True)),
         label=f"{name_of(args)}, seed {seed}",
     )
-    after = evaluate(loop, state.params)
+    evaluations = read_metrics(directory / EVALUATIONS_FILE)
+    before, after = ((row[names[0]], row[names[1]]) for row in (evaluations[0], evaluations[-1]))
     history = read_metrics(directory / "metrics.jsonl")
     plot_training({name_of(args): history}, directory / "training.png")
     return report(args, loop, seed, before, after, history, directory)
@@ -307,4 +311,5 @@ def merge_results(path: Path, rows: list[Result]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with stopped_in_order():
+        main(tyro.cli(Args))

@@ -115,26 +115,41 @@ class ShadowMask(struct.PyTreeNode):
         queries, keys = visible.shape[-2:]
         if queries != keys:
             raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
-        # Without gaps, the queries that see a key follow on its own: its column plus their number is the first that
-        # does not. Whether there are gaps shows when the mask is rebuilt from it.
-        evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
-        evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
-        compact = cls(jnp.asarray(evicted_at))
-        _refuse_unequal(visible, np.asarray(compact.to_boolean()))
-        return compact
+        return cls(jnp.asarray(intervals(visible)))
 
 
 Mask = ShadowMask | Bool[Array, "#batch #layers #kv_heads queries keys"]
 LayerMask = KeyInterval | Bool[Array, "#batch #kv_heads queries keys"]
 
 
-def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
+def intervals(visible: np.ndarray, first_row: int = 0) -> np.ndarray:
+    """`evicted_at [batch, layers, kv_heads, keys]` int32 of `visible [batch, layers, kv_heads, queries, keys]`, which
+    has as many queries as keys.
+
+    Args:
+      first_row: what messages call the first row of the batch.
+
+    Raises:
+      ValueError: see `ShadowMask.from_boolean`.
+    """
+    queries, keys = visible.shape[-2:]
+    # Without gaps, the queries that see a key follow on its own: its column plus their number is the first that does
+    # not. Whether there are gaps shows when the mask is rebuilt from it.
+    evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
+    evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
+    query = np.arange(queries)[:, None]
+    rebuilt = (np.arange(keys) <= query) & (query < evicted_at[..., None, :])
+    _refuse_unequal(visible, rebuilt, first_row)
+    return evicted_at
+
+
+def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray, first_row: int) -> None:
     """Raises where `given` is not what its interval form would replay."""
     wrong = np.argwhere(given != rebuilt)
     if not len(wrong):
         return
     batch, layer, head, query, key = wrong[0]
-    where = f"batch {batch}, layer {layer}, kv head {head}, key {key}"
+    where = f"batch {first_row + batch}, layer {layer}, kv head {head}, key {key}"
     if key > query:
         raise ValueError(f"expected a causal mask; got query {query} seeing the later key ({where})")
     seen = np.flatnonzero(given[batch, layer, head, :, key])
@@ -262,6 +277,7 @@ __all__ = [
     "ShadowMask",
     "check_mask",
     "dense_mask",
+    "intervals",
     "layer_mask",
     "positions",
     "record_evictions",

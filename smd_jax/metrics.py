@@ -104,18 +104,23 @@ def completion_metrics(mask: Bool[Array, "batch response"], terminated: Bool[Arr
     }
 
 
-def reward_metrics(rewards: Float[Array, " batch"], group_size: int) -> dict[str, Array]:
+def reward_metrics(
+    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+) -> dict[str, Array]:
     """Level and spread of the rewards.
 
     Args:
       rewards: one per completion; the `group_size` completions of a prompt lie side by side.
       group_size: completions per prompt; with 1 every spread within a group is 0.
+      rewarded_rows: `[batch]`, false for completions without a reward, as if they were not there. None: all have one.
 
     Raises:
       ValueError: the batch is not a multiple of `group_size`.
     """
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(f"expected a multiple of group_size {group_size} rewards; got {rewards.shape[0]}")
+    if rewarded_rows is not None:
+        return _metrics_of_some(rewards.reshape(-1, group_size), rewarded_rows.reshape(-1, group_size))
     groups = rewards.reshape(-1, group_size)
     # Equality rather than a standard deviation near 0: the mean of equal floats need not be that float.
     return {
@@ -123,6 +128,23 @@ def reward_metrics(rewards: Float[Array, " batch"], group_size: int) -> dict[str
         "reward_std": _std(rewards[None])[0],
         "reward_std_within_group": _std(groups).mean(),
         "frac_reward_zero_std": (groups.max(axis=1) == groups.min(axis=1)).astype(jnp.float32).mean(),
+    }
+
+
+def _metrics_of_some(
+    groups: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"]
+) -> dict[str, Array]:
+    """`reward_metrics` over the completions that have a reward; without any of them all but the last are NaN."""
+    left = rewarded.sum(axis=1)
+    # One completion has no spread, as in `_std`; a group that has lost all of them is no group.
+    within = jnp.where(left > 1, groups.std(axis=1, ddof=1, where=rewarded), 0.0)
+    highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
+    lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
+    return {
+        "reward": groups.mean(where=rewarded),
+        "reward_std": jnp.where(left.sum() > 1, groups.std(ddof=1, where=rewarded), 0.0),
+        "reward_std_within_group": within.mean(where=left > 0),
+        "frac_reward_zero_std": (highest <= lowest).astype(jnp.float32).mean(),
     }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax import foreign, foreign_tokens
 from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.masks import ShadowMask, dense_mask, positions
 from smd_jax.pytrees import any_leaves
@@ -38,6 +42,83 @@ class Trajectory(struct.PyTreeNode):
     replayable: bool = struct.field(pytree_node=False, default=True)
     entropy: Float[Array, "batch R"] | None = None
     drawable: DrawableTokens | None = None
+
+    @classmethod
+    def from_records(
+        cls,
+        prompts: Sequence[foreign_tokens.Ints],
+        responses: Sequence[foreign_tokens.Ints],
+        logprobs: Sequence[foreign_tokens.Floats],
+        *,
+        terminated: Sequence[bool] | np.ndarray,
+        layers: int,
+        kv_heads: int,
+        kept: Sequence[Sequence[foreign.Compression]] | None = None,
+        dropped: Sequence[Sequence[foreign.Compression]] | None = None,
+        evicted_at: Sequence[np.ndarray] | None = None,
+        visible: Sequence[np.ndarray] | None = None,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        pad_token_id: int = 0,
+    ) -> Trajectory:
+        """What a sampler of any other library reports of a batch, checked. `smd_jax.foreign` has a picture.
+
+        Rows come without padding (`smd_jax.foreign_tokens.unpad` takes it off). Tokens, queries and keys are named by
+        their position in their own row: prompt 0 … p-1, response p … n-1. Of `kept`, `dropped`, `evicted_at` and
+        `visible` exactly one says what was seen, an entry a row. Keys must have been cached after RoPE at these
+        positions, and must not have been changed or merged.
+
+        Args:
+          prompts, responses: token ids. A response has its end-of-sequence token, if there was one.
+          logprobs: of the response tokens, in nats, at the sampler's temperature, over the whole vocabulary.
+          terminated: whether each response ended by itself, rather than at a limit of its length.
+          layers, kv_heads: of the model.
+          kept: compressions of each row's cache in the order of time, `(after, keys[layer][kv_head])`: once query
+            `after` had attended, nothing but these keys was left. Heads may have kept different numbers of keys.
+          dropped: as `kept`, with the keys that went.
+          evicted_at: `[layers, kv_heads, n]` first query that did not see a key, any number from n on for a key that
+            stayed. The first two axes may be 1, for what all layers or heads share.
+          visible: `[layers, kv_heads, n, n]` booleans, which query saw which key; axes of 1 as in `evicted_at`.
+          temperature: of the sampler.
+          vocab_size: with it, ids are checked against the vocabulary.
+          prompt_width, response_width: columns P and R of the batch; None: what the longest row needs. The same ones
+            for every batch of a run, and everything jitted compiles once.
+          pad_token_id: fills rows up.
+
+        Raises:
+          ValueError: rows, layers, heads or tokens that don't fit together; a log-probability that is NaN, infinite or
+            positive; a temperature that isn't positive; an id outside of the vocabulary; a compression out of order or
+            after a query that isn't the row's; a key that comes back, goes before its own query saw it, or is named
+            twice. The message names row, layer, head and position.
+        """
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")
+        rows = foreign_tokens.pad_tokens(
+            prompts,
+            responses,
+            logprobs,
+            vocab_size=vocab_size,
+            prompt_width=prompt_width,
+            response_width=response_width,
+            pad_token_id=pad_token_id,
+        )
+        batch = len(rows.lengths)
+        ended = np.asarray(terminated)
+        if ended.shape != (batch,) or ended.dtype != bool:
+            raise ValueError(f"expected a boolean for each of {batch} rows in terminated; got {terminated}")
+        seen = foreign.evicted_by_row(
+            rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at, visible=visible
+        )
+        return cls(
+            tokens=jnp.asarray(rows.tokens),
+            valid=jnp.asarray(rows.valid),
+            logprobs=jnp.asarray(rows.logprobs),
+            terminated=jnp.asarray(ended),
+            mask=ShadowMask(jnp.asarray(foreign.to_columns(seen, rows))),
+            temperature=temperature,
+        )
 
     @property
     def prompt_width(self) -> int:

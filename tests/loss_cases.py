@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from smd_jax.losses.named import bnpo, cispo, dapo, dr_grpo, grpo
+from smd_jax.losses.named import bnpo, cispo, dapo, dr_grpo, grpo, luspo, sapo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 
 LOSSES: dict[str, Callable[..., LossConfig]] = {
@@ -15,6 +15,8 @@ LOSSES: dict[str, Callable[..., LossConfig]] = {
     "dr_grpo": dr_grpo,
     "dapo": dapo,
     "cispo": cispo,
+    "sapo": sapo,
+    "luspo": luspo,
 }
 
 NAMES = pytest.mark.parametrize("name", LOSSES)

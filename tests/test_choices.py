@@ -13,6 +13,7 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.schedules import CoefSchedule
+from smd_jax.train.optimizers import OptimizerConfig
 from tests.toy_loop import CONFIG
 
 
@@ -29,7 +30,11 @@ from tests.toy_loop import CONFIG
         (UpdateConfig(), "reference_visibility", "full", "shadow, dense"),
         (DPOUpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
         (DPOConfig(), "loss_type", "hinge", "sigmoid, ipo"),
-        (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor"),
+        (LossConfig(beta=0.1), "kl_estimator", "k4", "k1, k2, k3"),
+        (OptimizerConfig(), "optim", "lion", "adamw, adafactor"),
+        (OptimizerConfig(), "lr_scheduler_type", "step", "constant, linear, cosine"),
+        (OptimizerConfig(), "momentum_dtype", "int8", "float32, bfloat16"),
+        (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor, ema"),
         (DistillConfig(), "estimator", "k4", "exact, k1, k2, k3"),
         (CoefSchedule(0.0, 1.0, 5), "shape", "step", "linear, cosine"),
         (CONFIG.rollout, "mask_storage", "bool", "compact, boolean"),

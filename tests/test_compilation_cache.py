@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path.append(sys.argv[1])
-from compilation_cache import keep_programs
-keep_programs(Path(sys.argv[2]))
+from smd_jax.commands.compilation_cache import keep_programs
+keep_programs(Path(sys.argv[1]))
 import jax
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))
@@ -32,7 +30,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path) -> tuple[str, int]:
     """What a command says on standard error, and how many programs it found in the cache."""
-    command = [sys.executable, "-c", PROGRAM, str(EXPERIMENTS), str(folder)]
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stderr, int(done.stdout)
 

@@ -13,6 +13,7 @@ import pytest
 from smd_jax.corrections import TIS, Bypass, Chain, GeometricRejection, Naive, Rejection, Shadow, Veto
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
+from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
@@ -348,3 +349,14 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
     for before, after in zip(jax.tree.leaves(REFERENCE), jax.tree.leaves(state.reference), strict=True):
         np.testing.assert_array_equal(after, before)
+
+
+def test_the_reference_may_follow():
+    """TR-DPO: after its step, half-way to the policy."""
+    optimizer = optax.adam(1e-2)
+    params, reference = jax.tree.map(jnp.copy, (PARAMS, REFERENCE))
+    state = init_state(params, optimizer, jax.random.key(3), reference)
+    update = make_dpo_update(MODEL, optimizer, config_of(reference_sync=ReferenceSync(0.5, 1)))
+    state, _ = update(state, batch())
+    halfway = jax.tree.map(lambda new, old: 0.5 * (new + old), state.params, REFERENCE)
+    assert distance(state.reference, halfway) < 1e-6 < distance(REFERENCE, halfway)

@@ -25,9 +25,10 @@ from smd_jax.masks import Mask
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.monitor.metrics_log import METRICS
+from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import shard_batch
+from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
@@ -100,12 +101,14 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
 
 
 def test_every_metric_has_its_line_in_the_table():
-    """With all terms of the loss; evaluation is the script's."""
+    """With all terms of the loss; evaluation is the script's, memory the run's."""
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    of_others = {"eval/sparse", "eval/dense", "dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
-    of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys()
+    of_others = {"eval/sparse", "eval/dense", "rewards/{name}/mean", "rewards/{name}/std"}
+    of_others |= {"dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
+    of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
+    of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
@@ -241,7 +244,7 @@ def minibatches_of(state: TrainState, counted_groups: Sequence[bool] | None = No
     counted_rows = None if counted_groups is None else np.repeat(counted_groups, 4)
     loop.__dict__["update"] = update  # in place of the cached one
     loop.__dict__["before_any_step"] = lambda params, batch: {}
-    loop.__dict__["advantages"] = lambda rewards: jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
+    loop.__dict__["advantages"] = lambda rewards, rewarded_rows: jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
     loop.learn(state, drawn._replace(trajectory=trajectory, counted_rows=counted_rows))
     return seen
 
@@ -540,5 +543,6 @@ def test_a_reward_that_is_no_number():
         def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]):
             return [float("nan")] * len(completions)
 
-    with pytest.raises(ValueError, match="nan"):
+    message = "reward 'reward' failed on completion 0: expected a finite float32 or None; got nan"
+    with pytest.warns(RewardWarning, match=message), pytest.raises(TooManyFailures, match=f"got 8 of 8.*{message}"):
         new_loop(task=Broken("7")).step(new_state())

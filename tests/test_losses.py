@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.losses.kl import k3
 from smd_jax.losses.named import bnpo, cispo
-from smd_jax.losses.policy import LossConfig, LossInputs, k3, mask_truncated_completions, policy_loss, surrogate_metrics
+from smd_jax.losses.policy import LossConfig, LossInputs, mask_truncated_completions, policy_loss, surrogate_metrics
 from smd_jax.losses.surrogates import Clip, ClipWeight
 from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
 from tests.loss_cases import EVERY_LOSS, LOSSES, gradient, loss_of

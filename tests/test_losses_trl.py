@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.advantages import group_relative
+from smd_jax.losses.entropy import high_entropy_tokens, weighted_entropy
+from smd_jax.losses.named import cispo, luspo, sapo
 from smd_jax.losses.policy import LossConfig, LossInputs, mask_truncated_completions, policy_loss, surrogate_metrics
 from smd_jax.losses.weighting import FixedLength, TokenMean
 from smd_jax.ratios import Level
@@ -27,10 +29,15 @@ def config_of(case: dict) -> LossConfig:
     """Our configuration for TRL's: its epsilon_high is the bound itself where the loss is cispo."""
     name = case["loss_type"]
     if name == "cispo":
-        config = LOSSES[name](case["epsilon_high"] - 1, case["beta"])
+        config = cispo(case["epsilon_high"] - 1, case["beta"])
+    elif name == "sapo":
+        config = sapo(case["sapo_temperature_pos"], case["sapo_temperature_neg"], case["beta"])
+    elif name == "luspo":
+        config = luspo(case["epsilon"], case["epsilon_high"], case["beta"])
     else:
         config = LOSSES[name](case["epsilon"], case["epsilon_high"], case["beta"], case["delta"])
-    return replace(config, ratio_level=LEVELS[case["importance_sampling_level"]])
+    unbiased = case.get("use_bias_correction_kl", False)
+    return replace(config, ratio_level=LEVELS[case["importance_sampling_level"]], use_bias_correction_kl=unbiased)
 
 
 def golden_inputs(config: LossConfig, correction: str | None = None, old: bool = True, mask=TRL_MASK) -> LossInputs:
@@ -47,7 +54,9 @@ def golden_inputs(config: LossConfig, correction: str | None = None, old: bool =
 
 def default_config(name: str) -> LossConfig:
     """That of the golden cases which differ in their batches."""
-    return LOSSES[name](epsilon_high=0.28, beta=0.1)
+    cases = (case["config"] for case in GOLDEN["losses"])
+    plain = {"importance_sampling_level": "token", "correction": None, "beta": 0.1, "old": True}
+    return config_of(next(case for case in cases if case["loss_type"] == name and plain.items() <= case.items()))
 
 
 def assert_loss(inputs: LossInputs, config: LossConfig, loss, grad, rtol=1e-5) -> None:
@@ -113,6 +122,24 @@ def test_minibatches_against_trl(name):
         assert_loss(inputs, config, expected["losses"][index], expected["grad"][rows])
 
 
+@pytest.mark.parametrize("case", GOLDEN["entropy"]["cases"], ids=case_id)
+def test_entropies_are_those_of_trl(case):
+    """The bonus, and the policy loss of the tokens with the highest entropies; as the update puts them together."""
+    config = config_of(case["config"])
+    entropies = jnp.array(GOLDEN["entropy"]["entropies"])
+    chosen = high_entropy_tokens(entropies, TRL_MASK, case["config"]["top_entropy_quantile"])
+    inputs = golden_inputs(config).replace(correction_weights=chosen.astype(jnp.float32))
+
+    def loss(logprobs, entropies):
+        bonus = weighted_entropy(entropies, TokenMean().weights(chosen))
+        return loss_of(logprobs, inputs, config) - case["config"]["entropy_coef"] * bonus
+
+    value, slopes = jax.value_and_grad(loss, argnums=(0, 1))(inputs.logprobs, entropies)
+    np.testing.assert_allclose(value, case["loss"], rtol=1e-5)
+    np.testing.assert_allclose(slopes[0], case["grad"], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(slopes[1], case["entropy_grad"], rtol=1e-5, atol=1e-8)
+
+
 # --- invariance
 
 
@@ -153,7 +180,7 @@ def padded(x, fill):
 @EVERY_LOSS
 def test_padding_changes_nothing(config):
     """dr_grpo must be told the longest response allowed: from the columns of the mask it cannot know."""
-    weighting = FixedLength(6) if isinstance(config.weighting, FixedLength) else config.weighting
+    weighting = FixedLength(6) if config.weighting == FixedLength() else config.weighting
     inputs = hard_inputs(config)
     wide = LossInputs(
         logprobs=padded(inputs.logprobs, -jnp.inf),

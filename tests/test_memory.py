@@ -7,7 +7,7 @@ gradients are as large as the activations; rollouts 1.0 to 1.2, up to 1.4 for pr
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments, ShadowMask
@@ -120,12 +121,13 @@ def train_batch(work: Workload) -> TrainBatch:
     return TrainBatch(trajectory, array(rows), array(rows, response))
 
 
-def compiled_update(work: Workload, options: Any = None) -> Compiled:
+def compiled_update(work: Workload, options: Any = None, params: Any = None) -> Compiled:
     optimizer, reference = work.optimizer or OPTIMIZER, work.reference
     config = UpdateConfig(distill=work.distill, microbatch_size=work.microbatch_size)
     key = jax.random.key(0)
     state = jax.eval_shape(
-        lambda params: init_state(params, optimizer, key, params if reference else None), param_shapes(work.model)
+        lambda params: init_state(params, optimizer, key, params if reference else None),
+        param_shapes(work.model) if params is None else params,
     )
     return sizes_of(make_update(work.model, optimizer, config).lower(state, train_batch(work)).compile(options))
 
@@ -142,10 +144,14 @@ ANCHOR = DistillConfig("anchor", fraction=0.5)
         (WORK, None),
         (EVICTING, None),
         (replace(EVICTING, model=Decoder(SHAPE, remat=True), microbatch_size=1, platform="tpu"), SPARING),
+        (replace(EVICTING, model=Decoder(SHAPE, remat="dots"), microbatch_size=1, platform="tpu"), SPARING),
         (replace(WIDE, distill=ANCHOR, reference=True), None),
         (replace(WORK, model=Decoder(GEMMA3)), None),
     ],
-    ids=["dense", "segments", "microbatches with remat", "distillation", "gemma with a window"],
+    ids=[
+        *("dense", "segments", "microbatches with remat", "microbatches with remat of dots", "distillation"),
+        "gemma with a window",
+    ],
 )
 def test_an_update_needs_what_was_planned(work: Workload, options: Any):
     planned, compiled = plan_memory(work, param_shapes(work.model)), compiled_update(work, options)
@@ -154,6 +160,19 @@ def test_an_update_needs_what_was_planned(work: Workload, options: Any):
     worked = planned.gradients + planned.activations + planned.logits + planned.sampler_weights
     assert 0.9 < worked / compiled.temporary < 1.25, (planned, compiled)
     assert planned.update == named + worked
+
+
+def test_an_update_of_narrow_parameters_needs_what_was_planned():
+    """In bfloat16 without masters: half as many bytes for them, as many for the optimizer, and gradients in float32."""
+    work = replace(WORK, microbatch_size=2)
+    narrow = jax.eval_shape(partial(stored, dtype="bfloat16"), param_shapes(MODEL))
+    planned, compiled = plan_memory(work, narrow), compiled_update(work, params=narrow)
+    named = planned.weights + planned.optimizer + planned.trajectory
+    assert abs(named - compiled.arguments) < 128, "all but a few scalars"
+    worked = planned.gradients + planned.activations + planned.logits + planned.sampler_weights
+    assert 0.9 < worked / compiled.temporary < 1.25, (planned, compiled)
+    wide = plan_memory(work, param_shapes(MODEL))
+    assert planned.optimizer == wide.optimizer and planned.weights < 0.51 * wide.weights
 
 
 def test_a_sharded_update_needs_what_was_planned():

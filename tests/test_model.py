@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from smd_jax.config import check_model_sizes
 from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
@@ -152,11 +153,48 @@ def test_left_padding_changes_nothing(config: Any):
 
 
 @BOTH
-def test_remat_changes_nothing(config: Any):
+@pytest.mark.parametrize("remat", [True, "dots"])
+def test_remat_changes_nothing(config: Any, remat: Any):
     mask = ShadowMask(jnp.array(evicted_at(config)))
     one = gradients(params_of(config), Decoder(config), mask)
-    other = gradients(params_of(config), Decoder(config, remat=True), mask)
+    other = gradients(params_of(config), Decoder(config, remat=remat), mask)
     assert_trees_close(one, other, relative=1e-5)
+
+
+def products(jaxpr: Any) -> tuple[int, int]:
+    """Matrix products of a program and of what it calls, with batch dimensions and without."""
+    found = [0, 0]
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found[not any(equation.params["dimension_numbers"][1])] += 1
+        for inner in equation.params.values():
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                inside = products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                found = [a + b for a, b in zip(found, inside, strict=True)]
+    return found[0], found[1]
+
+
+def test_what_each_remat_recomputes():
+    """Of attention's products, which have batch dimensions, both named ones make the forward pass's again; of those
+    with weights only "full" does."""
+    config = CONFIGS["GQA"]
+    mask = ShadowMask(jnp.array(evicted_at(config)))
+
+    def of(remat: Any) -> tuple[int, int]:
+        model = Decoder(config, remat=remat)
+        return products(jax.make_jaxpr(lambda params: gradients(params, model, mask))(params_of(config)).jaxpr)
+
+    none, dots, full = (np.array(of(remat)) for remat in ("none", "dots", "full"))
+    np.testing.assert_array_equal(none, of(False))
+    np.testing.assert_array_equal(full, of(True))
+    assert none[0] < dots[0] == full[0]
+    assert none[1] == dots[1] < full[1]
+
+
+def test_a_remat_that_does_not_exist():
+    unknown: Any = "layers"
+    with pytest.raises(ValueError, match="expected remat to be one of none, full, dots; got 'layers'"):
+        Decoder(CONFIGS["GQA"], remat=unknown)
 
 
 def test_tied_embeddings():

@@ -252,3 +252,17 @@ def test_a_penalty_with_a_judge():
 def test_pairs_that_do_not_divide_over_the_mesh(options, what):
     with pytest.raises(ValueError, match=what):
         new_loop(dataclasses.replace(CONFIG, **options), sizes=(2, 1, 1))
+
+
+def test_a_completion_without_a_reward_is_in_no_pair():
+    rewards = samples().rewards.copy()
+    first = rewards[:4]
+    best = int(first.argmax())
+    rewards[best] = np.nan
+    pairs = plain_loop().pairs(samples()._replace(rewards=rewards))
+    left = np.delete(np.arange(4), best)
+    assert first[int(pairs.chosen[0])] == first[left].max() and int(pairs.chosen[0]) != best
+    assert first[int(pairs.rejected[0])] == first[left].min() and int(pairs.rejected[0]) != best
+    assert bool(pairs.signal[0]) == (first[left].max() > first[left].min())
+    rewards[:4] = np.nan
+    assert not plain_loop().pairs(samples()._replace(rewards=rewards)).signal[0]

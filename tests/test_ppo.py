@@ -378,3 +378,15 @@ def test_parameters_without_a_value_head():
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LOOP, **options)
+
+
+def test_a_completion_without_a_reward_moves_nothing():
+    """What its reward would have been cannot be seen in the parameters."""
+    loop = new_loop()
+    samples = loop.collect(new_state(), 0)
+    there = np.arange(len(samples.rewards)) != 3
+    after = []
+    for reward in (np.nan, 7.0):
+        rewards = np.where(there, samples.rewards, np.float32(reward))
+        after.append(loop.learn(new_state(), samples._replace(rewards=rewards, counted_rows=there))[0].params)
+    assert_bitwise_equal(*after)

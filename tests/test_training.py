@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from smd_jax.learner.state import TrainState
-from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.monitor.completions import CompletionsLog
+from smd_jax.monitor.metrics_log import MACHINE_METRICS, TIME_METRICS, read_metrics
+from smd_jax.monitor.saved_masks import load_masks
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.loop import Samples
 from smd_jax.train.run import RunConfig, check_directory, train
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_programs
@@ -53,9 +58,9 @@ def start(directory: Path, steps: int, config: GRPOConfig = CONFIG, loop: GRPOLo
 
 
 def rows(directory: Path) -> list[dict[str, float]]:
-    """What metrics.jsonl holds, but for the wall time."""
+    """What metrics.jsonl holds, but for times and memory."""
     found = read_metrics(directory / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name != "step_time"} for row in found]
+    return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in found]
 
 
 def steps(directory: Path) -> list[float]:
@@ -103,12 +108,78 @@ def test_evaluation_is_called_at_its_interval_and_logged(tmp_path):
         return {"eval/sparse": 10.0 * int(state.step)}
 
     start(tmp_path, 5, TWICE, evaluate_every=2, evaluate=evaluate)
-    assert seen == [4, 8], "after rollouts 2 and 4, of two optimizer steps each"
-    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, None]
+    assert seen == [0, 4, 8, 10], "at the start, after rollouts 2 and 4 of two optimizer steps each, and at the end"
+    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, 100.0]
 
 
 def test_no_interval_no_evaluation(tmp_path):
     start(tmp_path, 1, evaluate=lambda state: pytest.fail("evaluated"))
+
+
+class Recorder:
+    """A logger that remembers, or raises."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.broken = broken
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.broken:
+            raise OSError("no such host")
+        self.rows.append({"step": step, **metrics})
+
+    def close(self) -> None:
+        self.rows.append({})
+
+
+def test_loggers_get_every_row_and_none_stops_the_run(tmp_path, capsys):
+    sound = Recorder()
+    state = start(tmp_path, 3, loggers=[Recorder(broken=True), sound])
+    *written, closed = sound.rows
+    assert written == read_metrics(tmp_path / "metrics.jsonl") and closed == {}
+    assert all({"memory/host_bytes"} <= row.keys() for row in written)
+    assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
+    assert_bitwise_equal(state, start(tmp_path / "again", 3))
+
+
+def test_completions_and_masks_of_a_run(tmp_path):
+    seen = []
+
+    def watch(step: int, samples: Samples) -> None:
+        seen.append((step, samples))
+        log(step, samples)
+
+    whole = new_loop()
+    log = CompletionsLog(tmp_path, whole.tokenizer, every=2, table_rows=0, masks=3)
+    loop = dataclasses.replace(whole, watch=watch)
+    share_programs(loop)
+    start(tmp_path, 3, loop=loop)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    of_run = [row["reward"] for row in rows(tmp_path)]
+    for step, samples in seen:
+        assert samples.rewards.mean() == pytest.approx(of_run[step])
+        groups = samples.advantages.reshape(-1, CONFIG.group_size)
+        np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
+    assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
+        *("completions_00000.parquet", "completions_00002.parquet"),
+    ]
+    trajectory = seen[2][1].trajectory
+    for row, mask in enumerate(load_masks(tmp_path / "completions" / "masks_00002.npz")):
+        # Against the explicit mask of the same rollout, without its padding.
+        keep = np.flatnonzero(trajectory.valid[row])
+        expected = np.asarray(trajectory.mask.to_boolean())[row][..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
+        causal = np.tril(np.ones(expected.shape[-2:], bool))
+        for query in range(len(keep)):
+            np.testing.assert_array_equal(mask.forgotten(query), causal[query] & ~expected[:, :, query])
+
+
+def test_times_are_parts_of_a_step(tmp_path):
+    start(tmp_path, 2)
+    for row in read_metrics(tmp_path / "metrics.jsonl"):
+        assert TIME_METRICS.keys() <= row.keys()
+        assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
+        assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
+        assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
 
 
 # --- it resumes

@@ -15,8 +15,9 @@ from smd_jax.learner.forward import make_replay, replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.kl import k3
 from smd_jax.losses.named import grpo
-from smd_jax.losses.policy import LossConfig, k3
+from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.weighting import SequenceMean
 from smd_jax.masks import Segments

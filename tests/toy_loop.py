@@ -17,6 +17,7 @@ from smd_jax.learner.state import TrainState, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
+from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
@@ -92,9 +93,9 @@ def new_state(seed: int = 1) -> TrainState:
 
 
 def run(loop: Loop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
-    """Metrics of every step but for the wall time."""
+    """Metrics of every step but for times and memory."""
     rows = []
     for _ in range(steps):
         state, metrics = loop.step(state)
-        rows.append({name: float(value) for name, value in metrics.items() if name != "step_time"})
+        rows.append({name: float(value) for name, value in metrics.items() if name not in MACHINE_METRICS})
     return state, rows

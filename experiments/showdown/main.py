@@ -65,11 +65,11 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
-from compilation_cache import keep_programs
 from provenance import provenance
 from showdown import report
 from showdown.plot import draw
 from showdown.task import DIGITS, EVALUATION_ROWS, PROMPT, RESPONSE, RunningSums, Split, model_config, tokenizer
+from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.losses.distillation import Direction
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.tasks.task import batch_indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,7 +11,9 @@ from smd_jax.corrections.base import Correction
 from smd_jax.corrections.chain import flat_parts
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import count_parts
-from smd_jax.losses.distillation import DistillConfig, teacher_positions, teacher_rows
+from smd_jax.learner.reference import ReferenceSync
+from smd_jax.losses.distillation import REFERENCE_TEACHERS, DistillConfig, teacher_positions, teacher_rows
+from smd_jax.losses.entropy import check_quantile
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 
@@ -26,11 +29,20 @@ class UpdateConfig:
         full-context policy on the sparse sampler's tokens.
       loss: the policy loss.
       policy_coef: weight of the policy loss; 0 leaves distillation alone.
+      entropy_coef: weight of the entropy bonus, `loss -= entropy_coef * mean entropy` in nats, whatever `policy_coef`
+        is. The mean is over the tokens that count, those that a correction rejects included.
+      top_entropy_quantile: share of the tokens that the policy loss learns from, those with the highest entropy
+        (arXiv:2506.01939 has 0.2); 1: all. The KL acts on all tokens, the bonus on the share; denominators stay. The
+        entropies are those that the sampler recorded, where it stands for the learner before the step
+        (`takes_sampler_for_old`); others need a forward pass of their own.
       correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
         none; every other one runs under either visibility, and has nothing to do under "shadow".
       distill: the second track, or None.
       value: PPO's critic, or None. It judges from the learner's hidden states, so it sees what the learner sees.
       reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
+      kl_in_reward: whether the KL, times `loss.beta`, is taken off the rewards instead of being added to the loss; see
+        `smd_jax.losses.kl.kl_penalty`. It is then measured once a rollout, before its first step.
+      reference_sync: how the reference follows the policy; None: it is frozen.
       mask_truncated_completions: leave out responses that the length limit cut off.
       microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
         wider. None: all rows.
@@ -39,10 +51,14 @@ class UpdateConfig:
     visibility: Visibility = "shadow"
     loss: LossConfig = LossConfig()
     policy_coef: float = 1.0
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
     correction: Correction = Shadow()
     distill: DistillConfig | None = None
     value: ValueConfig | None = None
     reference_visibility: Visibility | None = None
+    kl_in_reward: bool = False
+    reference_sync: ReferenceSync | None = None
     mask_truncated_completions: bool = False
     microbatch_size: int | None = None
 
@@ -59,9 +75,8 @@ class UpdateConfig:
             )
         if self.loss.beta > 0 and self.policy_coef == 0:
             raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
-        # An option that nothing reads is refused rather than ignored.
-        if self.loss.beta == 0 and self.reference_visibility is not None:
-            raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
+        self._check_entropy()
+        self._check_reference()
         check_correction(self.correction, self.visibility)
         # Such a correction gets the loss without its surrogate (`policy_loss_of`): whatever else that does to the ratio
         # would be lost with the clipping.
@@ -76,10 +91,50 @@ class UpdateConfig:
                 f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
             )
 
+    def _check_entropy(self) -> None:
+        if not 0 <= self.entropy_coef < math.inf:
+            raise ValueError(
+                f"expected a finite entropy_coef >= 0, because a negative one would make the policy certain; "
+                f"got {self.entropy_coef}"
+            )
+        check_quantile(self.top_entropy_quantile)
+        if self.policy_coef == 0 and self.top_entropy_quantile < 1:
+            raise ValueError(
+                "expected top_entropy_quantile 1 with policy_coef 0, which leaves no policy loss to choose tokens for; "
+                f"got {self.top_entropy_quantile}"
+            )
+
+    def _check_reference(self) -> None:
+        """An option that nothing reads is refused rather than ignored."""
+        if self.loss.beta == 0 and self.reference_visibility is not None:
+            raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
+        if self.kl_in_reward and self.loss.beta == 0:
+            raise ValueError("expected beta > 0 with kl_in_reward; got 0")
+        if self.kl_in_reward and self.loss.kl_estimator != "k1":
+            raise ValueError(
+                f"expected kl_estimator 'k1' with kl_in_reward, because as a reward no other estimate has the gradient "
+                f"of the KL; got {self.loss.kl_estimator!r}"
+            )
+        direction = None if self.distill is None else self.distill.direction
+        if self.reference_sync is not None and direction == "anchor":
+            raise ValueError(
+                "expected reference_sync None with distillation from the 'anchor', which is frozen; the direction "
+                f"'ema' has a teacher that follows; got {self.reference_sync}"
+            )
+        if self.reference_sync is None and direction == "ema":
+            raise ValueError(
+                "expected a reference_sync with direction 'ema', whose teacher follows the policy; got None"
+            )
+        if self.reference_sync is not None and not self.needs_reference:
+            raise ValueError(
+                "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
+                f"at a reference; got {self.reference_sync}"
+            )
+
     @property
     def needs_reference(self) -> bool:
         """Whether the train state must carry reference parameters."""
-        return self.loss.beta > 0 or (self.distill is not None and self.distill.direction == "anchor")
+        return self.loss.beta > 0 or (self.distill is not None and self.distill.direction in REFERENCE_TEACHERS)
 
 
 def check_visibilities(visibility: str, reference_visibility: str | None) -> None:

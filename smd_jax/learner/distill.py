@@ -9,7 +9,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.forward import response_hidden, response_logits
-from smd_jax.losses.distillation import DistillConfig, choose, divergence, sampled_divergence
+from smd_jax.losses.distillation import (
+    REFERENCE_TEACHERS,
+    DistillConfig,
+    choose,
+    divergence,
+    sampled_divergence,
+)
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import overlap
@@ -47,14 +53,14 @@ def distill_term(
 
     Args:
       params: parameters of the policy; with a gradient, also through `hidden`.
-      reference: parameters of the frozen reference policy; None where the direction is not "anchor".
+      reference: parameters of the reference policy; None where the direction is neither "anchor" nor "ema".
       step: optimizer steps taken.
       trajectory: rows of the microbatch.
       hidden: hidden states of the masked student, from which the response tokens are predicted.
       weights: how much each token weighs in the loss, 0 outside the response.
 
     Raises:
-      ValueError: if the direction is "anchor" and there is no reference, or a fraction is not a whole number of rows or
+      ValueError: if the teacher is the reference and there is none, or a fraction is not a whole number of rows or
         columns.
     """
     teacher = _teacher(config, params, reference)
@@ -91,10 +97,10 @@ def _teacher(config: DistillConfig, params: Params, reference: Params | None) ->
     # The divergence stops it as well; stopped before the forward pass, nothing of that is kept for it.
     if config.direction == "published":
         return params
-    if config.direction != "anchor":
+    if config.direction not in REFERENCE_TEACHERS:
         return jax.lax.stop_gradient(params)
     if reference is None:
-        raise ValueError("expected reference parameters for direction 'anchor'; got None")
+        raise ValueError(f"expected reference parameters for direction {config.direction!r}; got None")
     return jax.lax.stop_gradient(reference)
 
 

@@ -2,7 +2,7 @@
 
 once per step:         correction of the mismatch ─► weight of every pair in the loss
 for every microbatch:  policy and reference forward, each under its mask ─► loss of whole pairs ─► gradients, summed
-once per step:         optimizer ─► new parameters, metrics
+once per step:         optimizer ─► new parameters (─► new reference), metrics
 
 Log-probabilities are those at the sampler's temperature, as everywhere here; TRL's are at temperature 1.
 """
@@ -24,7 +24,9 @@ from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
 from smd_jax.learner.config import Visibility, check_correction, check_visibilities
 from smd_jax.learner.forward import check_replayable, learner_mask, replay, replay_hidden, response_hidden
+from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.step import take_step
 from smd_jax.losses.dpo import (
     DPOConfig,
     DPOInputs,
@@ -37,11 +39,10 @@ from smd_jax.losses.dpo import (
     pair_weights,
     sequence_logprobs,
 )
-from smd_jax.losses.policy import k3
+from smd_jax.losses.kl import k3
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.sharding import constrain_tree
 from smd_jax.trajectory import Trajectory
 
 
@@ -59,6 +60,7 @@ class DPOUpdateConfig:
         `smd_jax.losses.dpo.pair_correction`. `Shadow()` is the claim that there is none.
       microbatch_size: pairs of one forward and backward pass, each of them two rows; gradients are summed over
         microbatches, in float32 or wider. None: all pairs.
+      reference_sync: how the reference follows the policy (TR-DPO); None: it is frozen.
     """
 
     visibility: Visibility = "shadow"
@@ -66,6 +68,7 @@ class DPOUpdateConfig:
     loss: DPOConfig = DPOConfig()
     correction: Correction = Shadow()
     microbatch_size: int | None = None
+    reference_sync: ReferenceSync | None = None
 
     def __post_init__(self) -> None:
         if self.microbatch_size is not None and self.microbatch_size < 1:
@@ -131,11 +134,8 @@ def make_dpo_update(
         prepared = _prepare(model, config, state.params, batch)
         count = _count(batch, config)
         loss, grads, _, terms = accumulate(_objective(model, config, state), state.params, prepared, count)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
-        params = constrain_tree(optax.apply_updates(state.params, updates))
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_metrics(prepared, terms)}
-        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), metrics
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
+        return new_state, {"loss": loss, **of_step, **_metrics(prepared, terms)}
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)

@@ -91,10 +91,18 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
 
 
 def replay_hidden(
-    model: LanguageModel, params: Params, hidden: Float[Array, "batch R hidden"], trajectory: Trajectory
+    model: LanguageModel,
+    params: Params,
+    hidden: Float[Array, "batch R hidden"],
+    trajectory: Trajectory,
+    entropy_gradient: bool = False,
 ) -> Replay:
     """The replay from hidden states of `response_hidden`. Logits exist for a block of columns at a time; see
-    `smd_jax.learner.blocks`."""
+    `smd_jax.learner.blocks`.
+
+    Args:
+      entropy_gradient: whether somebody differentiates the entropies, too.
+    """
 
     def of_block(
         params: Params, columns: Int[Array, " columns"], hidden: Array, tokens: Int[Array, "batch columns"]
@@ -102,8 +110,9 @@ def replay_hidden(
         logits = response_logits(model, params, hidden, trajectory, columns)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add
-        # NaN. Nobody differentiates it, and through it the backward pass would make the logits' gradient twice.
-        known = jax.lax.stop_gradient(logprobs)
+        # NaN. Where nobody differentiates it, it is a constant: else the backward pass would work on the logits'
+        # gradient twice.
+        known = logprobs if entropy_gradient else jax.lax.stop_gradient(logprobs)
         entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
         return Replay(jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0], entropy)
 
@@ -117,13 +126,13 @@ def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
     return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
 
 
-def learner_logprobs(
+def learner_replay(
     model: LanguageModel, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
-) -> Float[Array, "batch R"]:
-    """Log-probabilities of the response tokens, in as many passes as there are microbatches."""
+) -> Replay:
+    """The learner's replay, in as many passes as there are microbatches."""
 
-    def of_part(part: Trajectory) -> Array:
-        return replay(model, params, part, learner_mask(part, visibility)).logprobs
+    def of_part(part: Trajectory) -> Replay:
+        return replay(model, params, part, learner_mask(part, visibility))
 
     return in_parts(of_part, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size))
 
@@ -133,6 +142,6 @@ def make_replay(model: LanguageModel, visibility: Visibility, microbatch_size: i
     sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
-        return learner_logprobs(model, params, trajectory, visibility, microbatch_size)
+        return learner_replay(model, params, trajectory, visibility, microbatch_size).logprobs
 
     return jax.jit(logprobs)

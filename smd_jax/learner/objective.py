@@ -1,6 +1,7 @@
 """The loss of one microbatch, as a function of the parameters: policy loss, and what is added to it.
 
 hidden states under the learner's mask ─┬─► log-probabilities ─► policy loss
+                                        │   and entropies     ─► entropy bonus
                                         ├─► the dense teacher beside them ─► distillation
                                         └─► the critic's values ─► value loss
 """
@@ -20,6 +21,7 @@ from smd_jax.learner.distill import Agreement, distill_term
 from smd_jax.learner.forward import learner_mask, replay, replay_hidden, response_hidden
 from smd_jax.learner.prepare import Prepared, correction_inputs
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.losses.entropy import weighted_entropy
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
 from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.model.protocol import LanguageModel, Params
@@ -49,7 +51,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
         trajectory = part.batch.trajectory
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
-        learner = replay_hidden(model, params, hidden, trajectory)
+        learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=config.entropy_coef > 0)
 
         weights = _correction_weights(config, part, learner.logprobs)
         inputs = LossInputs(
@@ -58,12 +60,17 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
             reference_logprobs=_reference_logprobs(model, config, state, trajectory),
             advantages=part.batch.advantages,
             weights=part.weights,
-            correction_weights=weights,
+            # What is not chosen loses its surrogate alone, like what a correction weighs 0: its KL stays, and so do the
+            # denominators.
+            correction_weights=weights if part.chosen is None else jnp.where(part.chosen, weights, 0.0),
             high_scale=part.correction.high_scale,
         )
         loss, loss_terms = policy_loss(inputs, policy_loss_of(config))
         loss = config.policy_coef * loss
         sums: Metrics = {}
+
+        if part.entropy_weights is not None:
+            loss = loss - config.entropy_coef * weighted_entropy(learner.entropy, part.entropy_weights)
 
         agreement = None
         if config.distill is not None:
@@ -99,8 +106,10 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 
 
 def policy_loss_of(config: UpdateConfig) -> LossConfig:
-    """The policy loss, without its clipping where the correction brings a trust region of its own."""
-    return config.loss if config.correction.traits.clips else config.loss.unclipped()
+    """The policy loss, without its clipping where the correction brings a trust region of its own, and without the KL
+    where that is in the reward."""
+    loss = config.loss if config.correction.traits.clips else config.loss.unclipped()
+    return loss.without_kl() if config.kl_in_reward else loss
 
 
 def _correction_weights(
@@ -137,8 +146,8 @@ def _ratio_to_logprobs(
 def _reference_logprobs(
     model: LanguageModel, config: UpdateConfig, state: TrainState, trajectory: Trajectory
 ) -> Float[Array, "batch R"] | None:
-    """Log-probabilities of the frozen reference policy under its own mask; None without a KL."""
-    if config.loss.beta == 0 or state.reference is None:
+    """Log-probabilities of the reference policy under its own mask; None without a KL in the loss."""
+    if policy_loss_of(config).beta == 0 or state.reference is None:
         return None
     mask = learner_mask(trajectory, config.reference_visibility or config.visibility)
     return jax.lax.stop_gradient(replay(model, state.reference, trajectory, mask).logprobs)

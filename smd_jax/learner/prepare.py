@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import CorrectionInputs, CorrectionTerms
 from smd_jax.corrections.chain import split_by_time
-from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import learner_logprobs
+from smd_jax.learner.config import UpdateConfig, takes_sampler_for_old
+from smd_jax.learner.forward import learner_replay
 from smd_jax.learner.state import TrainBatch
+from smd_jax.losses.entropy import high_entropy_tokens
 from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.model.protocol import LanguageModel, Params
@@ -33,6 +34,8 @@ class Prepared(struct.PyTreeNode):
       weights: weights in the policy loss, of the tokens that the correction does not reject.
       value_weights: weights in the value loss, a mean over all tokens that count.
       distill_weights: weights in the distillation, a mean over all tokens of the responses, because it needs no reward.
+      chosen: tokens that the policy loss learns from, by their entropy; None: all.
+      entropy_weights: weights of the entropies in the bonus, a mean over the tokens that are chosen; None: no bonus.
     """
 
     batch: TrainBatch
@@ -41,17 +44,27 @@ class Prepared(struct.PyTreeNode):
     weights: Float[Array, "batch R"]
     value_weights: Float[Array, "batch R"]
     distill_weights: Float[Array, "batch R"]
+    chosen: Bool[Array, "batch R"] | None
+    entropy_weights: Float[Array, "batch R"] | None
 
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
-    """Corrects the whole batch, and weighs its tokens; an extra forward pass where the correction needs one."""
+    """Corrects the whole batch, and weighs its tokens; an extra forward pass where correction or entropies need one."""
     trajectory = batch.trajectory
     mask = counted_tokens(config, trajectory, batch.counted_rows)
     early = split_by_time(config.correction)[0]
-    if early.traits.uses_mismatch and batch.old_logprobs is None:
+    needs_logprobs = early.traits.uses_mismatch and batch.old_logprobs is None
+    entropy = _known_entropy(config, trajectory)
+    if needs_logprobs or (entropy is None and config.top_entropy_quantile < 1):
         # In microbatches, as the update itself: this pass must not need more memory than that one.
-        present = learner_logprobs(model, params, trajectory, config.visibility, config.microbatch_size)
-        batch = batch.replace(old_logprobs=jax.lax.stop_gradient(present))
+        present = learner_replay(model, params, trajectory, config.visibility, config.microbatch_size)
+        present = jax.lax.stop_gradient(present)
+        entropy = present.entropy if entropy is None else entropy
+        batch = batch.replace(old_logprobs=present.logprobs) if needs_logprobs else batch
+    chosen = None
+    if config.top_entropy_quantile < 1:
+        assert entropy is not None
+        chosen = high_entropy_tokens(entropy, mask, config.top_entropy_quantile)
     correction = early.terms(correction_inputs(batch, mask))
     # Rejected tokens leave the policy loss and its denominators. The critic and distillation keep them.
     return Prepared(
@@ -61,7 +74,15 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         weights=config.loss.weighting.weights(correction.counted, batch.counted_rows),
         value_weights=TokenMean().weights(mask),
         distill_weights=TokenMean().weights(trajectory.response_mask),
+        chosen=chosen,
+        entropy_weights=TokenMean().weights(mask if chosen is None else chosen) if config.entropy_coef else None,
     )
+
+
+def _known_entropy(config: UpdateConfig, trajectory: Trajectory) -> Float[Array, "batch R"] | None:
+    """The entropies that the sampler recorded, if it stands for the learner. With several steps a rollout they are
+    those before the first: what a token was to the policy that drew it."""
+    return trajectory.entropy if takes_sampler_for_old(config) else None
 
 
 def counted_tokens(

@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.storage import widened
 from smd_jax.model.protocol import Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
@@ -26,7 +27,7 @@ class TrainState(struct.PyTreeNode):
       step: optimizer steps taken.
       params: parameters of the policy.
       opt_state: state of the optimizer.
-      reference: parameters of the frozen reference policy, or None.
+      reference: parameters of the reference policy, or None. Only a `ReferenceSync` moves them.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
     """
 
@@ -63,13 +64,19 @@ class TrainBatch(struct.PyTreeNode):
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
-    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both."""
+    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both.
+
+    The optimizer's state is made for parameters in float32 or wider, whatever they are stored in: a second moment in 16
+    bits would stand still.
+    """
     # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
     reference = jax.tree.map(jnp.copy, reference)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), reference, key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(widened(params)), reference, key)
 
 
 def check_reference(config: UpdateConfig, state: TrainState) -> None:
     """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
     if config.needs_reference and state.reference is None:
-        raise ValueError("expected reference parameters in the train state (beta > 0 or direction 'anchor'); got None")
+        raise ValueError(
+            "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
+        )

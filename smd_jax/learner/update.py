@@ -3,7 +3,7 @@
 once per step:         correction of the mismatch ─► weight of every token in the loss                  `prepare`
 for every microbatch:  learner forward under the mask ─► policy loss (+ distillation, value loss)       `objective`
                        ─► gradients, summed                                                             `accumulation`
-once per step:         optimizer ─► new parameters, metrics                                             here
+once per step:         optimizer ─► new parameters (─► new reference), metrics                          `step`
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import TokenTerms, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.step import take_step
 from smd_jax.losses.policy import surrogate_metrics
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.ratios import lower_percentile
-from smd_jax.sharding import constrain_tree
 
 Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
 
@@ -48,16 +48,8 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
         objective = make_objective(model, config, state)
         loss, grads, sums, terms = accumulate(objective, state.params, prepared, microbatches)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        # The sharding is said again: the compiler could choose another for new parameters, and the next step, which
-        # takes their buffers, would be compiled a second time.
-        new_state = state.replace(
-            step=state.step + 1, params=constrain_tree(params), opt_state=constrain_tree(opt_state)
-        )
-        # The norm is that of the summed gradients, before the optimizer clips them.
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **sums}
-        return new_state, metrics | _metrics(config, state, prepared, terms)
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
+        return new_state, {"loss": loss, **of_step, **sums} | _metrics(config, state, prepared, terms)
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)
@@ -75,7 +67,8 @@ def _metrics(config: UpdateConfig, state: TrainState, prepared: Prepared, terms:
         **sampler_learner_metrics(prepared.batch.trajectory.logprobs, terms.logprobs, mask),
         **correction_metrics(terms.correction_weights, counted, mask),
     }
-    if config.loss.beta:
+    # In the reward it is a number of the whole rollout, which the loop has.
+    if config.loss.beta and not config.kl_in_reward:
         metrics["kl"] = token_mean(terms.loss.kl, counted)
     if config.distill is not None:
         metrics["distill_coef"] = config.distill.coef_at(state.step)

@@ -5,7 +5,10 @@ from smd_jax.losses.policy import LossInputs as LossInputs
 from smd_jax.losses.policy import LossTerms as LossTerms
 from smd_jax.losses.policy import policy_loss as policy_loss
 from smd_jax.losses.policy import surrogate_metrics as surrogate_metrics
-from smd_jax.losses.policy import k3 as k3
+from smd_jax.losses.kl import k3 as k3
+from smd_jax.losses.kl import reference_kl as reference_kl
+from smd_jax.losses.kl import kl_penalty as kl_penalty
+from smd_jax.losses.entropy import high_entropy_tokens as high_entropy_tokens
 from smd_jax.losses.weighting import TokenWeighting as TokenWeighting
 from smd_jax.losses.weighting import TokenMean as TokenMean
 from smd_jax.losses.weighting import SequenceMean as SequenceMean
@@ -15,6 +18,7 @@ from smd_jax.losses.surrogates import SurrogateInputs as SurrogateInputs
 from smd_jax.losses.surrogates import SurrogateTerms as SurrogateTerms
 from smd_jax.losses.surrogates import Clip as Clip
 from smd_jax.losses.surrogates import ClipWeight as ClipWeight
+from smd_jax.losses.surrogates import SoftGate as SoftGate
 from smd_jax.losses.surrogates import Unclipped as Unclipped
 from smd_jax.losses.named import grpo as grpo
 from smd_jax.losses.named import bnpo as bnpo
@@ -22,6 +26,8 @@ from smd_jax.losses.named import dapo as dapo
 from smd_jax.losses.named import dr_grpo as dr_grpo
 from smd_jax.losses.named import gspo as gspo
 from smd_jax.losses.named import cispo as cispo
+from smd_jax.losses.named import sapo as sapo
+from smd_jax.losses.named import luspo as luspo
 from smd_jax.losses.advantages import group_relative as group_relative
 from smd_jax.losses.advantages import groups_with_signal as groups_with_signal
 from smd_jax.losses.advantages import leave_one_out as leave_one_out

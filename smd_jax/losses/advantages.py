@@ -1,12 +1,15 @@
 """Advantages: how much better a completion did than the others of its prompt.
 
-Everywhere the `group_size` completions of a prompt lie side by side in `rewards`, `[batch]`.
+Everywhere the `group_size` completions of a prompt lie side by side in `rewards`, `[batch]`; and `rewarded_rows`,
+`[batch]`, is false for completions without a reward, None where all have one. Those have advantage 0, and the others of
+their group are compared as if it had been that much smaller; whatever stands in their `rewards` is not looked at.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice
@@ -17,7 +20,12 @@ Scale = Literal["group", "batch", "none"]
 EPSILON = 1e-4  # added to the standard deviation, as TRL's GRPOTrainer does
 
 
-def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scale = "group") -> Float[Array, " batch"]:
+def group_relative(
+    rewards: Float[Array, " batch"],
+    group_size: int,
+    scale: Scale = "group",
+    rewarded_rows: Bool[Array, " batch"] | None = None,
+) -> Float[Array, " batch"]:
     """GRPO (arXiv:2402.03300 eq. 3): reward less the mean of its group, divided by a standard deviation.
 
     Args:
@@ -31,41 +39,51 @@ def group_relative(rewards: Float[Array, " batch"], group_size: int, scale: Scal
     """
     check_choice("scale_rewards", scale, get_args(Scale))
     groups = _groups(rewards, group_size)
-    centred = groups - groups.mean(1, keepdims=True)
+    rewarded = _rewarded(rewarded_rows, groups)
+    centred = groups - groups.mean(1, keepdims=True, where=rewarded)
     if scale == "group":
-        centred = centred / (groups.std(1, ddof=1, keepdims=True) + EPSILON)
+        centred = centred / (groups.std(1, ddof=1, keepdims=True, where=rewarded) + EPSILON)
     if scale == "batch":
         # The deviation of the rewards themselves, whose groups may differ in their means; not that of `centred`.
-        centred = centred / (groups.std(ddof=1) + EPSILON)
-    return centred.reshape(-1)
+        centred = centred / (groups.std(ddof=1, where=rewarded) + EPSILON)
+    return _among_others(centred, rewarded).reshape(-1)
 
 
-def leave_one_out(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, " batch"]:
+def leave_one_out(
+    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+) -> Float[Array, " batch"]:
     """RLOO (arXiv:2402.14740): reward less the mean reward of the *other* completions of its prompt, `[batch]`.
 
     This baseline does not depend on the completion that it is subtracted from, so the gradient stays unbiased. It is
-    `group_relative(..., scale="none")` times group_size / (group_size - 1).
+    `group_relative(..., scale="none")` times n / (n - 1), n = group_size, or those of the group that have a reward.
 
     Raises:
       ValueError: if the batch does not divide into groups, or a group is one completion, which has no others.
     """
     groups = _groups(rewards, group_size)
-    others = (groups.sum(1, keepdims=True) - groups) / (group_size - 1)
-    return (groups - others).reshape(-1)
+    rewarded = _rewarded(rewarded_rows, groups)
+    number = group_size if rewarded is None else rewarded.sum(1, keepdims=True)
+    others = (groups.sum(1, keepdims=True, where=rewarded) - groups) / (number - 1)
+    return _among_others(groups - others, rewarded).reshape(-1)
 
 
-def groups_with_signal(rewards: Float[Array, " batch"], group_size: int) -> Bool[Array, " groups"]:
+def groups_with_signal(
+    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+) -> Bool[Array, " groups"]:
     """Which groups have unequal rewards; in the others every advantage is 0 (dynamic sampling, arXiv:2503.14476).
 
     A loop that drops the others, or samples more in their place, keeps or drops whole groups. The share of the others
-    is the metric `frac_reward_zero_std`. A group with a NaN has none.
+    is the metric `frac_reward_zero_std`. A group with a NaN among `rewarded_rows` has none.
 
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
     groups = _groups(rewards, group_size)
+    rewarded = _rewarded(rewarded_rows, groups)
     # An order rather than a standard deviation above 0: the mean of equal floats need not be that float.
-    return groups.max(1) > groups.min(1)
+    if rewarded is None:
+        return groups.max(1) > groups.min(1)
+    return jnp.where(rewarded, groups, -jnp.inf).max(1) > jnp.where(rewarded, groups, jnp.inf).min(1)
 
 
 def _groups(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "groups group_size"]:
@@ -78,3 +96,21 @@ def _groups(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "g
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     return rewards.reshape(-1, group_size)
+
+
+def _rewarded(
+    rewarded_rows: Bool[Array, " batch"] | None, groups: Float[Array, "groups group_size"]
+) -> Bool[Array, "groups group_size"] | None:
+    if rewarded_rows is None:
+        return None
+    check_shape("rewarded_rows", rewarded_rows, (groups.size,))
+    return rewarded_rows.reshape(groups.shape)
+
+
+def _among_others(
+    advantages: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"] | None
+) -> Float[Array, "groups group_size"]:
+    """0 for a completion without a reward, and for one that is left alone in its group, where nothing is to compare."""
+    if rewarded is None:
+        return advantages
+    return jnp.where(rewarded & (rewarded.sum(1, keepdims=True) > 1), advantages, 0.0)

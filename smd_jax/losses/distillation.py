@@ -19,8 +19,11 @@ from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.ratios import SAFETY_BOUND
 from smd_jax.shapes import check_shape
 
-Direction = Literal["forward", "reverse", "published", "anchor"]
+Direction = Literal["forward", "reverse", "published", "anchor", "ema"]
 Estimator = Literal["exact", "k1", "k2", "k3"]
+
+# Directions whose teacher is the reference policy, and not the policy itself.
+REFERENCE_TEACHERS: tuple[Direction, ...] = ("anchor", "ema")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class DistillConfig:
         "published"  KL(dense ‖ sg(shadow)): as the paper's repository states it; pulls the dense policy to the sparse
                      one, and is the only one with a backward pass through the dense forward
         "anchor"     KL(sg(reference dense) ‖ shadow): the teacher is the frozen reference with its full context
+        "ema"        the same with a reference that follows the policy (`UpdateConfig.reference_sync`)
       coef: weight of the divergence in the loss, constant or by optimizer step; never negative.
       fraction: distill_fraction, the share of the rows that get the dense forward pass, spread evenly over each
         microbatch and rotating from step to step; a whole number of its rows.
@@ -89,7 +93,7 @@ def divergence(
     shadow_logits: Float[Array, "batch response vocab"],
     direction: Direction,
 ) -> Float[Array, "batch response"]:
-    """The divergence of every token. For "anchor" the dense logits are those of the frozen reference."""
+    """The divergence of every token. For "anchor" and "ema" the dense logits are those of the reference."""
     if direction == "reverse":
         return kl_divergence(shadow_logits, jax.lax.stop_gradient(dense_logits))
     if direction == "published":
@@ -108,9 +112,9 @@ def sampled_divergence(
 ) -> Float[Array, "batch response"]:
     """The divergence of every token, estimated from that token alone (k1, k2, k3: joschu.net/blog/kl-approx.html).
 
-    The token is drawn from the shadow policy s, which is the sampler; d is the dense policy, or the frozen reference
-    for "anchor", and rho = d(token) / s(token). The gradient of each estimate is its slope times that of the learner's
-    log-probability: log d for "published", else log s.
+    The token is drawn from the shadow policy s, which is the sampler; d is the dense policy, or the reference for
+    "anchor" and "ema", which the table calls anchor; and rho = d(token) / s(token). The gradient of each estimate is
+    its slope times that of the learner's log-probability: log d for "published", else log s.
 
         direction        estimator  value               on average    slope              on average the gradient of
         reverse          k1         -log rho            KL(s ‖ d)     -log rho           KL(s ‖ d)

@@ -7,6 +7,8 @@
     dr_grpo   FixedLength    Clip         a token
     gspo      SequenceMean   Clip         a response (geometric mean)
     cispo     TokenMean      ClipWeight   a token
+    sapo      SequenceMean   SoftGate     a token
+    luspo     FixedLength    Clip         a response (geometric mean)
 
 Everywhere `beta` is the coefficient of the k3 KL to the reference policy, and the other arguments are those of the
 surrogate. Another combination, or a part of your own, is a `LossConfig` as well.
@@ -15,7 +17,7 @@ surrogate. Another combination, or a part of your own, is a `LossConfig` as well
 from __future__ import annotations
 
 from smd_jax.losses.policy import LossConfig
-from smd_jax.losses.surrogates import Clip, ClipWeight
+from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
 
 
@@ -59,3 +61,15 @@ def gspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float =
 def cispo(epsilon_high: float = 0.2, beta: float = 0.0) -> LossConfig:
     """CISPO (arXiv:2506.13585): the clipped ratio is a weight, so that no token loses its gradient."""
     return LossConfig(TokenMean(), ClipWeight(epsilon_high), beta=beta)
+
+
+def sapo(temperature_pos: float = 1.0, temperature_neg: float = 1.05, beta: float = 0.0) -> LossConfig:
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in the place of clipping."""
+    return LossConfig(SequenceMean(), SoftGate(temperature_pos, temperature_neg), beta=beta)
+
+
+def luspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float = 0.0) -> LossConfig:
+    """LUSPO (arXiv:2602.05261): GSPO with every response times its length, so that short ones are not preferred; the
+    bounds are GSPO's."""
+    # The sum over all tokens / sequences: a denominator of one token each.
+    return LossConfig(FixedLength(1), Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta)

@@ -37,11 +37,17 @@ class Pairs(struct.PyTreeNode):
     signal: Bool[Array, " groups"]
 
 
-def best_worst(rewards: Float[Array, " batch"], group_size: int) -> Pairs:
+def best_worst(
+    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+) -> Pairs:
     """The completion with the highest reward of its group, and the one with the lowest.
 
     Of equal ones the first is chosen and the last rejected, as TRL does with its two completions. A group of equal
     rewards has no signal; TRL trains it on the order in which it was sampled. A group with a NaN has none either.
+
+    Args:
+      rewarded_rows: `[batch]`, false for completions without a reward, which are not looked at; a group that has less
+        than two others has no signal. None: all have one.
 
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
@@ -50,11 +56,15 @@ def best_worst(rewards: Float[Array, " batch"], group_size: int) -> Pairs:
     check_group_size(group_size)
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
-    groups = rewards.reshape(-1, group_size)
-    first_best = jnp.argmax(groups, axis=1)
+    best = worst = rewards.reshape(-1, group_size)
+    if rewarded_rows is not None:
+        check_shape("rewarded_rows", rewarded_rows, rewards.shape)
+        rewarded = rewarded_rows.reshape(-1, group_size)
+        best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
+    first_best = jnp.argmax(best, axis=1)
     # argmin takes the first of equal ones. Read backwards, that is the last, so that two equal ones are not one row.
-    last_worst = group_size - 1 - jnp.argmin(groups[:, ::-1], axis=1)
-    return _pairs(first_best, last_worst, group_size, groups.max(axis=1) > groups.min(axis=1))
+    last_worst = group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1)
+    return _pairs(first_best, last_worst, group_size, best.max(axis=1) > worst.min(axis=1))
 
 
 def pairs_of_ranks(ranks: Int[np.ndarray, "groups group_size"]) -> Pairs:

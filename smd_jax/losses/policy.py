@@ -2,7 +2,7 @@
 
 A loss is a weighting of tokens and a surrogate, two small frozen dataclasses of which a user may bring their own:
 
-    loss = sum over tokens of  weights * (beta * k3 - correction weights * surrogate(ratio, log-probability, advantage))
+    loss = sum over tokens of  weights * (beta * KL - correction weights * surrogate(ratio, log-probability, advantage))
 
     mask ─ mask_truncated_completions ─► LossConfig.weighting ─┐
     log-probabilities, advantages, corrections ────────────────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice
+from smd_jax.losses.kl import KLEstimator, reference_kl
 from smd_jax.losses.surrogates import Clip, Surrogate, SurrogateInputs, Unclipped
 from smd_jax.losses.weighting import TokenMean, TokenWeighting
 from smd_jax.metrics import token_mean
 from smd_jax.pytrees import any_leaves
-from smd_jax.ratios import SAFETY_BOUND, Level, at_level, bounded_exp, response_mean
+from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
 
 # The product over a response, "sequence", is left out: a loss of ratios that grow with the length serves nobody.
@@ -42,18 +44,35 @@ class LossConfig:
       surrogate: what each token adds to the objective, see `smd_jax.losses.surrogates`.
       ratio_level: "token": every token has its own ratio. "geometric": all tokens of a response have the geometric mean
         of theirs (GSPO, arXiv:2507.18071 eq. 7; TRL: importance_sampling_level="sequence").
-      beta: coefficient of the k3 KL to the reference policy; 0 needs no reference.
+      beta: coefficient of the KL to the reference policy; 0 needs no reference.
+      kl_estimator: how that KL is estimated from the tokens drawn, see `smd_jax.losses.kl.reference_kl`.
+      use_bias_correction_kl: multiply the estimate by the ratio (TRL's name; DeepSeek-V3.2): then its gradient is that
+        of KL(policy ‖ reference), also for tokens of an older policy.
     """
 
     weighting: TokenWeighting = TokenMean()
     surrogate: Surrogate = Clip()
     ratio_level: Level = "token"
     beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    use_bias_correction_kl: bool = False
 
     def __post_init__(self) -> None:
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         if not self.beta >= 0:
             raise ValueError(f"expected beta >= 0; got {self.beta}")
+        # An option that nothing reads is refused rather than ignored.
+        if self.beta == 0 and (self.kl_estimator != "k3" or self.use_bias_correction_kl):
+            raise ValueError(
+                f"expected beta > 0 with a choice of how its KL is estimated; got beta 0 and kl_estimator "
+                f"{self.kl_estimator!r}, use_bias_correction_kl {self.use_bias_correction_kl}"
+            )
+        if self.use_bias_correction_kl and self.kl_estimator != "k3":
+            raise ValueError(
+                f"expected kl_estimator 'k3' with use_bias_correction_kl, because k1 and k2 have the gradient of the "
+                f"KL already; got {self.kl_estimator!r}"
+            )
 
     @property
     def takes_high_scale(self) -> bool:
@@ -68,6 +87,10 @@ class LossConfig:
     def unclipped(self) -> LossConfig:
         """The same loss of r A, for corrections that bring a trust region of their own (`CorrectionTraits.clips`)."""
         return dataclasses.replace(self, surrogate=Unclipped())
+
+    def without_kl(self) -> LossConfig:
+        """The same loss for rewards that have the KL already."""
+        return dataclasses.replace(self, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False)
 
 
 @any_leaves
@@ -102,7 +125,7 @@ class LossTerms(struct.PyTreeNode):
 
     Attributes:
       ratio: new over old probability, at the level "geometric" that of the response; 1 where a token weighs 0.
-      kl: k3 estimate of KL(policy ‖ reference), zeros without a reference.
+      kl: estimate of KL(policy ‖ reference), zeros without a reference.
       surrogate: name -> what the surrogate has to log, 0 where a token weighs 0; see `surrogate_metrics`.
     """
 
@@ -124,18 +147,8 @@ def mask_truncated_completions(
     return mask & terminated[:, None]
 
 
-def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
-    """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
-
-    The log ratio is cut at 20 (as in verl), where the estimate is 485 million: no gradient beyond, but no overflow.
-    """
-    # Cut from above alone: far below 0 the exponential vanishes, and what remains is linear.
-    log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
-    return jnp.exp(log_ratio) - 1.0 - log_ratio
-
-
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:
-    """`sum(weights * (beta * k3 - correction_weights * surrogate))`.
+    """`sum(weights * (beta * KL - correction_weights * surrogate))`.
 
     Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL. The log of a
     ratio is cut at -20 and 20, as in verl (verl/trainer/ppo/core_algos.py): no gradient beyond, but no overflow.
@@ -159,7 +172,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     high_scale = _high_scale(inputs.high_scale, inside, config)
     surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages, high_scale))
     objective = _corrected(surrogate.objective, inputs.correction_weights, inside)
-    kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config.beta)
+    kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config)
+    if config.use_bias_correction_kl:
+        kl = ratio * kl
     loss = jnp.sum(inputs.weights * (config.beta * kl - objective))
 
     metrics = {name: jnp.where(inside, x, jnp.zeros_like(x)) for name, x in surrogate.metrics.items()}
@@ -225,11 +240,11 @@ def _reference_kl(
     logprobs: Float[Array, "batch R"],
     reference_logprobs: Float[Array, "batch R"] | None,
     inside: Bool[Array, "batch R"],
-    beta: float,
+    config: LossConfig,
 ) -> Float[Array, "batch R"]:
     # Nothing is read from the reference, which is None then.
-    if beta == 0:
+    if config.beta == 0:
         return jnp.zeros_like(logprobs)
     if reference_logprobs is None:
-        raise ValueError(f"expected reference log-probabilities, because beta is {beta}; got None")
-    return k3(logprobs, jnp.where(inside, reference_logprobs, 0.0))
+        raise ValueError(f"expected reference log-probabilities, because beta is {config.beta}; got None")
+    return reference_kl(logprobs, jnp.where(inside, reference_logprobs, 0.0), config.kl_estimator)

@@ -159,6 +159,36 @@ class ClipWeight(Surrogate):
 
 
 @dataclass(frozen=True)
+class SoftGate(Surrogate):
+    """SAPO's (arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A. A gate that closes smoothly on either side takes
+    the place of clipping: its slope is that of r A at r = 1, and falls to 0 far away.
+
+    Metrics: `sapo_gate_mean`, the mean of that slope over A, 4 sigmoid (1 - sigmoid): 1 on-policy.
+
+    Attributes:
+      temperature_pos, temperature_neg: tau of tokens with a positive advantage, and of the others, whose gate closes
+        sooner because their gradients spread over the whole vocabulary (TRL: sapo_temperature_pos, …_neg).
+    """
+
+    temperature_pos: float = 1.0
+    temperature_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name, temperature in (("pos", self.temperature_pos), ("neg", self.temperature_neg)):
+            if not temperature > 0:
+                raise ValueError(f"expected temperature_{name} > 0; got {temperature}")
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        advantages = inputs.advantages
+        tau = jnp.where(advantages > 0, self.temperature_pos, self.temperature_neg)
+        gate = jax.nn.sigmoid(tau * (inputs.ratio - 1))
+        return SurrogateTerms(
+            objective=4 / tau * gate * advantages,
+            metrics={"sapo_gate_mean": 4 * gate * (1 - gate)},
+        )
+
+
+@dataclass(frozen=True)
 class Unclipped(Surrogate):
     """r A, without bounds: for corrections that bring a trust region of their own. No metrics."""
 

@@ -18,7 +18,7 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments
 from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
 from smd_jax.model.attention import pays
-from smd_jax.model.decoder import Decoder
+from smd_jax.model.decoder import Decoder, Remat
 from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
@@ -53,9 +53,9 @@ class LearnerPass:
         return self.prompt + self.response
 
     @property
-    def remat(self) -> bool:
-        """Whether recomputing saves memory: XLA's CPU scheduler recomputes too early to (measured)."""
-        return self.model.remat and self.platform != "cpu"
+    def remat(self) -> Remat:
+        """What is recomputed to some use: XLA's CPU scheduler recomputes too early to save memory (measured)."""
+        return "none" if self.platform == "cpu" else self.model.recomputed
 
     @property
     def itemsize(self) -> int:
@@ -110,6 +110,12 @@ class LearnerPass:
             return False
         return self.model.impl == "segments" or pays(segments, self.columns)
 
+    def products(self) -> int:
+        """Bytes of one layer's products with weights: q, k, v, the output of attention and of the MLP, gate and up."""
+        s = self.shape
+        floats = 2 * s.intermediate_size + 2 * s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        return self.rows * self.columns * floats * self.itemsize
+
     def between_layers(self) -> int:
         """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
         may leave to the end; and its input, if the rest is recomputed."""
@@ -141,11 +147,12 @@ class LearnerPass:
     def activations(self) -> int:
         """Bytes at the end of the forward pass."""
         layers = self.shape.num_layers
-        # Where layers are recomputed, what a backward pass reads exists for one of them at a time.
-        if self.remat:
-            return layers * self.between_layers() + self.largest_layer() + self.outside_layers() + self.tiles()
-        saved = sum(self.saved(window) for window in self.windows)
-        return saved + layers * self.between_layers() + self.outside_layers() + self.tiles()
+        always = layers * self.between_layers() + self.outside_layers() + self.tiles()
+        if self.remat == "none":
+            return sum(self.saved(window) for window in self.windows) + always
+        # Where layers are recomputed, all that a backward pass reads exists for one of them at a time.
+        kept = self.products() if self.remat == "dots" else 0
+        return layers * kept + self.largest_layer() - kept + always
 
     def largest_layer(self) -> int:
         """The most that the backward pass reads of one layer."""

@@ -16,11 +16,9 @@ Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off the
 from __future__ import annotations
 
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import TypeVar, get_args
 
 import jax
@@ -28,10 +26,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from smd_jax.byte_sizes import UNITS
+from smd_jax.byte_sizes import parse_bytes as parse_bytes
+from smd_jax.byte_sizes import show_bytes as show_bytes
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
+from smd_jax.learner.storage import widened
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
@@ -51,13 +53,13 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
 from smd_jax.sharding import row_ways
+from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
 
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
-UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
+# More than any device has: such a number is a slip of the unit.
+MOST_BYTES = 64 * UNITS["TiB"]
 
 # What makes a part smaller, in the words of the library: names of options and where they are.
 MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
@@ -224,10 +226,12 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
+    # What an optimizer sees, whatever the parameters are stored in.
+    wide = jax.eval_shape(widened, params)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
-        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, params), mesh),
+        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, wide), mesh),
         reference=tree_bytes(params, mesh) if work.reference else 0,
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
@@ -263,7 +267,8 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         more = learner.teacher(work.distill)
         activations = activations + more[0]
         logits = logits + more[1]
-    gradients = tree_bytes(params, work.mesh)
+    # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
+    gradients = tree_bytes(jax.eval_shape(widened, params), work.mesh)
     new = largest_part(params, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits
@@ -350,6 +355,7 @@ def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, Memo
       ValueError: if not even one row a device fits; without `memory_bytes`, if the plan exceeds what the device has.
     """
     if memory_bytes is not None:
+        check_bytes(memory_bytes)
         loop = _with_microbatch(loop, params, memory_bytes)
         return _with_decode_rows(loop, workload_of(loop), params, memory_bytes)
     planned = plan_memory(workload_of(loop), params, loop.config.decode_rows)
@@ -370,7 +376,56 @@ def fit_evaluation(
     loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
     if memory_bytes is None:
         return loop
+    check_bytes(memory_bytes)
     return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
+
+
+def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None, loop: PolicyLoop | None) -> Evaluator:
+    """The evaluator with as many rows at once as fit into `memory_bytes` a device under each of its ways of decoding,
+    up to those that it has; None leaves their number.
+
+    Args:
+      loop: the run in which it evaluates, whose optimizer and reference lie beside; None: there are only parameters.
+
+    Raises:
+      ValueError: if not even one prompt a device fits; for a model of which the plan knows no equations.
+    """
+    if memory_bytes is None:
+        return evaluator
+    check_bytes(memory_bytes)
+    if not isinstance(evaluator.model, Decoder):
+        raise ValueError(
+            "expected a Decoder, because the plan counts the equations of its layers; got "
+            f"{type(evaluator.model).__name__}: set `rows` yourself"
+        )
+    config = evaluator.config
+    works = [
+        Workload(
+            evaluator.model,
+            decode.policy,
+            decode.rollout(config.rollout),
+            config.prompt_width,
+            rows=0,
+            optimizer=None if loop is None else loop.optimizer,
+            reference=loop is not None and loop.config.update.needs_reference,
+            learns=False,
+            mesh=evaluator.mesh,
+        )
+        for decode in config.decodes
+    ]
+    # One prompt on every device, with all of its completions.
+    least = config.group_size * row_ways(evaluator.mesh)
+
+    def planned(work: Workload, times: int) -> MemoryPlan:
+        return plan_memory(replace(work, rows=least * times, prefill_rows=least * times // config.group_size), params)
+
+    times = max(config.rows // least, 1)
+    for work in works:
+        check_memory(planned(work, 1), memory_bytes)
+        # A plan grows with its rows: the choices are in the order of their bytes.
+        choices = range(1, times + 1)
+        times = choices[bisect_right(choices, memory_bytes, key=lambda n, work=work: planned(work, n).total) - 1]
+    return replace(evaluator, config=replace(config, rows=least * times))
 
 
 def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
@@ -442,6 +497,15 @@ def param_shapes(model: Decoder) -> Params:
     return jax.eval_shape(init)
 
 
+def check_bytes(memory_bytes: int) -> None:
+    """Raises ValueError for a number of bytes that no device has: `MOST_BYTES` are far beyond all."""
+    if not 0 < memory_bytes <= MOST_BYTES:
+        raise ValueError(
+            f"expected the memory of one device, more than 0 and at most {show_bytes(MOST_BYTES)}; "
+            f"got {show_bytes(memory_bytes)}"
+        )
+
+
 def check_memory(plan: MemoryPlan, available: int) -> None:
     """Raises ValueError if the plan needs more than `available` bytes on a device: how much, and what lowers it."""
     if plan.total <= available:
@@ -466,26 +530,3 @@ def device_memory() -> int | None:
     if device.platform != "cpu" or not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def parse_bytes(text: str) -> int:
-    """`80GiB` -> 85899345920. Units: KiB, MiB, GiB, TiB (powers of 1024), kB, MB, GB, TB (of 1000), B or none.
-
-    Raises:
-      ValueError: for anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    # Decimal, because 0.1TB is a whole number of bytes and no float.
-    count = 0 if match is None else int(Decimal(match[1]) * UNITS.get(match[2], 0))
-    if count < 1:
-        units = ", ".join(unit for unit in UNITS if unit)
-        raise ValueError(
-            f"expected a positive number of bytes with one of the units {units}, as in 80GiB; got {text!r}"
-        )
-    return count
-
-
-def show_bytes(count: int) -> str:
-    """The bytes in the largest unit of 1024 of which there is at least one."""
-    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
-    return f"{count} B" if unit == "B" else f"{count / UNITS[unit]:.2f} {unit}"

@@ -32,14 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import ModelConfig
+from smd_jax.config import ModelConfig, check_choice
 from smd_jax.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
@@ -165,11 +165,19 @@ class Layer(nn.Module):
         return constrain(x + (self.mlp_post_norm(out) if self.config.post_norms else out)), layer
 
 
+# What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
+# weights, so that attention and what is done to single numbers are computed again.
+Remat = Literal["none", "full", "dots"]
+
 # A layer as a function of its own, which JAX traces and lowers once for all layers of the same shapes. Made here and
 # not in `setup`, so that calls outside of `jax.jit` find it again. What a layer does with its q, k and v is no array
 # but static: argument 3 behind self.
 _JITTED_LAYER = nn.jit(Layer, static_argnums=(3,))
 _REMAT_LAYER = nn.jit(nn.remat(Layer, static_argnums=(3,)), static_argnums=(3,))
+# Attention's own products have batch dimensions, those with weights have none (`flat`).
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_DOTS_LAYER = nn.jit(nn.remat(Layer, policy=_DOTS, static_argnums=(3,)), static_argnums=(3,))
+_LAYERS: dict[Remat, Any] = {"none": _JITTED_LAYER, "full": _REMAT_LAYER, "dots": _DOTS_LAYER}
 
 
 class Head(nn.Module):
@@ -188,21 +196,28 @@ class Decoder(nn.Module):
 
     Attributes:
       config: its shape.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: what is recomputed in the backward pass instead of being kept, layer by layer (gradient checkpointing).
+        "none"; "full": each layer, from its input; "dots": all of a layer but its products with weights, which cost
+        most. False is "none", True is "full".
       impl, sizes: attention implementation of the teacher-forced pass and of prefill, and its block sizes, see
         `smd_jax.model.attention.attend`. None takes the best that can run.
       decode_impl: attention implementation of decoding, see `smd_jax.model.attention.decode`.
     """
 
     config: ModelConfig
-    remat: bool = False
+    remat: bool | Remat = False
     impl: Implementation | None = None
     sizes: BlockSizes | None = None
     decode_impl: DecodeImplementation | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.remat, bool):
+            check_choice("remat", self.remat, get_args(Remat))
+        super().__post_init__()
+
     def setup(self) -> None:
         c = self.config
-        layer = _REMAT_LAYER if self.remat else _JITTED_LAYER
+        layer = _LAYERS[self.recomputed]
         if self.is_initializing():
             layer = Layer  # under nn.jit, Flax would derive other keys: a seed's parameters would be others
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
@@ -250,6 +265,13 @@ class Decoder(nn.Module):
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
         product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
         return product("btd,dv->btv", hidden, table.astype(hidden.dtype))
+
+    @property
+    def recomputed(self) -> Remat:
+        """`remat` by its name."""
+        if isinstance(self.remat, bool):
+            return "full" if self.remat else "none"
+        return self.remat
 
     # The protocol: pure functions of the parameters, which Flax must not wrap.
 

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from smd_jax.config import FloatName, ModelConfig
@@ -84,13 +84,8 @@ def load_checkpoint(
         names files elsewhere; a file that cannot be parsed; an architecture that the decoder does not cover.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"expected a checkpoint directory; there is none at {directory}. A model of the Hugging Face Hub has to be "
-            "downloaded before: hf download NAME --local-dir DIRECTORY"
-        )
     name = float_name(dtype)
-    config = model_config_from_hf(read_json(directory / "config.json"), name)
+    config = read_config(directory, name)
     table = tensor_table(config)
     stored = read_headers(tensor_files(directory))
     check_names(
@@ -111,6 +106,17 @@ def load_checkpoint(
 
 def _sharding(leaf: Leaf, mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, param_spec(leaf.path.split("/"), leaf.shape, mesh))
+
+
+def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelConfig:
+    """The configuration of a checkpoint, without its weights; arguments and errors as `load_checkpoint`."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"expected a checkpoint directory; there is none at {directory}. A model of the Hugging Face Hub has to be "
+            "downloaded before: hf download NAME --local-dir DIRECTORY"
+        )
+    return model_config_from_hf(read_json(directory / "config.json"), float_name(dtype))
 
 
 def save_checkpoint(
@@ -142,6 +148,7 @@ def save_checkpoint(
         `max_shard_bytes` is not positive.
       FileExistsError: `directory` holds files that are no part of a checkpoint.
       FileNotFoundError: `tokenizer_from` holds no tokenizer.
+      OSError: the disk is full, or fails.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive; got {max_shard_bytes}")
@@ -196,9 +203,12 @@ def _write_tensors(
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip([SINGLE_FILE] if len(shards) == 1 else names, shards, strict=True):
         tensors = {name: _to_stored(flat[table[name].path], table[name], dtype) for name in shard}
-        save_file(tensors, directory / file, metadata={"format": "pt"})  # transformers 4 insists on "pt"
-        # safetensors lets nobody else read its files, whatever the umask says.
-        shutil.copymode(directory / "config.json", directory / file)
+        try:
+            save_file(tensors, directory / file, metadata={"format": "pt"})  # transformers 4 insists on "pt"
+        except SafetensorError as error:  # what it makes of a disk that is full
+            raise OSError(f"{file} could not be written: {error}") from error
+        # safetensors gives its files to their owner alone. Ours have the mode of every other file, as the umask has it.
+        (directory / file).chmod((directory / "config.json").stat().st_mode)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -240,7 +250,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _replaced(directory: Path) -> Iterator[Path]:
     """A new sibling directory that takes the place of `directory` if the block succeeds, and vanishes if not."""
     directory = directory.resolve()
-    _refuse_foreign(directory)
+    check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # In the same parent: a rename within a file system happens as a whole or not at all.
     new = directory.parent / f".{directory.name}.new-{os.getpid()}"
@@ -260,7 +270,9 @@ def _replaced(directory: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_foreign(directory: Path) -> None:
+def check_replaceable(directory: Path) -> None:
+    """Raises FileExistsError if `save_checkpoint` would not write there: for a file, or a directory in which there is
+    what belongs to no checkpoint."""
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"expected a directory or nothing at {directory}; there is a file")
     # The directory is replaced as a whole, and files that no checkpoint has would be lost with it.

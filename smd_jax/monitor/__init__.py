@@ -1,6 +1,18 @@
-"""Seeing a run: its metrics on disk, progress on the terminal, pictures."""
+"""Seeing a run: its metrics on disk and elsewhere, completions, the terminal, and a page with curves and shadow masks.
+
+Pictures are in `smd_jax.monitor.plots` and `smd_jax.monitor.run_plots`, which need matplotlib.
+"""
 
 from smd_jax.monitor.metrics_log import MetricsWriter as MetricsWriter
 from smd_jax.monitor.metrics_log import read_metrics as read_metrics
+from smd_jax.monitor.loggers import Logger as Logger
+from smd_jax.monitor.tensorboard import TensorBoardLogger as TensorBoardLogger
+from smd_jax.monitor.weights_and_biases import WandbLogger as WandbLogger
+from smd_jax.monitor.completions import CompletionsLog as CompletionsLog
+from smd_jax.monitor.saved_masks import SavedMask as SavedMask
+from smd_jax.monitor.saved_masks import extract_mask as extract_mask
+from smd_jax.monitor.saved_masks import load_masks as load_masks
+from smd_jax.monitor.page import write_page as write_page
+from smd_jax.monitor.panel import training_panel as training_panel
 from smd_jax.monitor.progress import summary_table as summary_table
 from smd_jax.monitor.progress import training_progress as training_progress

@@ -20,37 +20,71 @@ from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
+# docs/monitoring.md says what each of these times includes.
+TIME_METRICS: dict[str, str] = {
+    "step_time": "wall time of one step with its rollout, seconds",
+    "time/rollout": "of it, prompts to trajectory, seconds",
+    "time/grading": "of it, texts of the completions and their rewards, seconds",
+    "time/update": "of it, from the trajectory to the last optimizer step's metrics, seconds",
+    "rollout/tokens_per_second": "rollout/tokens / time/rollout",
+    "update/tokens_per_second": "tokens of the rollout, prompts included and padding not, / time/update",
+}
+
+MEMORY_METRICS: dict[str, str] = {
+    "memory/host_bytes": "resident memory of this process; where the system tells",
+    "memory/device_bytes": "memory in use on the fullest device of this process; where the device tells",
+    "memory/device_peak_bytes": "the most that was ever in use on one device of this process; where the device tells",
+}
+
+# What depends on the clock and the machine: a run that is repeated or resumed has everything else again, bitwise.
+MACHINE_METRICS = TIME_METRICS | MEMORY_METRICS
+
+# A name in braces stands for as many as there are.
 METRICS: dict[str, str] = {
     "reward": "mean reward of the completions, sampled under the cache budget",
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
     "reward_std_within_group": "mean over groups of the standard deviation (n - 1) inside one; TRL's older reward_std",
     "frac_reward_zero_std": "share of groups in which all rewards are equal: they give no gradient",
-    "kl": "k3 estimate of KL(policy || reference) per kept token, nats; only with a reference",
+    "kl": "estimate of KL(policy || reference) per kept token, nats, by `kl_estimator`; only with a reference",
     "entropy": "mean entropy of the next-token distribution, nats",
     "clip_ratio/low_mean": "share of counted tokens clipped from below: ratio < 1 - epsilon, negative advantage",
     "clip_ratio/high_mean": "share of counted tokens clipped from above: ratio > 1 + epsilon_high, positive advantage",
     "clip_ratio/region_mean": "share of counted tokens clipped at either side; of responses at ratio_level geometric",
     "cispo_clip_ratio": "share of counted tokens whose weight cispo cuts: ratio > 1 + epsilon_high, advantage > 0",
+    "sapo_gate_mean": "how far sapo's gate is open: mean slope of the objective over its advantage, 1 on-policy",
     "completions/mean_length": "mean length of a completion, tokens",
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
+    "rewards/failed": "completions that a reward function failed on: they are left out of the update",
+    "rewards/{name}/mean": "mean reward of one function, before its weight; only with `Loop.rewards`",
+    "rewards/{name}/std": "standard deviation (n - 1) of the same",
+    "rollout/tokens": "response tokens that were drawn",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "grad_norm": "global norm of the gradient before clipping",
-    "step_time": "wall time of one step with its rollout, seconds",
-    "loss": "policy loss, and weighted distillation and value loss",
+    "learning_rate": "learning rate of the optimizer steps; where the optimizer's state has it",
+    "loss": "policy loss, less the weighted entropy bonus, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
     "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
+    **MACHINE_METRICS,
     **SAMPLER_LEARNER_METRICS,
     **CORRECTION_METRICS,
     **DPO_METRICS,
     **VALUE_METRICS,
 }
+
+
+def evaluated(name: str) -> str | None:
+    """What a metric is the mean reward of, if it is one of an evaluation: `dense` for `eval/dense` and
+    `eval/dense/reward`; None for all other metrics."""
+    kind, _, rest = name.partition("/")
+    what, _, value = rest.partition("/")
+    return what if kind == "eval" and what and value in ("", "reward") else None
 
 
 class MetricsWriter:

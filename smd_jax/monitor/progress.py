@@ -46,7 +46,7 @@ def training_progress(
     if not 0 <= start <= total:
         raise ValueError(f"start must lie in 0 … total = {total}; got {start}")
     label = _mismatch_label(file)
-    if (file or sys.stdout).isatty():
+    if on_terminal(file):
         try:
             from smd_jax.monitor.rich_output import progress_bar
         except ImportError:
@@ -123,9 +123,9 @@ def rollout_line(name: str, progress: RolloutState) -> str:
         f"{progress.live}/{progress.decode_rows} rows live",
         f"{progress.tokens:,} tokens",
         f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
-        _clock(progress.seconds),
+        clock_text(progress.seconds),
     ]
-    return ", ".join(parts) + ("" if progress.eta_seconds is None else f", {_clock(progress.eta_seconds)} left")
+    return ", ".join(parts) + ("" if progress.eta_seconds is None else f", {clock_text(progress.eta_seconds)} left")
 
 
 def summary_table(
@@ -172,7 +172,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, every: int, labe
     def report(step: int, metrics: Mapping[str, float]) -> None:
         # A log file gets a line now and then, and the last one.
         if step % every == 0 or step == total:
-            parts = [name, f"{step}/{total}", status(metrics, label), _clock(time.monotonic() - began)]
+            parts = [name, f"{step}/{total}", status(metrics, label), clock_text(time.monotonic() - began)]
             _print_line(" ".join(filter(None, parts)), file)
 
     return report
@@ -195,11 +195,21 @@ def _print_plain_table(
 
 
 def _mismatch_label(file: TextFile | None) -> str:
-    # A terminal or file that is not Unicode would fail on the Greek letter. One without an encoding takes any text.
-    encoding = (file or sys.stdout).encoding or "utf-8"
-    return "|Δlogp|" if encoding.lower().startswith("utf") else "|dlogp|"
+    return "|Δlogp|" if speaks_unicode(file) else "|dlogp|"
 
 
-def _clock(seconds: float) -> str:
+def on_terminal(file: TextFile | None) -> bool:
+    """Whether a person looks at it; None stands for standard output."""
+    return (file or sys.stdout).isatty()
+
+
+def speaks_unicode(file: TextFile | None) -> bool:
+    """Whether it takes Greek letters and bars: a terminal or file that is not Unicode would fail on them."""
+    # One without an encoding, such as StringIO, takes any text.
+    return ((file or sys.stdout).encoding or "utf-8").lower().startswith("utf")
+
+
+def clock_text(seconds: float) -> str:
+    """`0:01:20`"""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

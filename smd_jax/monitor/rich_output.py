@@ -1,12 +1,16 @@
-"""The progress bar and the framed table, by rich; `smd_jax.monitor.progress` imports this module where it can."""
+"""The progress bar, the live panel and the framed tables, by rich; the modules beside it import this where they can."""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -55,3 +60,75 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(file=file, width=width).print(table)
+
+
+@runtime_checkable
+class Status(Protocol):
+    """What a panel shows, as `smd_jax.monitor.panel.RunStatus` has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    def headline(self) -> str: ...
+
+    def rows(self) -> list[tuple[str, str]]: ...
+
+
+@contextmanager
+def live_panel(status: Status, file: TextFile | None) -> Iterator[None]:
+    """Keeps a panel of `status` at the bottom of the terminal; what is printed meanwhile appears above it."""
+    with Live(_StatusPanel(status), console=Console(file=file), refresh_per_second=2):
+        yield
+
+
+class _StatusPanel:
+    """Drawn anew whenever rich looks: the clocks in it go on during a step."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __rich__(self) -> Panel:
+        status = self._status
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(justify="right", style="dim")
+        rows.add_column(overflow="ellipsis", no_wrap=True)
+        for name, text in status.rows():
+            rows.add_row(Text(name), Text(text))
+        return Panel(
+            Group(rows, ProgressBar(total=max(status.total, 1), completed=status.step)),
+            title=Text(f" {status.name} "),
+            title_align="left",
+            subtitle=Text(f" {status.headline()} "),
+            subtitle_align="right",
+        )
+
+
+def print_texts(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: int,
+    file: TextFile | None,
+    width: int | None,
+) -> None:
+    """A table whose first `texts` columns share the width and are folded; the others are numbers."""
+    table = Table(title=Text(title, style="bold"), expand=True, show_lines=True)
+    for index, column in enumerate(columns):
+        if index < texts:
+            table.add_column(Text(column), ratio=1, overflow="fold")
+        else:
+            table.add_column(Text(column), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    target = file or sys.stdout
+    # Drawn elsewhere and printed as lines: a live panel lets lines pass above it, but not another console.
+    drawn = io.StringIO()
+    wide = Console(file=file, width=width).width
+    Console(file=drawn, width=wide, force_terminal=target.isatty()).print(table)
+    print(drawn.getvalue(), end="", file=target, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 from smd_jax.tasks.datasets import numbered_rows
 from smd_jax.tasks.task import Prompt, Row, column_of, missing_extra
 
+INSTRUCTION = 'Think step by step, then give the final answer after "####".'
 GSM8K_MARKER = "####"  # in GSM8K solutions the final answer follows it
 GRADED_CHARACTERS = 2_000  # only the end of a completion is graded: matching all of a long ramble is slow and pointless
 GRADING_SECONDS = 2  # for an answer such as 9^9^9^9, which sympy would work on for ever
@@ -39,7 +40,7 @@ class Gsm8kTask:
     """
 
     rows: Sequence[Row]
-    instruction: str = 'Think step by step, then give the final answer after "####".'
+    instruction: str = INSTRUCTION
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -52,12 +53,27 @@ class Gsm8kTask:
 
     def __getitem__(self, index: int) -> Row:
         row = self.rows[index]
-        return {"prompt": f"{row['question']}\n{self.instruction}", "answer": row["answer"]}
+        return {"prompt": question_prompt(row["question"], self.instruction), "answer": row["answer"]}
 
     def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         """1.0 where the completion's final answer equals the number after "####" in the column "answer", else 0.0."""
         pairs = zip(column_of(columns, "answer"), completions, strict=True)
         return [float(same_answer(gsm8k_gold(answer), final_answer(completion))) for answer, completion in pairs]
+
+
+def gsm8k_row(row: Row) -> Row:
+    """The row of a task from one of GSM8K, as openai/gsm8k has it on the Hub.
+
+    Raises:
+      ValueError: a solution without "#### <number>".
+    """
+    _check_gsm8k(row, "a row of GSM8K")
+    return {**row, "prompt": question_prompt(row["question"], INSTRUCTION)}
+
+
+def question_prompt(question: str, instruction: str) -> str:
+    """A question with the instruction on a line of its own."""
+    return f"{question}\n{instruction}"
 
 
 def gsm8k_gold(solution: str) -> str:

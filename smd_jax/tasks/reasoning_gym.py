@@ -5,13 +5,17 @@ The package is an extra and costs about a second to import, so nothing here impo
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from smd_jax.tasks.task import Prompt, Row, column_of, missing_extra
+from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
+
+# What verifiers raise at answers that are not of the form they expect: that of prime_factorization at "?".
+_UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
 
 
 @runtime_checkable
@@ -59,17 +63,23 @@ class ReasoningGymTask:
         item = self.dataset[index]
         return {"prompt": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
 
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """The dataset's own score of every completion, white space at its ends removed."""
-        answers = column_of(columns, "answer")
-        metadata = column_of(columns, "metadata")
-        rows = zip(prompts, completions, answers, metadata, strict=True)
-        return [self._score(completion, question, answer, extra) for question, completion, answer, extra in rows]
+    def reward(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
+    ) -> list[float]:
+        """The dataset's own score of every completion, white space at its ends removed; 0.0 where its verifier raises
+        because it cannot read the answer."""
+        questions = map(question_of, prompts)
+        texts = map(completion_text, completions)
+        rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
+        return [self._score(*row) for row in rows]
 
-    def _score(self, completion: str, question: Prompt, answer: Any, metadata: Any) -> float:
+    def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
         # The fields that the dataset gave the row with: verifiers look at more than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
-        return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+        try:
+            return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+        except _UNREADABLE:
+            return 0.0
 
 
 def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> ScoredDataset:
@@ -85,4 +95,11 @@ def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any])
         raise ValueError(
             f"expected the name of one of reasoning_gym's {len(DATASETS)} datasets; got {name!r} (near: {close})"
         )
-    return create_dataset(name, seed=seed, size=size, **parameters)
+    names = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    unknown = sorted(set(parameters) - set(names))
+    if unknown:
+        raise ValueError(f"expected parameters of {name!r}, among {names}; got {unknown}")
+    try:
+        return create_dataset(name, seed=seed, size=size, **parameters)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"expected parameters that {name!r} takes, of {names}; got {parameters} ({error})") from error

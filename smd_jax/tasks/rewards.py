@@ -1,16 +1,252 @@
-"""From what a reward function returns to numbers that training can trust."""
+"""From what reward functions return to numbers that training can trust.
+
+    functions ─► one value per completion and function ─► weighted sum ─► rewards [batch], NaN where one failed
+
+A function may raise, hang or return nonsense for some completions. Those have failed, and training leaves them out as
+if they had never been drawn; the others of their group are compared among themselves. Neither 0 nor a mean in place of
+the missing reward would do: 0 teaches to avoid (or, with negative rewards, to seek) whatever makes a function fail, and
+a mean shrinks the deviation that the advantages of the others are divided by.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from smd_jax.tasks.task import Prompt
+from smd_jax.tasks.graded import Failure, Graded, part_of, without_opinion
+from smd_jax.tasks.reward_callers import Caller, CallsHere, CallsInProcess
+from smd_jax.tasks.reward_calls import Outcome, value_of
+from smd_jax.tasks.task import Prompt, completion_of
 
-RewardFunction = Callable[..., Iterable[float]]  # TRL's (prompts, completions, **columns) -> list[float]
+RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
+
+SEARCH_LIMITS = 10  # row by row, a function may take this many times its limit in all
+
+
+class TooManyFailures(RuntimeError):
+    """More completions without a reward than a run goes on with."""
+
+
+class RewardWarning(UserWarning):
+    """A completion without a reward; said once per kind."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Several reward functions and how they become one reward: TRL's `reward_funcs` and `reward_weights`.
+
+    A function is called as `function(prompts=..., completions=..., completion_ids=..., <columns of the rows>)`, by
+    name, with a list of one value per completion in each; without `**kwargs` it gets those alone that it names. It
+    gives back a list of numbers, in which None says that it does not apply. It may be async. Where a prompt is chat
+    messages, its completion is `[{"role": "assistant", "content": text}]`, else text.
+
+    A call that raises, takes too long or gives another number of rewards is made again row by row, to find the rows it
+    is about; that search ends after ten times the limit, and what it has not reached has failed. A completion that one
+    function fails on has failed, because its sum would be of other things than those of its group; so has one for which
+    every function returns None.
+
+    Attributes:
+      functions: at least one.
+      weights: one per function; None: 1 each.
+      names: under which they are logged, one per function and no two the same; None: as the functions are called.
+      seconds: limit of a call, wall clock. Each function then runs in a process of its own, beside the others, and
+        must be one that a new Python can import: see `smd_jax.tasks.reward_callers`. None: in this process, without
+        a limit.
+      max_failed: share of the completions of a batch that may fail; more end the run.
+    """
+
+    functions: tuple[RewardFunction, ...]
+    weights: tuple[float, ...] | None = None
+    names: tuple[str, ...] | None = None
+    seconds: float | None = 60.0
+    max_failed: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise ValueError("expected at least one reward function; got none")
+        for what, values in (("weights", self.weights), ("names", self.names)):
+            if values is not None and len(values) != len(self.functions):
+                raise ValueError(
+                    f"expected {len(self.functions)} {what}, one per reward function; got {len(values)}: {values}"
+                )
+        if not np.isfinite(self.weights or 0.0).all():
+            raise ValueError(f"expected finite weights; got {self.weights}")
+        if len(set(self.logged_names)) < len(self.functions):
+            raise ValueError(
+                f"expected reward functions of different names, or names=(...) to log them under; "
+                f"got {self.logged_names}"
+            )
+        if self.seconds is not None and not 0 < self.seconds < float("inf"):
+            raise ValueError(f"expected a time limit in seconds > 0, or None; got {self.seconds}")
+        if not 0 <= self.max_failed <= 1:
+            raise ValueError(f"expected a share of failures from 0 to 1; got {self.max_failed}")
+        assert self._callers  # made now, for the error of a function that cannot run in a process of its own
+
+    @functools.cached_property
+    def logged_names(self) -> tuple[str, ...]:
+        """A name per function."""
+        return self.names or tuple(map(function_name, self.functions))
+
+    @functools.cached_property
+    def _callers(self) -> dict[str, Caller]:
+        pairs = zip(self.logged_names, self.functions, strict=True)
+        if self.seconds is None:
+            return {name: CallsHere(function) for name, function in pairs}
+        return {name: CallsInProcess(name, function, self.seconds) for name, function in pairs}
+
+    @functools.cached_property
+    def _said(self) -> set[tuple[str, str]]:
+        """(function, kind) of the failures that were reported."""
+        return set()
+
+    def prepare(self, columns: Iterable[str]) -> None:
+        """Starts the functions' processes, and does not wait for them: call it before what takes long.
+
+        Args:
+          columns: names of the rows' fields other than the prompt.
+
+        Raises:
+          ValueError: a function asks for something that no rollout gives.
+        """
+        given = {"prompts", "completions", "completion_ids", *columns}
+        for name, function in zip(self.logged_names, self.functions, strict=True):
+            accepted_names(name, function, given)
+        for caller in self._callers.values():
+            caller.start()
+
+    def grade(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Graded:
+        """The rewards of a batch.
+
+        Args:
+          prompts, completions, completion_ids: one each per completion: its prompt, its text, and its tokens, EOS
+            included.
+          columns: the other fields of the rows, one value per completion.
+
+        Raises:
+          TooManyFailures: for more than `max_failed` of the completions.
+          ValueError: arguments of different lengths; a function that asks for what is not there.
+        """
+        shaped = [completion_of(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        arguments = {**columns, "prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
+        _check_lengths(arguments, len(completions))
+        calls = {
+            name: {accepted: arguments[accepted] for accepted in accepted_names(name, function, arguments)}
+            for name, function in zip(self.logged_names, self.functions, strict=True)
+        }
+        parts = dict[str, np.ndarray]()
+        failures = list[Failure]()
+        for name, outcome in self._call_all(calls, len(completions)).items():
+            parts[name], of_function = part_of(name, outcome)
+            failures += of_function
+        failures += without_opinion(parts, failures)
+        rewards = self._sum(parts)
+        failures += [
+            Failure(int(row), "", "sum", "its weighted sum is no finite float32")
+            for row in np.flatnonzero(np.isinf(rewards))
+        ]
+        rewards[[failure.row for failure in failures]] = np.nan
+        graded = Graded(rewards, parts, tuple(failures))
+        self._report(graded, prompts)
+        return graded
+
+    def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:
+        """Every function's outcome of every row, each a list of one value or a failure."""
+        # All begin before the first is waited for.
+        for name, arguments in calls.items():
+            self._callers[name].begin(arguments, rows)
+        whole = {name: self._callers[name].finish() for name in calls}
+        return {
+            name: _by_rows(outcome) if isinstance(outcome, list) else self._search(name, calls[name], rows, outcome)
+            for name, outcome in whole.items()
+        }
+
+    def _search(self, name: str, arguments: Mapping[str, Any], rows: int, failed: tuple[str, str]) -> list[Outcome]:
+        """The outcome of each row by itself, after a call with all of them has failed."""
+        if rows == 1:
+            return [failed]
+        began = time.monotonic()
+        outcomes = list[Outcome]()
+        for row in range(rows):
+            if self.seconds is not None and time.monotonic() - began >= SEARCH_LIMITS * self.seconds:
+                late = f"not reached within {SEARCH_LIMITS * self.seconds:g} s, row by row"
+                return outcomes + [(failed[0], f"{failed[1]}; {late}")] * (rows - row)
+            self._callers[name].begin({key: values[row : row + 1] for key, values in arguments.items()}, 1)
+            outcomes.append(self._callers[name].finish())
+        if all(isinstance(outcome, list) for outcome in outcomes):
+            self._say(name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone")
+        return outcomes
+
+    def _sum(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        weights = self.weights or (1.0,) * len(parts)
+        # What a function says nothing about is no part of the sum, as in TRL. In float64: nothing is rounded twice.
+        terms = [w * np.nan_to_num(part.astype(np.float64)) for w, part in zip(weights, parts.values(), strict=True)]
+        with np.errstate(over="ignore"):
+            return np.sum(terms, axis=0).astype(np.float32)
+
+    def _report(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
+        """Warns of every kind of failure that is new, and raises if there are too many."""
+        for failure in graded.failures:
+            prompt = repr(prompts[failure.row])
+            prompt = prompt if len(prompt) <= 80 else f"{prompt[:80]}…"
+            self._say(failure.function, failure.kind, f"{failure.described()}; its prompt is {prompt}")
+        failed = int(np.isnan(graded.rewards).sum())
+        if failed > self.max_failed * len(graded.rewards):
+            kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
+            (function, kind), _ = kinds.most_common(1)[0]
+            first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
+            raise TooManyFailures(
+                f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
+                f"{len(graded.rewards)}. The most frequent: {first.described()}"
+            )
+
+    def _say(self, name: str, kind: str, text: str) -> None:
+        if (name, kind) not in self._said:
+            self._said.add((name, kind))
+            warnings.warn(text, RewardWarning, stacklevel=4)
+
+
+def function_name(function: RewardFunction) -> str:
+    """What a function is logged as: its `__name__`, or that of its class. As in TRL."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(function.__name__ if hasattr(function, "__name__") else type(function).__name__)
+
+
+def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) -> list[str]:
+    """Which of the arguments that are there a function takes: all if it has `**kwargs`, else those that it names.
+
+    Raises:
+      ValueError: it cannot be called without another one.
+    """
+    given = list(given)
+    parameters = inspect.signature(function).parameters.values()
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    missing = [parameter for parameter in required if parameter not in given]
+    if missing:
+        raise ValueError(
+            f"expected reward {name!r} to ask for some of {sorted(given)}; got {missing} among its parameters"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    named = {p.name for p in parameters}
+    return [argument for argument in given if argument in named]
 
 
 def compute_rewards(
@@ -19,7 +255,8 @@ def compute_rewards(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
 ) -> Float[np.ndarray, " batch"]:
-    """Calls `reward` (of a task, or any function written for TRL) and checks what comes back.
+    """Calls `reward` (of a task, or any function written for TRL) as it is and is strict about what comes back: for
+    tests of a reward. In a run `Rewards` grades, and lives with failures.
 
     Args:
       reward: called as `reward(prompts=..., completions=..., **columns)`.
@@ -34,24 +271,26 @@ def compute_rewards(
       ValueError: prompts or a column of another length than the completions; not one reward per completion; a reward
         that is NaN, infinite (also after rounding to float32), None, or no number.
     """
-    for name, values in {"prompts": prompts, **columns}.items():
-        if len(values) != len(completions):
-            raise ValueError(f"expected {len(completions)} values in {name!r}, one per completion; got {len(values)}")
+    _check_lengths({"prompts": prompts, **columns}, len(completions))
     rewards = list(reward(prompts=list(prompts), completions=list(completions), **columns))
     if len(rewards) != len(completions):
         raise ValueError(f"expected {len(completions)} rewards, one per completion; got {len(rewards)}")
-    return np.array([_checked(row, value) for row, value in enumerate(rewards)], np.float32)
+    return np.array([_strict(row, value) for row, value in enumerate(rewards)], np.float32)
 
 
-def _checked(row: int, value: Any) -> np.float32:
-    """TRL skips a reward of None; here every completion needs a number, because its group is normalised by it."""
-    array = np.asarray(value)
-    # Booleans, signed and unsigned integers, floats.
-    if array.ndim or array.dtype.kind not in "biuf":
-        raise ValueError(f"expected a number as the reward of every completion; row {row} got {value!r}")
-    # What is too large becomes infinity and is refused below; a warning beside the error would say nothing new.
-    with np.errstate(over="ignore"):
-        number = np.float32(array)
-    if not np.isfinite(number):
-        raise ValueError(f"expected a finite float32 as the reward of every completion; row {row} got {value!r}")
-    return number
+def _strict(row: int, reward: Any) -> float:
+    value = value_of(reward)
+    if value is not None and not isinstance(value, tuple):
+        return value
+    wanted, got = value or ("a number", "None")
+    raise ValueError(f"expected {wanted} as the reward of every completion; row {row} got {got}")
+
+
+def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:
+    for name, values in arguments.items():
+        if len(values) != rows:
+            raise ValueError(f"expected {rows} values in {name!r}, one per completion; got {len(values)}")
+
+
+def _by_rows(values: list[Any]) -> list[Outcome]:
+    return [[value] for value in values]

@@ -2,7 +2,10 @@
 
 Rewards have TRL's signature, so a reward function written for TRL works here and the other way round:
 
-    reward(prompts, completions, **columns) -> list[float]      columns: the rows' other fields, one list each
+    reward(prompts, completions, **columns) -> list[float | None]
+
+The columns are `completion_ids` and the rows' other fields, one list each. A completion is text where its prompt is
+text, and one message of the assistant where that is chat messages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from jaxtyping import Int
 from smd_jax.text.prompts import Tokenizer, wants_special_tokens
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
+Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
 Row = dict[str, Any]  # at least "prompt"
 
 
@@ -28,14 +32,34 @@ class Task(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """One finite number per completion, in the order of the completions."""
+    # Any rather than Completion: a task whose prompts are all text may say that its completions are.
+    def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
+        """One finite number per completion, in the order of the completions; None where there is no opinion."""
         ...
 
 
+def completion_of(prompt: Prompt, text: str) -> Completion:
+    """What a reward function gets as the completion of a prompt."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def completion_text(completion: Completion) -> str:
+    """The text of a completion, whatever its prompt was."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def question_of(prompt: Prompt) -> str:
+    """The text of a prompt, and of chat messages the last one: without the system's."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The fields of `rows` other than the prompt, one list each: what a reward takes as `**columns`."""
-    return {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    """The fields of `rows` other than the prompt, one list each: what a reward takes as `**columns`.
+
+    A field that a row does not have is None, as `datasets` has it.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
@@ -49,9 +73,13 @@ def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
     return columns[name]
 
 
-def missing_extra(package: str) -> ImportError:
+class MissingExtraError(ImportError):
+    """A package is not installed that only a part of the library needs."""
+
+
+def missing_extra(package: str) -> MissingExtraError:
     """The error of a task whose package is an extra."""
-    return ImportError(f"this task needs {package}, which is not installed: pip install smd_jax[experiments]")
+    return MissingExtraError(f"this task needs {package}, which is not installed: pip install smd_jax[train]")
 
 
 def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
@@ -71,11 +99,19 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
     return prompt
 
 
+def prompt_length(row: Row, tokenizer: Tokenizer) -> int:
+    """Tokens of the row's prompt as the model sees it, those of the chat template included."""
+    return len(tokenizer.encode(prompt_text(row, tokenizer), add_special_tokens=wants_special_tokens(tokenizer)))
+
+
+def prompt_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
+    """Tokens of all prompts, int64 `[rows]`."""
+    return np.array([prompt_length(task[index], tokenizer) for index in range(len(task))])
+
+
 def longest_prompt(tokenizer: Tokenizer, task: Task) -> int:
     """Tokens of the task's longest prompt: the width that refuses none of them."""
-    texts = (prompt_text(task[index], tokenizer) for index in range(len(task)))
-    special = wants_special_tokens(tokenizer)
-    return max(len(tokenizer.encode(text, add_special_tokens=special)) for text in texts)
+    return int(prompt_lengths(task, tokenizer).max())
 
 
 def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray, " batch"]:
@@ -106,3 +142,23 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     # Both numbers and not their sum, or seed 1 would begin where seed 0 is in its second epoch.
     return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+@runtime_checkable
+class SteppedTask(Protocol):
+    """A task whose rows have no numbers, such as a stream: it gives the rows of a step."""
+
+    def batch(self, size: int, step: int, seed: int) -> list[Row]:
+        """The `size` rows of a step, as a function of these arguments alone."""
+        ...
+
+    def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
+        """As `Task.reward`."""
+        ...
+
+
+def rows_of_step(task: Task | SteppedTask, size: int, step: int, seed: int) -> list[Row]:
+    """The rows of a training step; arguments as `batch_indices`."""
+    if isinstance(task, SteppedTask):
+        return task.batch(size, step, seed)
+    return [task[int(index)] for index in batch_indices(len(task), size, step, seed)]

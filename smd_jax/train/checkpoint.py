@@ -3,7 +3,7 @@
 One checkpoint is a directory `<directory>/<step>` with two orbax items and a file beside them:
 
     state            the pytree of arrays: parameters, optimizer state, step counter, typed PRNG keys
-    meta             JSON: {"leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ...}
+    meta             JSON: {"leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ..., "noted": ...}
     checksums.json   CRC-32 of every file of the two
 
 The `meta` item is read first, so that a run under another configuration, or a state of another shape, is refused with
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +32,18 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from smd_jax.train.disk import OS_ERROR, failure
+
 # What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 _ITEMS = ("state", "meta")
 _CHECKSUMS = "checksums.json"
 _ABSENT = "(absent)"
+
+
+class OtherConfigError(ValueError):
+    """A checkpoint was made under another configuration than the one that would go on from it."""
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -50,11 +58,13 @@ class Restored:
       step: the step under which the checkpoint was saved.
       state: pytree with the structure, shapes, dtypes and shardings of `like`.
       data_position: the JSON object given to `save`.
+      noted: what was given to `save`, as JSON; None also for checkpoints from before there was such a thing.
     """
 
     step: int
     state: Any
     data_position: dict[str, Json]
+    noted: Json
 
 
 def save(
@@ -64,6 +74,7 @@ def save(
     *,
     data_position: Mapping[str, Any],
     config: object,
+    noted: object = None,
     max_to_keep: int = 3,
 ) -> None:
     """Writes checkpoint `step` and then deletes all but the newest `max_to_keep`.
@@ -73,12 +84,14 @@ def save(
       step: number of finished updates. Later than every step already there.
       state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
       data_position: what the data source needs to continue, as JSON values with string keys.
-      config: the resolved configuration, see `to_jsonable`.
+      config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
+      noted: settings that are kept, and that a run which continues may change.
       max_to_keep: how many checkpoints stay, at least 1.
 
     Raises:
       ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1.
-      TypeError: a leaf of `state` is no array, or `data_position` or `config` does not fit into JSON.
+      TypeError: a leaf of `state` is no array, or `data_position`, `config` or `noted` does not fit into JSON.
+      OSError: the disk is full, or fails; in one line. The checkpoints that were there are as they were.
     """
     if max_to_keep < 1:
         raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
@@ -87,12 +100,15 @@ def save(
         "leaves": _leaf_table(state),
         "data_position": _checked_position(data_position),
         "config": to_jsonable(config),
+        "noted": to_jsonable(noted, "noted"),
     }
     _check_later(directory, step)
-    with _writer(directory, max_to_keep) as manager:
-        manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
-    if jax.process_index() == 0:
-        _write_checksums(_folder(directory, step))
+    items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+    with _failure_named(directory, step):
+        with _writer(directory, max_to_keep) as manager:
+            manager.save(step, args=items)
+        if jax.process_index() == 0:
+            _write_checksums(_folder(directory, step))
 
 
 def restore(
@@ -129,7 +145,7 @@ def restore(
     target = jax.tree.map(_placed, like)
     # The files are known to be good: what fails here is no damage, but a sharding that does not fit, or no memory.
     state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-    return Restored(step=step, state=state, data_position=meta["data_position"])
+    return Restored(step=step, state=state, data_position=meta["data_position"], noted=meta.get("noted"))
 
 
 def all_steps(directory: str | Path) -> list[int]:
@@ -187,13 +203,16 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     )
 
 
-def config_differences(saved: Json, given: Json, may_differ: Sequence[str] = ()) -> list[str]:
-    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results."""
+def config_differences(
+    saved: Json, given: Json, may_differ: Sequence[str] = (), words: tuple[str, str] = ("expected", "got")
+) -> list[str]:
+    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results; `words`
+    in place of "expected" and "got"."""
     left = _flatten("", saved)
     right = _flatten("", given)
     names = [name for name in left | right if left.get(name, _ABSENT) != right.get(name, _ABSENT)]
     return [
-        f"{name}: expected {_shown(left, name)}, got {_shown(right, name)}"
+        f"{name}: {words[0]} {_shown(left, name)}, {words[1]} {_shown(right, name)}"
         for name in names
         # With the dot: a name that merely begins like an allowed one is another field.
         if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in may_differ)
@@ -265,7 +284,7 @@ def _placed(leaf: Any) -> Any:
 def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
     lines = config_differences(saved, given, may_differ)
     if lines:
-        raise ValueError(
+        raise OtherConfigError(
             "the checkpoint was made under another configuration; expected is what it holds, got is what this run "
             "has:\n  " + "\n  ".join(lines)
         )
@@ -321,9 +340,34 @@ def _damage_named(directory: str | Path, step: int) -> Iterator[None]:
         raise DamagedCheckpointError(f"checkpoint {step} in {directory} cannot be read: {reason}. {advice}") from error
 
 
+@contextmanager
+def _failure_named(directory: str | Path, step: int) -> Iterator[None]:
+    """What orbax raises when the disk fails becomes one line, and what is half written goes."""
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(_said_once)  # which adds the same filter no second time
+    try:
+        yield
+    # Files that orbax writes by itself say OSError; TensorStore says ValueError, and the system's code in its text.
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and OS_ERROR not in str(error):
+            raise
+        for unfinished in Path(directory).glob(f"{step}.*tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        there = all_steps(directory)
+        kept = f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
+        raise OSError(f"{failure(f'checkpoint {step} in {directory}', directory, error)}. {kept}") from error
+
+
+def _said_once(record: logging.LogRecord) -> bool:
+    """Keeps orbax's threads from printing the error of the disk, which is raised, each with its traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return OS_ERROR not in f"{record.getMessage()} {error}"
+
+
 def _check_keys(meta: dict[str, Any]) -> None:
     expected = {"leaves", "data_position", "config"}
-    if set(meta) != expected:
+    # Older checkpoints have no notes.
+    if set(meta) - {"noted"} != expected:
         raise ValueError(f"meta: expected the keys {sorted(expected)}; got {sorted(meta)}")
 
 

@@ -91,18 +91,26 @@ class GRPOLoop(PolicyLoop):
             # Rollout `index` owns the batches from index * most on, drawn or not: a resumed run draws the same ones,
             # whatever earlier rollouts needed.
             rollouts.append(self.graded_rollout(state.params, jax.random.fold_in(key, number), index * most + number))
-            rewards = jnp.asarray(rollouts[-1].rewards)
-            groups_found += int(groups_with_signal(rewards, self.config.group_size).sum())
+            groups_found += int(_signal(rollouts[-1].rewards, self.config.group_size).sum())
         samples = fullest(rollouts, self.config.group_size, self.config.prompts_per_step)
         # The rows come from several rollouts: they are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
-        counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
-        rewards = jnp.asarray(samples.rewards)
+        counted_rows, rewarded_rows = (
+            None if rows is None else jnp.asarray(rows) for rows in (samples.counted_rows, samples.rewarded_rows)
+        )
         with jax.set_mesh(self.mesh):
-            return self.take_steps(state, self.learner_batch(state.params, samples.trajectory, rewards, counted_rows))
+            penalty, of_kl = self.kl_penalty(state, samples.trajectory, counted_rows)
+            rewards = jnp.asarray(samples.rewards)
+            if penalty is not None:
+                # Before the mean of a group is taken off: a response that left the reference is worse than the others.
+                rewards = rewards - penalty.sum(axis=1)
+            advantages = self.advantages(rewards, rewarded_rows)
+            batch = self._batch(state.params, samples.trajectory, advantages, counted_rows)
+            state, metrics = self.take_steps(state, batch)
+        return state, metrics | of_kl
 
     @property
     def drops_rows(self) -> bool:
@@ -113,14 +121,23 @@ class GRPOLoop(PolicyLoop):
         self, params: Params, trajectory: Trajectory, rewards: jax.Array, counted_rows: jax.Array | None
     ) -> TrainBatch:
         """What a whole rollout has to teach; arguments as `Loop.learner_batch`."""
-        old = self.old_logprobs(params, trajectory)
-        return TrainBatch(trajectory, self.advantages(rewards), old, counted_rows)
+        return self._batch(params, trajectory, self.advantages(rewards), counted_rows)
 
-    def advantages(self, rewards: jax.Array | np.ndarray) -> jax.Array:
+    def _batch(
+        self, params: Params, trajectory: Trajectory, advantages: jax.Array, counted_rows: jax.Array | None
+    ) -> TrainBatch:
+        return TrainBatch(trajectory, advantages, self.old_logprobs(params, trajectory), counted_rows)
+
+    def known_advantages(self, samples: Samples) -> np.ndarray:
+        there = samples.rewarded_rows
+        return np.asarray(self.advantages(samples.rewards, None if there is None else jnp.asarray(there)))
+
+    def advantages(self, rewards: jax.Array | np.ndarray, rewarded_rows: jax.Array | None = None) -> jax.Array:
+        """`[batch]`; `rewarded_rows` as in `smd_jax.losses.advantages`."""
         config = self.config
         if config.advantages == "leave_one_out":
-            return leave_one_out(jnp.asarray(rewards), config.group_size)
-        return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards)
+            return leave_one_out(jnp.asarray(rewards), config.group_size, rewarded_rows)
+        return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards, rewarded_rows)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
         """Log-probabilities of the learner before the update; None where nothing looks at them, or the update has them.
@@ -140,10 +157,10 @@ class GRPOLoop(PolicyLoop):
 def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
     """The first `groups` groups of several rollouts that have signal, and after them others, which do not count.
 
-    Rewards and lengths in the metrics are those of all rollouts.
+    Rewards, lengths and times in the metrics are those of all rollouts.
     """
     rewards = np.concatenate([samples.rewards for samples in rollouts])
-    signal = np.asarray(groups_with_signal(jnp.asarray(rewards), group_size))
+    signal = _signal(rewards, group_size)
     # False sorts before True, and a stable sort keeps the order of the rollouts among groups of a kind.
     chosen = np.argsort(~signal, kind="stable")[:groups]
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
@@ -151,17 +168,26 @@ def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
     every_row = [row for samples in rollouts for row in samples.task_rows]
     every_completion = [text for samples in rollouts for text in samples.completions]
     names = rollouts[0].metrics
+    parts = rollouts[0].reward_parts
     metrics = {name: _over_rollouts(name, [samples.metrics[name] for samples in rollouts]) for name in names}
     return Samples(
         trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories),
         rewards=rewards[rows],
         task_rows=[every_row[i] for i in rows],
         completions=[every_completion[i] for i in rows],
-        counted_rows=np.repeat(signal[chosen], group_size),
+        counted_rows=np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]),
         metrics=metrics | {"dynamic_sampling/rollouts": jnp.float32(len(rollouts))},
+        reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
     )
+
+
+def _signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Which groups have unequal rewards, NaN left out; `[groups]`."""
+    return np.asarray(groups_with_signal(jnp.asarray(rewards), group_size, jnp.asarray(~np.isnan(rewards))))
 
 
 def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
     reductions = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}
+    summed = ("rewards/failed", "rollout/tokens", "time/rollout", "time/grading")
+    reductions |= dict.fromkeys(summed, jnp.sum)
     return reductions.get(name, jnp.mean)(jnp.stack(values))

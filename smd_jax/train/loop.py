@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +32,9 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
-from smd_jax.tasks.rewards import compute_rewards
-from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text
+from smd_jax.tasks.graded import Graded
+from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import (
     PromptBatch,
     Tokenizer,
@@ -115,11 +117,14 @@ class Samples(NamedTuple):
 
     Attributes:
       trajectory: `[batch, ...]`.
-      rewards: float32 `[batch]`.
+      rewards: float32 `[batch]`; NaN where a reward function failed, see `smd_jax.tasks.rewards`.
       task_rows: the row of the task that each completion belongs to.
       completions: their texts.
       counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
       metrics: metrics of everything that was drawn, also of what is left out.
+      reward_parts: float32 `[batch]` of each function of `Loop.rewards`, NaN where it failed or does not apply; nothing
+        where the task's own reward grades.
+      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Only for `Loop.watch`.
     """
 
     trajectory: Trajectory
@@ -128,6 +133,14 @@ class Samples(NamedTuple):
     completions: list[str]
     counted_rows: np.ndarray | None
     metrics: dict[str, Any]
+    reward_parts: Mapping[str, np.ndarray] = MappingProxyType({})
+    advantages: np.ndarray | None = None
+
+    @property
+    def rewarded_rows(self) -> np.ndarray | None:
+        """`[batch]`, which completions have a reward; None: all."""
+        missing = np.isnan(self.rewards)
+        return ~missing if missing.any() else None
 
 
 @dataclass(frozen=True)
@@ -138,21 +151,30 @@ class Loop:
     Attributes:
       mesh: where state and batches lie; one device by default.
       report: called after every segment of a rollout with `config.decode_rows`.
+      rewards: what grades the completions of every task; None: the task's own `reward`, in this process and without a
+        time limit.
+      watch: called with the number of every rollout, from 0, and its samples, before they are learned from. What it
+        takes is in `step_time`, and in no other time.
     """
 
     model: LanguageModel
-    task: Task
+    task: Task | SteppedTask
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
     config: LoopConfig
     mesh: Mesh = field(default_factory=make_mesh)
     report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
+    rewards: Rewards | None = field(default=None, kw_only=True)
+    watch: Callable[[int, Samples], None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         if self.config.decode_rows is not None:
             self.engine(self.config.policy, self.config.rollout, self.config.decode_rows)  # raises if it cannot be
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
+        if self.rewards is not None:
+            # It starts beside what is compiled first.
+            self.rewards.prepare(batch_columns(rows_of_step(self.task, 1, 0, self.config.seed)))
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout."""
@@ -166,13 +188,23 @@ class Loop:
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
         # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
+        index = int(state.step) // self.config.steps_per_rollout
         with self._first_step(state):
-            samples = self.collect(state, int(state.step) // self.config.steps_per_rollout)
+            samples = self.collect(state, index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
+        if self.watch is not None:
+            self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
+        tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
+        collected = time.perf_counter()
         state, metrics = self.learn(state, samples)
-        # All metrics come to the host in one transfer, after the last step.
+        # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
-        return state, host | {"step_time": time.perf_counter() - started}
+        ended = time.perf_counter()
+        host |= {"time/update": ended - collected, "step_time": ended - started}
+        host["update/tokens_per_second"] = int(tokens) / host["time/update"]
+        if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
+            host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
+        return state, host
 
     @property
     def response_widths(self) -> tuple[int, ...]:
@@ -255,6 +287,10 @@ class Loop:
         """
         raise TypeError(f"{type(self).__name__} has no learner_batch: its class must define it")
 
+    def known_advantages(self, samples: Samples) -> np.ndarray | None:
+        """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
+        return None
+
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""
 
@@ -265,15 +301,33 @@ class Loop:
     def graded_rollout(self, params: Params, key: jax.Array, index: int) -> Samples:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
-        rows = [self.task[int(i)] for i in batch_indices(len(self.task), config.prompts_per_step, index, config.seed)]
+        rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
+        began = time.perf_counter()
+        # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
         trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
+        responded = time.perf_counter()
         repeated = repeat_each(rows, config.group_size)
-        completions, rewards = grade(self.task, self.tokenizer, repeated, trajectory)
-        metrics = reward_metrics(jnp.asarray(rewards), config.group_size)
+        completions, graded = grade(self.rewards or self._own_reward, self.tokenizer, repeated, trajectory)
+        times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
+        metrics = {name: jnp.float32(seconds) for name, seconds in times.items()}
+        metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
+        there = graded.rewarded_rows
+        metrics |= reward_metrics(
+            jnp.asarray(graded.rewards), config.group_size, None if there is None else jnp.asarray(there)
+        )
+        metrics["rewards/failed"] = jnp.float32(0 if there is None else (~there).sum())
+        parts = {} if self.rewards is None else graded.parts
+        for name, part in parts.items():
+            metrics |= part_metrics(name, part)
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
         assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
-        return Samples(trajectory, rewards, repeated, completions, None, metrics | took)
+        return Samples(trajectory, graded.rewards, repeated, completions, there, metrics | took, parts)
+
+    @cached_property
+    def _own_reward(self) -> Rewards:
+        """The task's. One object for all rollouts, because it reports every kind of failure once."""
+        return Rewards((self.task.reward,), seconds=None)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -355,24 +409,36 @@ class Loop:
                 yield shard_batch(batch if config.minibatches == 1 else _rows(batch, rows), self.mesh)
 
     def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
-        texts = [prompt_text(row, self.tokenizer) for row in rows]
-        return encode_prompts(
-            self.tokenizer,
-            texts,
-            width=width,
-            max_positions=self.model.shape.max_positions,
-            add_special_tokens=wants_special_tokens(self.tokenizer),
-        )
+        return encode_rows(self.model, self.tokenizer, rows, width)
 
     def evaluate(
         self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
     ) -> float:
-        """Mean reward over all rows of `task`, one completion each, decoded under any policy."""
+        """Mean reward over all rows of `task`, one completion each, decoded under any policy. Rows on which a reward
+        function fails are left out."""
         # As in a step: parameters that lie elsewhere would have programs of their own.
         params = shard_tree(params, self.mesh)
         rows = [task[i] for i in range(len(task))]
         trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
-        return float(grade(task, self.tokenizer, rows, trajectory)[1].mean())
+        _, graded = grade(self.rewards or Rewards((task.reward,), seconds=None), self.tokenizer, rows, trajectory)
+        there = graded.rewarded_rows
+        return float((graded.rewards if there is None else graded.rewards[there]).mean())
+
+
+def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
+    """The prompts of a task's rows, `[rows, width]`.
+
+    Raises:
+      ValueError: for a prompt that is longer than `width`.
+    """
+    texts = [prompt_text(row, tokenizer) for row in rows]
+    return encode_prompts(
+        tokenizer,
+        texts,
+        width=width,
+        max_positions=model.shape.max_positions,
+        add_special_tokens=wants_special_tokens(tokenizer),
+    )
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:
@@ -420,8 +486,24 @@ def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
 
 
 def grade(
-    task: Task, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
-) -> tuple[list[str], np.ndarray]:
-    """Texts of the completions and their rewards, float32 `[batch]`; `rows[i]` belongs to completion i."""
+    rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
+) -> tuple[list[str], Graded]:
+    """Texts of the completions and what the reward functions say of them; `rows[i]` belongs to completion i.
+
+    Raises:
+      TooManyFailures: more completions without a reward than `rewards` allows.
+    """
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    return completions, compute_rewards(task.reward, [row["prompt"] for row in rows], completions, batch_columns(rows))
+    tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
+    completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    return completions, rewards.grade(prompts, completions, completion_ids, batch_columns(rows))
+
+
+def part_metrics(name: str, part: np.ndarray) -> Metrics:
+    """TRL's metrics of one reward function, over the completions that it has given a number: NaN without any, and a
+    deviation (n - 1) of 0 for a single one."""
+    numbers = part[~np.isnan(part)]
+    mean = numbers.mean() if len(numbers) else np.nan
+    deviation = numbers.std(ddof=1) if len(numbers) > 1 else mean - mean
+    return {f"rewards/{name}/mean": jnp.float32(mean), f"rewards/{name}/std": jnp.float32(deviation)}

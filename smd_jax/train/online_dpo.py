@@ -125,7 +125,8 @@ class OnlineDPOLoop(Loop):
             cut_off = ~np.asarray(samples.trajectory.terminated)
             # A copy of the task's rewards: the metrics keep those.
             rewards = rewards - np.float32(config.missing_eos_penalty) * cut_off
-        return best_worst(jnp.asarray(rewards), size)
+        rewarded_rows = samples.rewarded_rows
+        return best_worst(jnp.asarray(rewards), size, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
 
     def batch(self, params: Params, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
         """The pairs of a rollout, with the log-probabilities of the learner before the update if a correction looks at

@@ -14,14 +14,17 @@ from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_fo
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.step import skip_step
 from smd_jax.learner.update import Update, make_update
 from smd_jax.losses.distillation import has_whole_share
+from smd_jax.losses.kl import kl_penalty
 from smd_jax.losses.weighting import FixedLength
-from smd_jax.metrics import sampler_learner_metrics
+from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
 from smd_jax.train.loop import Loop, LoopConfig, over_steps
+from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,20 @@ class PolicyLoop(Loop):
         return make_replay(self.model, config.update.visibility, rows)
 
     @cached_property
+    def reference_replay(self) -> ReplayFunction:
+        """The log-probabilities of a rollout under the reference policy, as `replay`."""
+        config = self.config
+        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
+        return make_replay(self.model, config.update.reference_visibility or config.update.visibility, rows)
+
+    @cached_property
+    def skip(self) -> Callable[[TrainState], TrainState]:
+        """A step in which nothing counts; where it may move the reference it is jitted, and takes the old state's
+        buffers."""
+        sync = self.config.update.reference_sync
+        return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
+
+    @cached_property
     def compare(self) -> Callable[[TrainBatch, Float[Array, "batch R"]], Metrics]:
         """The jitted SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
 
@@ -90,12 +107,28 @@ class PolicyLoop(Loop):
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
             if part.counted_rows is not None and not bool(part.counted_rows.any()):
-                # The step still counts: the rows and random numbers of later rollouts follow from it.
-                state = state.replace(step=state.step + 1)
+                state = self.skip(state)
                 continue
             state, metrics = self.update(state, part)
             steps.append(metrics)
         return state, over_steps(steps, before)
+
+    def kl_penalty(
+        self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
+    ) -> tuple[Float[Array, "batch R"] | None, Metrics]:
+        """What the KL to the reference takes off the reward of every token of a rollout; and `kl`, its mean over the
+        tokens that count, without the coefficient. (None, {}) where the KL is in the loss or nowhere.
+
+        Costs a forward pass of the reference, and one of a learner that does not take the sampler's word.
+        """
+        update = self.config.update
+        if not update.kl_in_reward:
+            return None, {}
+        reference = self.reference_replay(state.reference, trajectory)
+        policy = trajectory.logprobs if takes_sampler_for_old(update) else self.replay(state.params, trajectory)
+        mask = counted_tokens(update, trajectory, counted_rows)
+        penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
+        return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
 
     def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
         """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the first step sees all of it and has them itself."""

@@ -5,7 +5,8 @@
 
 One pass at the rollout's parameters, under the learner's mask, gives the critic's values; GAE makes advantages and
 returns of them; then come as many optimizer steps as the configuration says. With shadow masks the critic sees just
-what the sampler saw. A KL to a reference is a term of the loss (`LossConfig.beta`), not a part of the reward.
+what the sampler saw. A KL to a reference is a term of the loss, or with `UpdateConfig.kl_in_reward` a part of every
+token's reward, as in TRL's PPO.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
@@ -32,10 +34,9 @@ from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.trajectory import Trajectory
 
-# (params, trajectory, rewards [batch], counted_rows [batch] or None) -> (batch, metrics of the critic)
-MakeTrainBatch = Callable[
-    [Params, Trajectory, Float[Array, " batch"], Bool[Array, " batch"] | None], tuple[TrainBatch, Metrics]
-]
+# (params, trajectory, rewards [batch], counted_rows [batch] or None, penalty [batch, R] or None, the default)
+#     -> (batch, metrics of the critic)
+MakeTrainBatch = Callable[..., tuple[TrainBatch, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,28 @@ class PPOConfig(PolicyConfig):
 
 
 def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
-    """The jitted `(params, trajectory, rewards, counted_rows) -> (batch, metrics)`: what a whole rollout has to teach.
+    """The jitted `(params, trajectory, rewards, counted_rows, penalty) -> (batch, metrics)`: what a whole rollout has
+    to teach. The penalty is taken off the rewards of the tokens, see `smd_jax.losses.kl.kl_penalty`; None: nothing is.
 
     The returned function raises ValueError for parameters without a value head, a trajectory whose probabilities no
     learner can reproduce, and rows that do not divide into microbatches.
     """
 
     def train_batch(
-        params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
+        params: Params,
+        trajectory: Trajectory,
+        rewards: Array,
+        counted_rows: Array | None,
+        penalty: Array | None = None,
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)
         parts = count_parts(rewards.shape[0], config.update.microbatch_size)
         judged, logprobs = in_parts(lambda part: _judge(model, config.update, params, part), trajectory, parts)
         mask = trajectory.response_mask
-        advantages, returns = gae(terminal_rewards(rewards, mask), judged, mask, config.gamma, config.lam)
+        of_tokens = terminal_rewards(rewards, mask)
+        if penalty is not None:
+            of_tokens = of_tokens - penalty
+        advantages, returns = gae(of_tokens, judged, mask, config.gamma, config.lam)
         # Advantages come from all tokens of a response. Their mean and spread are those of the tokens that count.
         counted = counted_tokens(config.update, trajectory, counted_rows)
         if config.whiten_advantages:
@@ -154,9 +163,11 @@ class PPOLoop(PolicyLoop):
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""
-        rewards = jnp.asarray(samples.rewards)
+        # A completion without a reward does not count. NaN times 0 would still be NaN.
+        rewards = jnp.asarray(np.nan_to_num(samples.rewards))
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
-            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows)
+            penalty, of_kl = self.kl_penalty(state, samples.trajectory, counted_rows)
+            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
             state, metrics = self.take_steps(state, batch)
-        return state, metrics | of_critic
+        return state, metrics | of_critic | of_kl

@@ -1,25 +1,37 @@
-"""A run on disk: the loop with progress, metrics.jsonl, checkpoints and resume.
+"""A run on disk: the loop with progress, metrics, evaluations, checkpoints, resume, and an orderly end on Ctrl-C.
 
-directory/metrics.jsonl      one row a step
-directory/checkpoints/       parameters, optimizer, PRNG key, step, data position, resolved configuration
+directory/metrics.jsonl       one row a rollout, with the evaluation after it where there was one
+directory/evaluations.jsonl   one row an evaluation; "step" counts finished rollouts, so that 0 is the start
+directory/checkpoints/        the newest: parameters, optimizer, PRNG key, step, data position, resolved configuration
+directory/best/               the one with the best value of the objective, if there is one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
+from smd_jax.byte_sizes import show_bytes
+from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
-from smd_jax.monitor.metrics_log import MetricsWriter
-from smd_jax.monitor.progress import training_progress
+from smd_jax.monitor.loggers import Logger, Loggers
+from smd_jax.monitor.memory_use import memory_in_use
+from smd_jax.monitor.panel import training_panel
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
+from smd_jax.train.disk import check_space, check_writable, stored_bytes
+from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
 from smd_jax.train.loop import Loop
+from smd_jax.train.objective import Objective
+from smd_jax.train.stop import RunStoppedError, StopSignals
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
+
+CHECKPOINTS = "checkpoints"
+BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,27 @@ class RunConfig:
     Attributes:
       steps: rollouts in all, those before a resume included.
       checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0 saves the last one only.
-      evaluate_every: rollouts between two evaluations. 0 never evaluates.
+      evaluate_every: rollouts between two evaluations; the start and the end are evaluated, too. 0 never evaluates.
+      keep: the newest checkpoints that stay on disk.
+      objective: a metric by which the best checkpoint is kept, and the run may stop early; None: neither.
     """
 
     steps: int
     checkpoint_every: int = 0
     evaluate_every: int = 0
+    keep: int = 3
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("steps", self.steps, 1, "rollouts in all")
+        check_whole("checkpoint_every", self.checkpoint_every, 0, "rollouts; 0: the last one only")
+        check_whole("evaluate_every", self.evaluate_every, 0, "rollouts; 0: never")
+        check_whole("keep", self.keep, 1, "checkpoints")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint stays beside the newest."""
+        return self.objective is not None and self.objective.keep_best
 
 
 def train(
@@ -44,68 +71,154 @@ def train(
     directory: str | Path,
     *,
     config: object,
+    noted: object = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
     label: str = "train",
+    loggers: Sequence[Logger] = (),
 ) -> TrainState:
-    """Runs `loop` to `run.steps`, and returns the last state.
+    """Runs `loop` to `run.steps`, or until its objective's patience ends, and returns the last state.
+
+    On the main thread SIGINT (Ctrl-C) and SIGTERM let the rollout under way end, save a checkpoint and raise
+    RunStoppedError; a second one ends the process at once.
 
     Args:
       state: where to start; where there is a checkpoint to resume from, only its structure and sharding count.
       directory: where this run is kept; a new run must not find another one there.
-      config: resolved configuration, kept with every checkpoint; a resume under another one is refused.
+      config: what decides the result, kept with every checkpoint; a resume under another one is refused.
+      noted: settings that are kept, too, and may differ at a resume, which prints the differences: plans of memory,
+        places of files, what is logged. `smd_jax.train.settings` tells the two apart.
       resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
         stopped before its first checkpoint, or never began, starts at `state`.
-      evaluate: gives metrics to log beside the step's own, such as "eval/sparse".
+      evaluate: gives metrics to log beside the step's own, see `smd_jax.train.evaluation.every_evaluation`. A resumed
+        run does not evaluate its start again.
+      loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
 
     Raises:
       FileExistsError: a new run in a directory that has one.
-      ValueError: a resume whose configuration differs.
+      OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
+      ValueError: a resume whose configuration differs, or an objective that names no metric of the run.
+      RunStoppedError: a signal stopped the run; what it had done is saved.
     """
     directory = Path(directory)
-    checkpoints = directory / "checkpoints"
     check_directory(directory, resume)
+    check_room(directory, stored_bytes(state), run)
+    evaluates = evaluate is not None and run.evaluate_every > 0
+    _check_objective(run.objective, evaluates)
     state = shard_tree(state, loop.mesh)
     # Without `resume` there is none: `check_directory` has seen to that.
-    if checkpoint.latest_step(checkpoints) is not None:
-        state = checkpoint.restore(checkpoints, state, config=config).state
+    if checkpoint.latest_step(directory / CHECKPOINTS) is not None:
+        restored = checkpoint.restore(directory / CHECKPOINTS, state, config=config)
+        state = restored.state
+        _say_differences(restored.noted, noted)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
-    start = done = int(state.step) // loop.config.steps_per_rollout
+    start = done = saved = int(state.step) // loop.config.steps_per_rollout
 
-    def save() -> None:
+    def save(folder: str, keep: int) -> None:
         position = {"rollouts": done, "seed": loop.config.seed}
-        checkpoint.save(checkpoints, done, state, data_position=position, config=config)
+        checkpoint.save(
+            directory / folder, done, state, data_position=position, config=config, noted=noted, max_to_keep=keep
+        )
+
+    def save_best() -> None:
+        # A later one is of rollouts that are taken once more; one of just now is this state.
+        checkpoint.discard_after(directory / BEST, done)
+        if checkpoint.latest_step(directory / BEST) != done:
+            save(BEST, 1)
 
     with (
-        # Rows behind the checkpoint belong to steps that are taken once more.
-        MetricsWriter(directory / "metrics.jsonl", next_step=start if resume else None) as writer,
-        training_progress(run.steps, start=start, name=label) as report,
+        StopSignals() as stop,
+        Loggers(loggers) as others,
+        Journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
+        training_panel(run.steps, start=start, name=label) as report,
     ):
-        while done < run.steps:
+        if evaluate is not None and evaluates and done == 0 and not journal.start_is_evaluated:
+            journal.write_evaluation(0, evaluate(state))
+            if run.keeps_best and journal.is_best(0):
+                save_best()
+        while done < run.steps and stop.received is None and not journal.has_ended:
             state, metrics = loop.step(state)
             done += 1
-            if evaluate is not None and _due(done, run.evaluate_every):
-                metrics |= evaluate(state)
+            due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
+            if evaluate is not None and due:
+                found = evaluate(state)
+                journal.write_evaluation(done, found)
+                metrics |= found
+            metrics |= memory_in_use()
             # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
-            writer.write(done - 1, metrics)
+            for warning in journal.write_rollout(done, metrics, evaluated=due):
+                print(warning, flush=True)
+            others.write(done - 1, metrics)
             report(done, metrics)
+            if run.keeps_best and journal.is_best(done):
+                save_best()
             # The last one is saved below, whether it is due or not.
             if _due(done, run.checkpoint_every) and done < run.steps:
-                save()
-    if done > start:
-        save()
+                save(CHECKPOINTS, run.keep)
+                saved = done
+        # In here, because loggers that wait for a network when they are closed must not keep it from being saved; and a
+        # signal that comes now must not cut it off.
+        if done > saved:
+            save(CHECKPOINTS, run.keep)
+    if stop.received is not None:
+        raise RunStoppedError(stop.received, done, run.steps, directory)
+    if journal.has_ended and done < run.steps:
+        print(journal.why_ended(), flush=True)
     return jax.block_until_ready(state)
 
 
 def check_directory(directory: str | Path, resume: bool) -> None:
-    """Raises FileExistsError if a new run would write over another one. Cheap: call it before what is not."""
+    """Refuses a directory in which a run cannot be kept. Cheap, and leaves nothing behind: call it before what is not.
+
+    Raises:
+      FileExistsError: a new run would write over another one.
+      OSError: it cannot be written.
+    """
     directory = Path(directory)
-    metrics = directory / "metrics.jsonl"
-    begun = metrics.exists() and metrics.stat().st_size > 0
-    if not resume and (begun or checkpoint.latest_step(directory / "checkpoints") is not None):
+    check_writable(directory)
+    files = [directory / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
+    begun = any(file.exists() and file.stat().st_size > 0 for file in files)
+    if not resume and (begun or checkpoint.latest_step(directory / CHECKPOINTS) is not None):
         raise FileExistsError(
             f"expected no earlier run in {directory}; got one. Continue it with resume=True, or name another directory"
         )
+
+
+def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
+    """Raises OSError if the disk has no room for the checkpoints that the run has still to write.
+
+    Args:
+      state_bytes: of one checkpoint, see `smd_jax.train.disk.stored_bytes`.
+    """
+    directory = Path(directory)
+    there = checkpoint.all_steps(directory / CHECKPOINTS)
+    left = run.steps - max(there, default=0)
+    if left <= 0:
+        return
+    saves = 1 if run.checkpoint_every == 0 else -(-left // run.checkpoint_every)
+    # An old one goes when the new one is whole, so that for a moment there is one more than is kept.
+    new = min(saves, max(run.keep + 1 - len(there), 1))
+    if run.keeps_best:
+        new += 2 - min(len(checkpoint.all_steps(directory / BEST)), 1)
+    what = f"{new} checkpoints of {show_bytes(state_bytes)}" if new > 1 else "one checkpoint"
+    check_space(directory, new * state_bytes, what)
+
+
+def _check_objective(objective: Objective | None, evaluates: bool) -> None:
+    if objective is not None and objective.metric.startswith("eval/") and not evaluates:
+        raise ValueError(
+            f"expected evaluations (evaluate_every > 0, and something to evaluate on) for the objective "
+            f"{objective.metric!r}; got none"
+        )
+
+
+def _say_differences(saved: checkpoint.Json, given: object) -> None:
+    """Prints which of the noted settings are others than in the checkpoint."""
+    # A checkpoint from before there were notes, or a caller without.
+    if saved is None or given is None:
+        return
+    for line in checkpoint.config_differences(saved, checkpoint.to_jsonable(given, "noted"), words=("was", "is now")):
+        print(f"resumed with another setting, {line}", flush=True)
 
 
 def _due(done: int, every: int) -> bool:

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.state import TrainState
+from smd_jax.learner.step import take_step
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
-from smd_jax.sharding import constrain_tree
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id, wants_special_tokens
 
 
@@ -87,9 +87,6 @@ def make_supervised_update(
 
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
         loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        # The sharding is said again, or the next step might be compiled for another one: see `make_update`.
-        params = constrain_tree(optax.apply_updates(state.params, updates))
-        return state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state)), loss
+        return take_step(state, optimizer, grads)[0], loss
 
     return jax.jit(update, donate_argnums=0)

@@ -16,6 +16,8 @@ installed source and run, so that nothing of TRL is written down here.
     accumulation  two microbatches of two rows, one optimizer step: {loss_type: losses [2], grad}
     minibatches   two optimizer steps of two rows each: {loss_type: losses [2], grad}
     truncated     {loss_type: loss, grad}, rows 0 and 3 cut off at the length limit
+    entropy       entropies [4][6]; cases of a bonus and of the tokens with the highest entropies: `config`, `loss`,
+                  `grad` with respect to the log-probabilities, `entropy_grad` to the entropies
     advantages    rewards [6], groups of 3: {scale_rewards: advantages}, and RLOO's
 """
 
@@ -28,6 +30,7 @@ import json
 import math
 import textwrap
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +41,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import nanstd
 
 HERE = Path(__file__).parent
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CLIP_MIN, CLIP_MAX = 0.6, 1.6
 DEFAULTS = {
@@ -118,17 +121,28 @@ def stub(config: dict[str, Any], accumulation: int, steps_per_generation: int) -
         **{name: config[name] for name in ("loss_type", "importance_sampling_level", "beta", "epsilon_high")},
         epsilon_low=config["epsilon"],
         args=SimpleNamespace(
-            delta=config["delta"], use_bias_correction_kl=False, steps_per_generation=steps_per_generation
+            delta=config["delta"],
+            use_bias_correction_kl=config.get("use_bias_correction_kl", False),
+            steps_per_generation=steps_per_generation,
+            **{name: x for name, x in config.items() if name.startswith("sapo_temperature")},
         ),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            num_processes=1,
+            sync_gradients=True,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, dim, pad_index: x,
+        ),
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=accumulation,
         max_completion_length=COLUMNS,
         use_vllm=config["correction"] is not None,
         vllm_importance_sampling_correction=config["correction"] is not None,
         off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0,
-        _entropy_bonus_enabled=False,
+        top_entropy_quantile=config.get("top_entropy_quantile", 1.0),
+        entropy_coef=config.get("entropy_coef", 0.0),
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=config.get("entropy_coef", 0.0) != 0,
         aux_loss_enabled=False,
         _metrics={"train": defaultdict(list)},
     )
@@ -141,8 +155,10 @@ def compute(
     accumulation: int = 1,
     steps_per_generation: int = 1,
     mask: torch.Tensor | None = None,
+    entropies: torch.Tensor | None = None,
 ) -> tuple[float, list[list[float]], dict[str, float]]:
-    """Loss of some rows and its gradient with respect to their log-probabilities; and TRL's metrics."""
+    """Loss of some rows and its gradient with respect to their log-probabilities; and TRL's metrics. The gradient with
+    respect to `entropies` stays in them."""
     config = DEFAULTS | options
     mask = mask_of(slice(None)) if mask is None else mask
     logprobs = inputs["logprobs"][rows].clone().requires_grad_()
@@ -161,8 +177,9 @@ def compute(
     if config["correction"] is not None:
         given["importance_sampling_ratio"] = correction(inputs, config["correction"])[rows]
     trainer = stub(config, accumulation, steps_per_generation)
-    forward = (logprobs, torch.zeros(count, COLUMNS), None)
+    forward = (logprobs, torch.zeros(count, COLUMNS) if entropies is None else entropies, None)
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: forward
+    trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     loss = GRPOTrainer._compute_loss(trainer, None, given)
     loss.backward()
     metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
@@ -176,12 +193,17 @@ def cases() -> list[dict[str, Any]]:
         {"loss_type": t, "beta": beta, "old": old} for t in LOSS_TYPES for beta, old in ((0.0, True), (0.1, False))
     ]
     dual = [{"delta": 1.4, "importance_sampling_level": level} for level in ("token", "sequence")]
-    return full + plain + dual + [{"delta": 1.4, "correction": "token_truncate"}, {"epsilon": 0.4, "epsilon_high": 0.1}]
+    unbiased = [{"use_bias_correction_kl": True, "importance_sampling_level": level} for level in ("token", "sequence")]
+    others = [{"delta": 1.4, "correction": "token_truncate"}, {"epsilon": 0.4, "epsilon_high": 0.1}]
+    return full + plain + dual + others + unbiased
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    """For cispo a bound that cuts some weights: TRL's epsilon_high is the bound itself there."""
+    """For cispo a bound that cuts some weights: TRL's epsilon_high is the bound itself there. For sapo two temperatures
+    that are far apart."""
     bound = {"epsilon_high": 1.28} if case.get("loss_type") == "cispo" else {}
+    if case.get("loss_type") == "sapo":
+        bound = {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5}
     narrow = {"epsilon": 0.02, "epsilon_high": 0.03} if case.get("importance_sampling_level") == "sequence" else {}
     return narrow | bound | case
 
@@ -228,6 +250,23 @@ def without_truncated(inputs: dict[str, torch.Tensor], loss_type: str) -> dict[s
     mask = run(code, names, "completion_mask")
     loss, grad, _ = compute(inputs, options_of({"loss_type": loss_type}), mask=mask)
     return {"loss": loss, "grad": grad}
+
+
+def entropy_cases(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Entropies of their own; outside the response stands what would be the highest."""
+    values = torch.tensor(np.round(np.random.default_rng(8).uniform(0.1, 3.0, (4, COLUMNS)), 4))
+    values = torch.where(mask_of(slice(None)).bool(), values, 50.0)
+    cases = []
+    for loss_type, quantile, coef in itertools.product(("grpo", "dapo", "cispo"), (1.0, 0.5, 0.2, 0.0), (0.0, 0.3)):
+        if quantile == 1.0 and coef == 0.0:
+            continue
+        options = {"top_entropy_quantile": quantile, "entropy_coef": coef}
+        entropies = values.clone().requires_grad_()
+        case = options_of({"loss_type": loss_type})
+        loss, grad, _ = compute(inputs, case | options, entropies=entropies)
+        slopes = torch.zeros_like(values) if entropies.grad is None else entropies.grad
+        cases.append({"config": DEFAULTS | case | options, "loss": loss, "grad": grad, "entropy_grad": slopes.tolist()})
+    return {"entropies": values.tolist(), "cases": cases}
 
 
 def group_advantages(scale: str) -> list[float]:
@@ -284,6 +323,7 @@ def golden() -> dict[str, Any]:
         "accumulation": {name: in_parts(inputs, name, 2) for name in LOSS_TYPES},
         "minibatches": {name: in_parts(inputs, name, 1) for name in LOSS_TYPES},
         "truncated": {name: without_truncated(inputs, name) for name in LOSS_TYPES},
+        "entropy": entropy_cases(inputs),
         "rewards": REWARDS.tolist(),
         "advantages": {scale: group_advantages(scale) for scale in ("group", "batch", "none")}
         | {"rloo": rloo_advantages()},

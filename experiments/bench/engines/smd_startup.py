@@ -21,7 +21,7 @@ import optax  # noqa: E402
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # of what the studies share
 
 import smd_jax as smd  # noqa: E402
-from compilation_cache import keep_programs  # noqa: E402
+from smd_jax.commands.compilation_cache import keep_programs  # noqa: E402
 from smd_jax.memory.plan import param_shapes  # noqa: E402
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask  # noqa: E402
 from smd_jax.testing import byte_tokenizer  # noqa: E402

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import jax
 
-FOLDER = Path(__file__).resolve().parents[1] / ".jax_cache"
+
+def default_folder() -> Path:
+    """Where the user's caches lie, by the XDG convention."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "smd_jax" / "programs"
 
 
-def keep_programs(folder: Path = FOLDER) -> None:
+def keep_programs(folder: Path | None = None) -> None:
     """Keeps every program that is compiled from now on, for this and other processes; says where when it begins to.
+
+    Args:
+      folder: where; None: `default_folder()`.
 
     JAX_COMPILATION_CACHE_DIR names another folder, and an empty one keeps nothing. JAX tells programs of other versions
     and machines apart, so that an old folder does no harm.
@@ -22,6 +29,7 @@ def keep_programs(folder: Path = FOLDER) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
+    folder = folder or default_folder()
     if not folder.exists():
         print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
         folder.mkdir(parents=True, exist_ok=True)  # now, so that no other process says it again

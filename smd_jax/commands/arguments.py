@@ -1,0 +1,247 @@
+"""What `smd-train` can be told, in groups; the name of a field is the name of its flag, TRL's where TRL has one.
+
+A flag says here what it does, its type and its default, and nowhere else: the command line, the YAML file and the
+configuration that is kept beside a run are all made from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "dense"]
+LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
+CorrectionName = Literal[
+    "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
+]
+Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """The model, and how its numbers are stored."""
+
+    model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
+    gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Where prompts come from, and what is left out."""
+
+    dataset: str  # gsm8k, math, tldr, govreport, hotpotqa, countdown; reasoning_gym:NAME; a Hub id, file or folder
+    dataset_source: str | None = None  # with one of the names above: other rows in its layout, a Hub id, file or folder
+    dataset_config: str | None = None  # which of several configurations (subsets)
+    dataset_split: str | None = None  # such as train, train[:1000], train[90%:]
+    dataset_streaming: bool = False  # read rows one after the other, not all of them before the start
+    dataset_size: int = 10_000  # rows of a procedural dataset
+    dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
+    prompt_column: str | None = None  # text or chat messages; by default "prompt"
+    system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
+    max_prompt_length: int | None = None  # tokens; by default those of the longest prompt
+    long_prompts: Literal["drop", "refuse"] = "drop"  # what happens to longer ones
+
+
+@dataclass(frozen=True)
+class RewardArgs:
+    """What is rewarded. Without --reward it is what the dataset brings along."""
+
+    reward: tuple[str, ...] = ()  # names of docs/rewards.md, or path/to/file.py:function; TRL's signature
+    reward_weights: tuple[float, ...] = ()  # one for each; 1 by default
+    reward_timeout: float = 60.0  # seconds of one call, after which it has failed
+    max_failed_rewards: float = 0.25  # share of a rollout's completions without a reward that stops the run
+    overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; by default a fifth of it
+
+
+@dataclass(frozen=True)
+class EvaluationArgs:
+    """Evaluations before the run, every few rollouts, and at its end."""
+
+    eval_steps: int = 0  # rollouts between two evaluations; 0: none at all
+    eval_rows: int = 256  # prompts, at most
+    eval_dataset: str | None = None  # by default the rows that the dataset holds back
+    eval_source: str | None = None  # as --dataset-source
+    eval_split: str | None = None  # as --dataset-split
+    eval_decode: tuple[str, ...] = ("sampler", "dense")  # sampler: as in training; dense; or policy:budget[+buffer]
+    eval_temperature: float | None = None  # 0: greedy; by default the sampler's
+    metric_for_best_model: str | None = None  # a metric such as eval/dense/reward, whose best checkpoint is kept
+    early_stopping_patience: int | None = None  # evaluations without a gain of that metric after which the run ends
+
+
+@dataclass(frozen=True)
+class SamplerArgs:
+    """The rollout: its completions, and the KV cache of fixed size."""
+
+    num_prompts: int = 16  # prompts of one rollout
+    num_generations: int = 8  # completions per prompt
+    max_completion_length: int = 256  # tokens
+    min_completion_length: int = 0  # tokens
+    temperature: float = 1.0
+    top_k: int = 0  # draw from so many tokens; 0: from all. The learner replays this filter, and the two below
+    top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
+    stop: tuple[str, ...] = ()  # texts that end a completion, and stay in it
+    eviction: PolicyName = "snapkv"  # which keys the cache drops; dense keeps all
+    budget: int = 512  # keys kept per layer and KV head
+    buffer: int = 128  # tokens between two compressions
+    sinks: int = 4  # first keys of a sequence that are always kept, because models look at them for want of others
+    pyramid: bool = False  # larger budgets in the lower layers, the same on average
+    prefill_chunk: int | None = None  # tokens of a prompt read at once; all by default
+    quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; full precision by default
+    decode_rows: int | None = None  # completions decoded at once, others move up; all by default
+
+
+@dataclass(frozen=True)
+class LossArgs:
+    """The loss, and what is done about the difference between sampler and learner."""
+
+    correction: CorrectionName = "shadow"  # shadow: replay what the sampler saw; the others correct a dense learner
+    distill: Distillation = "auto"  # auto: anchor (a frozen dense teacher) with shadow masks, else none
+    distill_coef: float = 0.1  # weight of the distillation in the loss
+    distill_fraction: float = 1.0  # share of the rows that the teacher reads
+    loss_type: LossName = "grpo"
+    epsilon: float | None = None  # lower bound of the ratio's clipping; by default the paper's
+    epsilon_high: float | None = None  # upper bound; by default the paper's
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    top_entropy_quantile: float = 1.0  # share of the tokens, those with the highest entropy, that are learnt from
+    minibatches: int = 1  # optimizer steps per pass over a rollout
+    num_iterations: int = 1  # passes over a rollout
+    mask_truncated_completions: bool = False  # leave out completions that the length limit cut off
+
+
+@dataclass(frozen=True)
+class ReferenceArgs:
+    """The reference policy."""
+
+    beta: float = 0.0  # coefficient of the KL to it
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # how the KL is estimated from the tokens that were drawn
+    kl_in_reward: bool = False  # take the KL off the rewards, not into the loss
+    use_bias_correction_kl: bool = False  # multiply the estimate by the ratio, whose gradient is then that of the KL
+    sync_ref_model: bool = False  # let the reference follow the policy; it is frozen otherwise
+    ref_model_mixup_alpha: float = 0.6  # share of the policy in the new reference
+    ref_model_sync_steps: int = 512  # optimizer steps between two of them; 1 is an exponential moving average
+
+
+@dataclass(frozen=True)
+class OptimizerArgs:
+    """The optimizer, and its learning rate."""
+
+    optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs the memory of the weights alone
+    learning_rate: float = 1e-6
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
+    min_lr_rate: float = 0.0  # where linear and cosine end, as a share of the learning rate
+    weight_decay: float = 0.0  # of matrices; norms and biases do not decay
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to it
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """The run: how long, where it is kept, what it says."""
+
+    output_dir: Path = Path("runs/train")  # metrics, checkpoints, plots and the trained model
+    max_steps: int = 100  # rollouts
+    save_steps: int = 20  # rollouts between two checkpoints; 0: the last one only
+    save_total_limit: int = 3  # newest checkpoints that are kept
+    resume: bool = False  # go on from the newest checkpoint in output_dir
+    seed: int = 0
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
+    wandb_mode: Literal["online", "offline"] = "online"
+    completions_steps: int = 20  # rollouts between two files of completions and masks; 0: none
+    print_completions: int = 0  # completions that are shown each time
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained model; bfloat16 loses small steps
+    dry_run: bool = False  # print the plan, the mesh and the first prompts, and leave
+    debug: bool = False  # show the traceback of every error
+
+
+@dataclass(frozen=True)
+class DeviceArgs:
+    """Devices, and what they hold."""
+
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
+    memory: str | None = None  # of a device, as 80GiB: chooses microbatch and decode_rows
+    microbatch: int | None = None  # rows of one forward and backward pass; all by default
+    data_parallel: int = 1  # mesh axis "data"
+    fsdp: int = 1  # mesh axis "fsdp"
+    tensor: int = 1  # mesh axis "tensor"
+
+
+@dataclass(frozen=True)
+class GroupArgs:
+    """How the completions of a prompt are compared."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # what advantages are divided by the deviation of
+    dynamic_sampling: int | None = None  # so many further rollouts in place of groups without signal
+
+
+@dataclass(frozen=True)
+class CriticArgs:
+    """The critic."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_advantages: bool = True
+
+
+@dataclass(frozen=True)
+class PairArgs:
+    """The loss of pairs."""
+
+    dpo_beta: float = 0.1  # how far the policy may move from the reference
+    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    missing_eos_penalty: float | None = None  # taken off the reward of completions that were cut off
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all algorithms can be told."""
+
+    model: ModelArgs
+    data: DataArgs
+    rewards: RewardArgs = RewardArgs()
+    evaluation: EvaluationArgs = EvaluationArgs()
+    sampler: SamplerArgs = SamplerArgs()
+    optimizer: OptimizerArgs = OptimizerArgs()
+    run: RunArgs = RunArgs()
+    device: DeviceArgs = DeviceArgs()
+
+
+@dataclass(frozen=True)
+class Grpo(Common):
+    """Group relative policy optimisation (arXiv:2402.03300), and its relatives by --loss-type."""
+
+    loss: LossArgs = LossArgs()
+    reference: ReferenceArgs = ReferenceArgs()
+    group: GroupArgs = GroupArgs()
+
+
+@dataclass(frozen=True)
+class Rloo(Common):
+    """REINFORCE with the mean of the other completions as baseline (arXiv:2402.14740)."""
+
+    loss: LossArgs = LossArgs()
+    reference: ReferenceArgs = ReferenceArgs()
+
+
+@dataclass(frozen=True)
+class Ppo(Common):
+    """Proximal policy optimisation with a critic (arXiv:1707.06347)."""
+
+    loss: LossArgs = LossArgs()
+    reference: ReferenceArgs = ReferenceArgs()
+    critic: CriticArgs = CriticArgs()
+
+
+@dataclass(frozen=True)
+class OnlineDpo(Common):
+    """Direct preference optimisation on pairs from the policy itself (arXiv:2402.04792)."""
+
+    pairs: PairArgs = PairArgs()

@@ -1,0 +1,150 @@
+"""From the names on the command line to the library's own objects, one table or function for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from smd_jax.commands.arguments import CorrectionName, LossArgs, LossName, PolicyName, ReferenceArgs, SamplerArgs
+from smd_jax.corrections.base import Correction
+from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
+from smd_jax.corrections.rejection import GeometricRejection
+from smd_jax.corrections.sparse_rl import SparseRL
+from smd_jax.corrections.trust_region import DPPOTV
+from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
+from smd_jax.eviction import policies, wrappers
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.reference import ReferenceSync
+from smd_jax.losses import named
+from smd_jax.losses.distillation import Direction, DistillConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampling import SamplingConfig
+
+POLICIES: Mapping[PolicyName, EvictionPolicy] = {
+    "snapkv": policies.SnapKV(),
+    "rkv": policies.RKV(),
+    "h2o": policies.H2O(),
+    "tova": policies.TOVA(),
+    "keydiff": policies.KeyDiff(),
+    "knorm": policies.Knorm(),
+    "streaming_llm": policies.StreamingLLM(),
+    "random": policies.Random(),
+    "dense": policies.Dense(),
+}
+
+CORRECTIONS: Mapping[CorrectionName, Correction] = {
+    "shadow": Shadow(),
+    "naive": Naive(),
+    "bypass": Bypass(),
+    "tis": TIS(),
+    "mis": MIS(),
+    "icepop": IcePop(),
+    "sparse_rl": SparseRL(),
+    "qurl": QuRL(),
+    "geometric_rejection": GeometricRejection(),
+    "dppo_tv": DPPOTV(),
+}
+
+LOSSES: Mapping[LossName, Callable[..., LossConfig]] = {
+    "grpo": named.grpo,
+    "bnpo": named.bnpo,
+    "dapo": named.dapo,
+    "dr_grpo": named.dr_grpo,
+    "gspo": named.gspo,
+    "cispo": named.cispo,
+    "sapo": named.sapo,
+}
+
+BOTH = frozenset({"epsilon", "epsilon_high"})
+BOUNDS: Mapping[LossName, frozenset[str]] = {
+    **dict.fromkeys(LOSSES, BOTH),
+    "cispo": frozenset({"epsilon_high"}),
+    "sapo": frozenset(),
+}
+
+
+def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
+    """The policy that was named, with what is protected from it and how its budget is spread over the layers.
+
+    Raises:
+      ValueError: sinks or a pyramid for a policy without a choice of keys.
+    """
+    policy = POLICIES[args.eviction]
+    if not policy.evicts:
+        return policy
+    if args.eviction == "streaming_llm":
+        policy = policies.StreamingLLM(args.sinks)  # its own, so that they are protected once
+    elif args.sinks:
+        policy = wrappers.Protect(policy, sinks=args.sinks)
+    return wrappers.Pyramid(policy) if args.pyramid else policy
+
+
+def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:
+    return RolloutConfig(
+        args.max_completion_length,
+        args.budget,
+        args.buffer,
+        eos,
+        pad,
+        args.min_completion_length,
+        args.prefill_chunk,
+        SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p),
+        quant=None if args.quant_bits is None else QuantConfig(args.quant_bits),
+    )
+
+
+def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, microbatch: int | None) -> UpdateConfig:
+    """The learner of GRPO, RLOO and PPO, without a critic.
+
+    Args:
+      evicts: whether the sampler forgets anything: there is nothing to distil where it does not.
+    """
+    direction = distillation(loss, reference, evicts)
+    distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
+    sync = None
+    if reference.sync_ref_model:
+        sync = ReferenceSync(reference.ref_model_mixup_alpha, reference.ref_model_sync_steps)
+    return UpdateConfig(
+        "shadow" if loss.correction == "shadow" else "dense",
+        loss_config(loss, reference),
+        correction=CORRECTIONS[loss.correction],
+        distill=distill,
+        entropy_coef=loss.entropy_coef,
+        top_entropy_quantile=loss.top_entropy_quantile,
+        kl_in_reward=reference.kl_in_reward,
+        reference_sync=sync,
+        mask_truncated_completions=loss.mask_truncated_completions,
+        microbatch_size=microbatch,
+    )
+
+
+def distillation(loss: LossArgs, reference: ReferenceArgs, evicts: bool) -> Direction | None:
+    """The direction of the second track; by default the frozen dense teacher, which won in our own study."""
+    if loss.distill == "none":
+        return None
+    if loss.distill == "auto":
+        # A reference that moves is no anchor.
+        return "anchor" if loss.correction == "shadow" and evicts and not reference.sync_ref_model else None
+    return loss.distill
+
+
+def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
+    """The loss of a name with its paper's bounds, or those that were given.
+
+    Raises:
+      ValueError: a bound that the loss does not have.
+    """
+    bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    there = BOUNDS[args.loss_type]
+    if unread := given.keys() - there:
+        raise ValueError(f"expected of the loss {args.loss_type!r} no bounds but {sorted(there)}; got {sorted(unread)}")
+    return replace(
+        LOSSES[args.loss_type](**given),
+        beta=reference.beta,
+        kl_estimator=reference.kl_estimator,
+        use_bias_correction_kl=reference.use_bias_correction_kl,
+    )

@@ -1,0 +1,165 @@
+"""YAML in place of flags: `--config FILE` and `--preset NAME` are read as flags that stand before those of the user.
+
+    algorithm: grpo
+    learning_rate: 1.0e-5
+    stop: ["</answer>"]
+
+So a file has no types or defaults of its own, and its mistakes are those of the command line. The file that is kept
+beside a run, `config.yaml`, names every option, and starts the run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from smd_jax.commands.errors import UserError
+
+ALGORITHM = "algorithm"  # the sub-command, in a file
+PRESETS = "presets"  # folder of the files that --preset names
+
+
+def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
+    """The words of a command line with those of its preset and its file in place of `--preset` and `--config`.
+
+    Args:
+      words: without the command's own name.
+      algorithms: sub-commands and their classes of arguments.
+
+    Raises:
+      UserError: a file that cannot be read, another algorithm than the one that was named, or an unknown option.
+    """
+    rest, preset = _taken(words, "--preset")
+    rest, file = _taken(rest, "--config")
+    named = rest[0] if rest and rest[0] in algorithms else None
+    flags = []
+    chosen = named
+    for source in [None if preset is None else preset_path(preset), None if file is None else Path(file)]:
+        if source is None:
+            continue
+        options = read_options(source)
+        algorithm = options.pop(ALGORITHM, None)
+        if chosen is not None and algorithm not in (None, chosen):
+            raise UserError(f"{source}: expected a configuration of {chosen!r}; got one of {algorithm!r}")
+        chosen = chosen or algorithm
+        if chosen is None or chosen not in algorithms:
+            raise UserError(f"{source}: expected {ALGORITHM!r} to be one of {sorted(algorithms)}; got {chosen!r}")
+        flags += list(as_flags(options, algorithms[chosen], str(source)))
+    if chosen is None:
+        return list(rest)
+    return [chosen, *flags, *(rest if named is None else rest[1:])]
+
+
+def _taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one where there are several."""
+    rest = []
+    value = None
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, after = word.partition("=")
+        if name != flag:
+            rest.append(word)
+            continue
+        value = after if equals else next(remaining, None)
+        if value is None:
+            raise UserError(f"expected a value behind {flag}; got none")
+    return rest, value
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset."""
+    folder = Path(str(resources.files("smd_jax.commands") / PRESETS))
+    there = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in there:
+        raise UserError(f"expected a preset, one of {there}; got {name!r}. A file of your own is --config FILE")
+    return folder / f"{name}.yaml"
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """The options of a YAML file.
+
+    Raises:
+      UserError: no such file, no YAML, or no mapping of names to values.
+    """
+    if not path.is_file():
+        raise UserError(f"expected a YAML file; found none at {path}")
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: expected YAML; {error}") from error
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
+    return options
+
+
+def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterator[str]:
+    """The words that set these options.
+
+    Raises:
+      UserError: an option that the algorithm does not have; a value that no flag can have.
+    """
+    there = [name for _, names in groups_of(arguments) for name in names]
+    for name, value in options.items():
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=3)
+            hint = f"; near are {near}" if near else ""
+            raise UserError(f"{where}: expected an option of this algorithm; got {name!r}{hint}")
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag.removeprefix('--')}"
+        elif isinstance(value, list) and len(value) != 1:
+            yield flag
+            yield from (_item(item, name, where) for item in value)
+        elif isinstance(value, list):
+            yield f"{flag}={_word(value[0], name, where)}"
+        else:
+            # In one word, so that a value may begin with a dash.
+            yield f"{flag}={_word(value, name, where)}"
+
+
+def _item(value: Any, name: str, where: str) -> str:
+    word = _word(value, name, where)
+    if word.startswith("-"):  # it would be taken for a flag
+        raise UserError(f"{where}: expected no item that begins with a dash in a list of several; got {word!r}")
+    return word
+
+
+def _word(value: Any, name: str, where: str) -> str:
+    if value is not None and (not isinstance(value, str | int | float) or isinstance(value, bool)):
+        raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got {value!r}")
+    return str(value)
+
+
+def groups_of(arguments: type) -> list[tuple[str, list[str]]]:
+    """(what a group is, its options) of a sub-command, in their order."""
+    # One object of the class would need a model and a dataset: the annotations are enough.
+    hints = _field_types(arguments)
+    return [((kind.__doc__ or "").strip(), list(_field_types(kind))) for kind in hints.values()]
+
+
+def _field_types(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def dump(algorithm: str, arguments: Any) -> str:
+    """The YAML of a whole configuration, group by group."""
+    parts = [yaml.safe_dump({ALGORITHM: algorithm})]
+    for field in dataclasses.fields(arguments):
+        group = getattr(arguments, field.name)
+        values = {name: _plain(value) for name, value in vars(group).items()}
+        parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(values, sort_keys=False)}")
+    return "".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

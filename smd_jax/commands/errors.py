@@ -1,0 +1,88 @@
+"""What a user did wrong, said in one box and in the words of the command line: exit status 2, and no traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from smd_jax.tasks.task import MissingExtraError
+
+
+class UserError(Exception):
+    """What a user can mend: the message says what was expected, what came, and what to do about it."""
+
+
+# Options of the library, and the flags that set them: the library knows no command lines.
+FLAGS: Mapping[str, str] = {
+    "prompts_per_step": "--num-prompts",
+    "group_size": "--num-generations",
+    "max_new_tokens": "--max-completion-length",
+    "min_new_tokens": "--min-completion-length",
+    "prompt_width": "--max-prompt-length",
+    "microbatch_size": "--microbatch",
+    "decode_rows": "--decode-rows",
+    "budget": "--budget",
+    "buffer": "--buffer",
+    "prefill_chunk": "--prefill-chunk",
+    "minibatches": "--minibatches",
+    "fsdp": "--fsdp",
+    "tensor": "--tensor",
+    "resume": "--resume",
+    "directory": "--output-dir",
+    "visibility": "--correction",
+    "max_failed": "--max-failed-rewards",
+    "stop_strings": "--stop",
+    "learning_rate": "--learning-rate",
+    "checkpoint_every": "--save-steps",
+    "evaluate_every": "--eval-steps",
+}
+
+
+@contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """Ends the command with one box and exit status 2 where something is a user's to mend.
+
+    Args:
+      debug: raise instead, for the traceback.
+    """
+    try:
+        yield
+    except (UserError, MissingExtraError) as error:
+        if debug:
+            raise
+        print_box("error", with_flags(str(error)))
+        raise SystemExit(2) from None
+
+
+@contextmanager
+def users_mistakes() -> Iterator[None]:
+    """Makes UserError of what reading the arguments and planning raises.
+
+    To be put around that, and never around what trains: a ValueError from there is a bug, and needs its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+
+
+def with_flags(message: str) -> str:
+    """The message, and below it the flags of the library's options that it names."""
+    named = {option: flag for option, flag in FLAGS.items() if re.search(rf"\b{option}\b", message)}
+    # A flag that is in the message needs no translation, nor does one whose name is that of the option.
+    flags = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
+    return "\n".join([message, *([f"In flags: {', '.join(flags)}."] if flags else [])])
+
+
+def print_box(title: str, message: str) -> None:
+    """A framed text on standard error."""
+    # Text objects: nothing in a message is taken for rich's markup.
+    panel = Panel(Text(message), title=Text(title), title_align="left", box=box.ROUNDED, border_style="red")
+    Console(file=sys.stderr, highlight=False).print(panel)

@@ -1,0 +1,135 @@
+"""smd-eval: how good a checkpoint is, decoded with its whole cache and under budgets, side by side.
+
+    smd-eval --model runs/train/model --task gsm8k --decode dense,snapkv:512,rkv:512
+
+Prints pass@1 (the mean reward) with its 95 % interval over prompts, lengths, the share of completions that were cut
+off, bytes of the cache per sequence, and tokens per second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import tyro
+
+from smd_jax.commands.arguments import RewardArgs
+from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.errors import reported, users_mistakes
+from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.prepare import check_platform, compute_dtype
+from smd_jax.commands.task_source import parameter, rewards_of
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.weights import load_checkpoint, read_config
+from smd_jax.monitor.progress import summary_table
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import make_mesh
+from smd_jax.tasks.build import TaskChoice, build_task
+from smd_jax.tasks.dataset_task import first_rows, own_reward
+from smd_jax.tasks.lengths import select_prompts
+from smd_jax.tasks.task import prompt_lengths
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train.decoding import parse_decodes
+from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
+
+
+@dataclass(frozen=True)
+class Args:
+    """Evaluates a checkpoint on a task, dense and under cache budgets."""
+
+    model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    task: str  # as --dataset of smd-train: gsm8k, reasoning_gym:NAME, …
+    source: str | None = None  # with a ready task: rows from elsewhere in its layout, a Hub id, file or folder
+    split: str | None = None  # by default the rows that the task holds back
+    task_parameters: tuple[str, ...] = ()  # of a procedural task, as min_terms=2
+    system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    rows: int = 256  # prompts, at most
+    reward: tuple[str, ...] = ()  # in place of the task's own: names of docs/rewards.md, or path/to/file.py:function
+    decode: str = "dense"  # ways of decoding: dense, or policy:budget or policy:budget+buffer, with commas between
+    num_generations: int = 1  # completions per prompt
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # draw from so many tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; full precision by default
+    max_prompt_length: int | None = None  # tokens; longer prompts are dropped. By default those of the longest
+    max_completion_length: int = 256  # tokens
+    stop: tuple[str, ...] = ()  # texts that end a completion
+    batch: int = 64  # completions decoded at once
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 on a CPU, else bfloat16
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
+    data_parallel: int = 1  # mesh axis "data"
+    fsdp: int = 1  # mesh axis "fsdp"
+    tensor: int = 1  # mesh axis "tensor"
+    seed: int = 0
+    json: bool = False  # one JSON object a way of decoding, in place of a table
+    debug: bool = False  # show the traceback of every error
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script."""
+    given = list(sys.argv[1:] if words is None else words)
+    args = tyro.cli(Args, prog="smd-eval", description=__doc__, args=given)
+    with reported(args.debug):
+        run(args)
+
+
+def run(args: Args) -> list[Evaluated]:
+    """Evaluates, and prints what came of it."""
+    keep_programs()
+    with users_mistakes():
+        check_platform(args.platform)
+        directory = model_directory(args.model)
+        tokenizer = load_tokenizer(directory)
+        evaluator, dropped = make_evaluator(args, directory, tokenizer)
+        _, params = load_checkpoint(directory)
+    print(dropped, file=sys.stderr)
+    found = evaluator.run(params)
+    if args.json:
+        for result in found:
+            print(json.dumps({"model": args.model, "task": args.task} | result.row))
+    else:
+        columns = list(found[0].row)
+        summary_table(f"{args.task}, {args.model}", columns, [list(result.row.values()) for result in found])
+    return found
+
+
+def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluator, str]:
+    """The evaluator, and a line on the prompts that were dropped."""
+    model = Decoder(read_config(directory, compute_dtype(args.dtype)))
+    choice = TaskChoice(
+        args.task,
+        args.source,
+        split=args.split,
+        held_out=args.split is None,
+        system_prompt=args.system_prompt,
+        parameters=tuple(parameter(text) for text in args.task_parameters),
+    )
+    rewards = rewards_of(RewardArgs(args.reward), args.max_completion_length)
+    whole: Any = build_task(choice)
+    if rewards is None:
+        own_reward(whole)  # for its error, before a weight is read
+    task = first_rows(whole, args.rows)
+    lengths = prompt_lengths(task, tokenizer)
+    width = args.max_prompt_length or int(lengths.max())
+    task, counts = select_prompts(task, lengths, width)
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    quant = None if args.quant_bits is None else QuantConfig(args.quant_bits)
+    decodes = tuple(
+        replace(decode, quant=quant if decode.policy.evicts else None) for decode in parse_decodes(args.decode)
+    )
+    rollout = RolloutConfig(
+        args.max_completion_length,
+        budget=args.max_completion_length,  # and buffer: where a way of decoding names none
+        buffer=128,
+        eos_token_id=eos_token_id(tokenizer),
+        pad_token_id=pad_token_id(tokenizer),
+        sampling=sampling,
+    )
+    config = EvaluationConfig(decodes, rollout, width, args.num_generations, args.batch, args.stop, args.seed)
+    mesh = make_mesh(args.data_parallel, args.fsdp, args.tensor)
+    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards), str(counts)

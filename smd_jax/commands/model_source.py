@@ -1,0 +1,59 @@
+"""Where a model comes from: a directory in Hugging Face's format, or the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from smd_jax.commands.errors import UserError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Weights of other formats are neither read nor fetched.
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def model_directory(name: str) -> Path:
+    """The directory of a model, fetched if the name is an id on the Hub and no such directory is here.
+
+    Raises:
+      UserError: neither a directory with a config.json nor an id that the Hub has.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            found = sorted(file.name for file in path.iterdir())[:8]
+            raise UserError(f"--model: expected a checkpoint directory with a config.json; got {path} with {found}")
+        return path
+    if path.is_absolute() or name.startswith(".") or not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"--model: expected a checkpoint directory in Hugging Face's format, or an id on the Hub such as "
+            f"Qwen/Qwen2.5-0.5B-Instruct; got {name!r}, which is neither"
+        )
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"--model: expected a directory or a model on the Hub; there is no directory {name!r} here, and the Hub "
+            f"does not give a model of that name: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model; without a padding token it pads with the one that ends a text.
+
+    Raises:
+      UserError: no tokenizer in the directory.
+    """
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((directory / name).is_file() for name in files):
+        raise UserError(f"--model: expected a tokenizer, one of {list(files)}, in {directory}; found none")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if tokenizer.pad_token is None:
+        # Padding is told from tokens by a mask and never by its id, so that any id will do.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

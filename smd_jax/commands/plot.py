@@ -1,0 +1,53 @@
+"""smd-plot: curves of runs side by side, and what their samplers had forgotten.
+
+    smd-plot runs/train runs/other                 writes runs.html, one page that needs no network
+    smd-plot runs/train --out curves.png           the curves alone, as a picture
+
+A directory may be a run or hold several; runs of one arm that differ by their seed (ARM/seed-0, ARM-seed-0) are one
+curve with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.monitor.page import write_page
+from smd_jax.monitor.run_plots import plot_runs
+
+
+@dataclass(frozen=True)
+class Args:
+    """Draws runs."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of runs, or above them
+    out: Path = Path("runs.html")  # .html or .png
+    title: str = "smd_jax"  # of the page
+    debug: bool = False  # show the traceback of every error
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script."""
+    given = list(sys.argv[1:] if words is None else words)
+    args = tyro.cli(Args, prog="smd-plot", description=__doc__, args=given)
+    with reported(args.debug):
+        run(args)
+
+
+def run(args: Args) -> None:
+    """Writes the file, and says where."""
+    if not args.runs:
+        raise UserError("expected at least one directory of a run; got none")
+    if args.out.suffix not in (".html", ".png"):
+        raise UserError(f"expected --out to end in .html or .png; got {args.out}")
+    with users_mistakes():
+        if args.out.suffix == ".png":
+            plot_runs(args.runs, args.out)
+        else:
+            write_page(args.runs, args.out, args.title)
+    print(args.out)

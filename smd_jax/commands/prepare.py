@@ -1,0 +1,222 @@
+"""From arguments to everything that a run needs, with every mistake found before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from smd_jax.commands.arguments import Common, Grpo, OnlineDpo, OptimizerArgs, Ppo, Rloo
+from smd_jax.commands.choices import eviction_policy, rollout_config, update_config
+from smd_jax.commands.errors import UserError
+from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.task_source import Data, load_data, rewards_of
+from smd_jax.config import FloatName, ModelConfig
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.losses.dpo import DPOConfig
+from smd_jax.losses.value import ValueConfig
+from smd_jax.memory.plan import MemoryPlan, fit_loop, param_shapes, parse_bytes
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
+from smd_jax.model.value_head import add_value_head
+from smd_jax.model.weights import read_config
+from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import make_mesh
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train.decoding import Decode, as_trained, parse_decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PPOConfig, PPOLoop
+
+
+class Prepared(NamedTuple):
+    """A run that could begin.
+
+    Attributes:
+      directory: of the model.
+      loop: with microbatch and decode rows as they fit into the memory.
+      plan: of a device's memory; None for an algorithm that has none.
+      evaluator: None: nothing is evaluated.
+    """
+
+    directory: Path
+    config: ModelConfig
+    tokenizer: Any
+    data: Data
+    loop: Loop
+    plan: MemoryPlan | None
+    evaluator: Evaluator | None
+
+
+def prepare(args: Common) -> Prepared:
+    """Everything but the weights.
+
+    Raises:
+      UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
+    """
+    check_platform(args.device.platform)
+    directory = model_directory(args.model.model)
+    config = read_config(directory, compute_dtype(args.model.dtype))
+    tokenizer = load_tokenizer(directory)
+    data = load_data(args, tokenizer)
+    model = Decoder(config, remat=args.model.gradient_checkpointing)
+    loop = make_loop(args, model, data, tokenizer)
+    memory = None if args.device.memory is None else parse_bytes(args.device.memory)
+    plan = None
+    if isinstance(loop, PolicyLoop):
+        loop, plan = fit_loop(loop, shapes(args, model), memory)
+    elif memory is not None:
+        raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
+    return Prepared(directory, config, tokenizer, data, loop, plan, make_evaluator(args, loop, data))
+
+
+def with_parts(args: Common, params: Params, config: ModelConfig) -> Params:
+    """The parameters of a checkpoint with what the run trains beside them: a critic."""
+    return add_value_head(params, config) if isinstance(args, Ppo) else params
+
+
+def shapes(args: Common, model: Decoder) -> Params:
+    """Shapes of the parameters that the run will have."""
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.model.param_dtype), param_shapes(model))
+    return jax.eval_shape(lambda params: with_parts(args, params, model.config), stored)
+
+
+def compute_dtype(name: str) -> FloatName:
+    """ "auto" is what the platform is fast in."""
+    if name == "auto":
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if name == "float32" else "bfloat16"
+
+
+def check_platform(wanted: str) -> None:
+    """Raises UserError where JAX does not run on the platform that was asked for."""
+    found = jax.default_backend()
+    if wanted not in ("auto", found):
+        raise UserError(
+            f"expected JAX to run on {wanted!r}, as --platform says; got {found!r} with {jax.devices()}. Is "
+            f"smd_jax[{'cuda' if wanted == 'gpu' else wanted}] installed, and JAX_PLATFORMS unset?"
+        )
+
+
+def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
+    """The loop of the algorithm."""
+    policy = eviction_policy(args.sampler)
+    shared = loop_options(args, policy, tokenizer, data.width)
+    mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
+    rewards = rewards_of(args.rewards, args.sampler.max_completion_length)
+    microbatch = args.device.microbatch
+    # Only the number of optimizer steps is still to be said, which each configuration knows.
+    parts = (model, data.task, tokenizer)
+    match args:
+        case Grpo():
+            config = GRPOConfig(
+                **shared,
+                minibatches=args.loss.minibatches,
+                num_iterations=args.loss.num_iterations,
+                update=update_config(args.loss, args.reference, policy.evicts, microbatch),
+                scale_rewards=args.group.scale_rewards,
+                dynamic_sampling=args.group.dynamic_sampling,
+            )
+            return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
+        case Rloo():
+            config = GRPOConfig(
+                **shared,
+                minibatches=args.loss.minibatches,
+                num_iterations=args.loss.num_iterations,
+                update=update_config(args.loss, args.reference, policy.evicts, microbatch),
+                advantages="leave_one_out",
+                scale_rewards="none",
+            )
+            return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
+        case Ppo():
+            update = update_config(args.loss, args.reference, policy.evicts, microbatch)
+            config = PPOConfig(
+                **shared,
+                minibatches=args.loss.minibatches,
+                num_iterations=args.loss.num_iterations,
+                update=replace(update, value=ValueConfig()),
+                gamma=args.critic.gamma,
+                lam=args.critic.lam,
+                whiten_advantages=args.critic.whiten_advantages,
+            )
+            return PPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
+        case OnlineDpo():
+            loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
+            config = OnlineDPOConfig(
+                **shared,
+                update=DPOUpdateConfig(loss=loss, microbatch_size=microbatch),
+                missing_eos_penalty=args.pairs.missing_eos_penalty,
+            )
+            return OnlineDPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
+        case _:
+            raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
+
+
+def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: int) -> dict[str, Any]:
+    """What the configurations of all loops have, by their names there."""
+    sampler = args.sampler
+    return {
+        "prompts_per_step": sampler.num_prompts,
+        "group_size": sampler.num_generations,
+        "prompt_width": width,
+        "policy": policy,
+        "rollout": rollout_config(sampler, eos_token_id(tokenizer), pad_token_id(tokenizer)),
+        "decode_rows": sampler.decode_rows,
+        "stop_strings": sampler.stop,
+        "seed": args.run.seed,
+    }
+
+
+def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
+    """The optimizer of the whole run."""
+    return make_optimizer(optimizer_config(args.optimizer), args.run.max_steps * steps_per_rollout)
+
+
+def optimizer_config(args: OptimizerArgs) -> OptimizerConfig:
+    return OptimizerConfig(
+        args.optim,
+        args.learning_rate,
+        args.lr_scheduler_type,
+        args.warmup_steps,
+        args.min_lr_rate,
+        args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        momentum_dtype=args.momentum_dtype,
+        max_grad_norm=args.max_grad_norm,
+    )
+
+
+def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
+    """What evaluates during the run; None where nothing is held out."""
+    if data.held_out is None:
+        return None
+    config = loop.config
+    rows = config.decode_rows or config.completions_per_step
+    ways = tuple(decoding(args, text, loop) for text in args.evaluation.eval_decode)
+    return Evaluator(
+        loop.model,
+        data.held_out,
+        loop.tokenizer,
+        EvaluationConfig(
+            ways, config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
+        ),
+        loop.mesh,
+        rewards=loop.rewards,
+    )
+
+
+def decoding(args: Common, text: str, loop: Loop) -> Decode:
+    """One way of decoding: "sampler", or what `parse_decode` reads."""
+    config = loop.config
+    found = as_trained(config.policy, config.rollout) if text == "sampler" else parse_decode(text)
+    temperature = args.evaluation.eval_temperature
+    return found if temperature is None else replace(found, sampling=SamplingConfig(temperature))

@@ -1,0 +1,162 @@
+"""The rows to train on and to evaluate on, and their reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import yaml
+
+from smd_jax.commands.arguments import Common, DataArgs, EvaluationArgs, RewardArgs
+from smd_jax.commands.errors import UserError
+from smd_jax.tasks import reward_functions
+from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
+from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
+from smd_jax.tasks.functions import import_function
+from smd_jax.tasks.lengths import PromptLimit, select_prompts
+from smd_jax.tasks.presets import PRESETS
+from smd_jax.tasks.rewards import RewardFunction, Rewards
+from smd_jax.tasks.task import Task, prompt_lengths
+
+READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
+
+
+class Data(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+      task: rows to train on, without prompts that are too long.
+      held_out: rows to evaluate on, likewise; None: nothing is evaluated.
+      width: tokens of the longest prompt that there may be.
+      counts: lines on what was kept and dropped.
+    """
+
+    task: Task | StreamTask
+    held_out: Task | None
+    width: int
+    counts: list[str]
+
+
+def load_data(args: Common, tokenizer: Any) -> Data:
+    """Both tasks.
+
+    Raises:
+      UserError, ValueError, FileNotFoundError, ConnectionError: data that is not there or cannot be read.
+    """
+    data = args.data
+    choice = task_choice(data, args.run.seed)
+    if data.dataset_streaming:
+        if data.max_prompt_length is None:
+            raise UserError("expected --max-prompt-length with --dataset-streaming, whose longest prompt nobody knows")
+        refuse = data.long_prompts == "refuse"
+        choice = replace(choice, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
+    task: Any = build_task(choice)
+    if not args.rewards.reward:
+        own_reward(task)  # for its error, before anything is trained
+    counts = []
+    width = data.max_prompt_length
+    if not isinstance(task, StreamTask):
+        task, width, line = fitting(task, tokenizer, data)
+        counts.append(f"to train on: {line}")
+    held_out = None
+    if args.evaluation.eval_steps:
+        whole: Any = build_task(held_out_choice(args.evaluation, choice))
+        held_out = first_rows(whole, args.evaluation.eval_rows)
+        held_out, wide, line = fitting(held_out, tokenizer, data)
+        counts.append(f"to evaluate on: {line}")
+        width = max(width or 0, wide)
+    assert width is not None
+    return Data(task, held_out, width, counts)
+
+
+def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
+    """The task without the prompts that are too long, the most tokens of a prompt, and a line about both."""
+    lengths = prompt_lengths(task, tokenizer)
+    width = args.max_prompt_length or int(lengths.max())
+    chosen, counts = select_prompts(task, lengths, width, refuse=args.long_prompts == "refuse")
+    return chosen, width, str(counts)
+
+
+def task_choice(args: DataArgs, seed: int) -> TaskChoice:
+    """What the flags say of the rows to train on."""
+    return TaskChoice(
+        args.dataset,
+        args.dataset_source,
+        args.dataset_config,
+        args.dataset_split,
+        args.dataset_streaming,
+        prompt_column=args.prompt_column,
+        system_prompt=args.system_prompt,
+        map_row=None if args.map_function is None else import_function(args.map_function),
+        seed=seed,
+        size=args.dataset_size,
+        parameters=tuple(parameter(text) for text in args.dataset_parameters),
+    )
+
+
+def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
+    """The rows to evaluate on: in the layout of those to train on, unless it is another dataset."""
+    own = replace(training, streaming=False, limit=None, held_out=True, split=args.eval_split, source=args.eval_source)
+    if args.eval_dataset is not None:
+        return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
+    holds_back = training.name in PRESETS or training.name.startswith(PROCEDURAL)
+    if args.eval_split is None and args.eval_source is None and not holds_back:
+        raise UserError(
+            f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not say which "
+            "rows it holds back"
+        )
+    return own
+
+
+def rewards_of(args: RewardArgs, max_completion_length: int) -> Rewards | None:
+    """The functions of the flags; None: the task's own reward.
+
+    Raises:
+      UserError: a name that is neither ready nor a function's place; weights of another number.
+    """
+    if not args.reward:
+        if args.reward_weights:
+            raise UserError("expected no --reward-weights without --reward; got " + str(list(args.reward_weights)))
+        return None
+    if args.reward_weights and len(args.reward_weights) != len(args.reward):
+        raise UserError(
+            f"expected one of --reward-weights for each of {len(args.reward)} rewards; got {len(args.reward_weights)}"
+        )
+    functions = tuple(reward_function(name, args, max_completion_length) for name in args.reward)
+    return Rewards(
+        functions,
+        args.reward_weights or None,
+        seconds=args.reward_timeout,
+        max_failed=args.max_failed_rewards,
+    )
+
+
+def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> RewardFunction:
+    match name:
+        case "math_answer":
+            return reward_functions.math_answer
+        case "gsm8k_answer":
+            return reward_functions.gsm8k_answer
+        case "exact_match":
+            return reward_functions.exact_match
+        case "token_f1":
+            return reward_functions.token_f1
+        case "rouge_l":
+            return reward_functions.rouge_l
+        case "format":
+            return reward_functions.FormatReward()
+        case "overlong":
+            cache = max_completion_length // 5 if args.overlong_cache is None else args.overlong_cache
+            return reward_functions.Overlong(max_completion_length, cache)
+        case _ if ":" in name:
+            return import_function(name)
+        case _:
+            raise UserError(f"expected --reward as one of {list(READY)} or path/to/file.py:function; got {name!r}")
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    """`min_terms=2` as a name and a value."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"expected --dataset-parameters as name=value; got {text!r}")
+    return name, yaml.safe_load(value)

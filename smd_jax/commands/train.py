@@ -1,0 +1,242 @@
+"""smd-train: reinforcement learning of a language model under a KV cache of fixed size, from one command.
+
+    smd-train grpo --model runs/smollm2 --dataset reasoning_gym:chain_sum --max-steps 20
+    smd-train --config runs/train/config.yaml --resume
+
+1. Read the arguments, and prepare everything that needs no weights: every mistake ends here.
+2. Print the plan; read the weights.
+3. Train, with metrics, evaluations and checkpoints under --output-dir.
+4. Write the trained model as a Hugging Face checkpoint, and say how it went.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from smd_jax.commands import config_file
+from smd_jax.commands.arguments import Common
+from smd_jax.commands.command_line import parse
+from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.errors import UserError, print_box, reported, users_mistakes
+from smd_jax.commands.prepare import Prepared, prepare, with_parts
+from smd_jax.learner.state import TrainState, init_state
+from smd_jax.memory.compiled import loop_memory
+from smd_jax.memory.plan import device_memory, show_bytes
+from smd_jax.model.value_head import drop_value_head
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
+from smd_jax.monitor.completions import CompletionsLog
+from smd_jax.monitor.loggers import Logger
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.monitor.plots import plot_training
+from smd_jax.monitor.progress import rollout_report, summary_table
+from smd_jax.monitor.tensorboard import TensorBoardLogger
+from smd_jax.monitor.weights_and_biases import WandbLogger
+from smd_jax.sharding import shard_tree
+from smd_jax.tasks.dataset_task import first_rows
+from smd_jax.tasks.rewards import TooManyFailures
+from smd_jax.tasks.task import prompt_length, prompt_text
+from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
+from smd_jax.train.disk import check_export, written
+from smd_jax.train.evaluation import every_evaluation
+from smd_jax.train.loop import Loop
+from smd_jax.train.objective import Objective
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.settings import split_settings
+from smd_jax.train.stop import RunStoppedError
+from smd_jax.train.verdict import verdict
+
+
+class Outcome(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      history: rows of metrics.jsonl.
+      model: directory of the trained model.
+    """
+
+    state: TrainState
+    history: list[dict[str, Any]]
+    model: Path
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script.
+
+    Args:
+      words: the command line behind the command's name; None: that of the process.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    with reported("--debug" in given):
+        algorithm, args = parse(given)
+        try:
+            run(algorithm, args)
+        except RunStoppedError as stopped:
+            config = shlex.quote(str(args.run.output_dir / "config.yaml"))
+            print_box("stopped", f"{stopped}\nIt goes on with: smd-train --config {config} --resume")
+            raise SystemExit(stopped.exit_code) from None
+
+
+def run(algorithm: str, args: Common) -> Outcome | None:
+    """One run from start to end; None if it was only to be planned."""
+    keep_programs()
+    directory = args.run.output_dir
+    with users_mistakes():
+        settings = run_config(args)
+        check_directory(directory, args.run.resume)
+        check_export(directory / "model", 0)
+        ready = prepare(args)
+    print_plan(args, ready)
+    if args.run.dry_run:
+        return None
+    with users_mistakes():
+        state = first_state(args, ready)
+        with written(directory / "config.yaml"):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
+    loop = watched(args, ready)
+    if isinstance(loop, PolicyLoop) and args.device.memory is not None:
+        compiled = loop_memory(loop, state)
+        summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
+    compared, noted = run_settings(args, loop)
+    with users_mistakes():
+        copies = loggers(args)
+    with troubles():
+        state = train(
+            loop,
+            state,
+            settings,
+            directory,
+            config=compared,
+            noted=noted,
+            resume=args.run.resume,
+            evaluate=None if ready.evaluator is None else every_evaluation(loop, ready.evaluator),
+            loggers=copies,
+            label=algorithm,
+        )
+    history = read_metrics(directory / "metrics.jsonl")
+    plot_training({algorithm: history}, directory / "training.png")
+    export(args, ready, loop, state, directory)
+    for line in verdict(history):
+        print_box("look at this", line)
+    return Outcome(state, history, directory / "model")
+
+
+def run_config(args: Common) -> RunConfig:
+    """How the run is kept, and the metric whose best checkpoint is kept, if there is one.
+
+    Raises:
+      ValueError: numbers that cannot be; patience without a metric.
+    """
+    evaluation = args.evaluation
+    name = evaluation.metric_for_best_model
+    if name is None and evaluation.early_stopping_patience is not None:
+        raise UserError("expected --metric-for-best-model with --early-stopping-patience, which waits for its gains")
+    objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
+    run = args.run
+    return RunConfig(run.max_steps, run.save_steps, evaluation.eval_steps, run.save_total_limit, objective)
+
+
+def kept_config(algorithm: str, args: Common) -> str:
+    """The file that starts the run again: a new one, or with --resume this one."""
+    return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False)))
+
+
+@contextmanager
+def troubles() -> Iterator[None]:
+    """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint."""
+    try:
+        yield
+    except (OtherConfigError, DamagedCheckpointError, TooManyFailures, OSError) as error:
+        raise UserError(str(error)) from error
+
+
+def print_plan(args: Common, ready: Prepared) -> None:
+    """What is about to happen: memory, mesh, and the first prompts as the model reads them."""
+    if ready.plan is not None:
+        summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
+    mesh = ready.loop.mesh
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    available = device_memory()
+    there = "" if available is None else f", {show_bytes(available)} each"
+    print(f"devices: {mesh.size} x {jax.devices()[0].device_kind}{there}; mesh: {axes}")
+    for line in ready.data.counts:
+        print(line)
+    if not args.run.dry_run:
+        return
+    shown = first_rows(ready.data.task, 3)
+    for index in range(len(shown)):
+        row = shown[index]
+        length = prompt_length(row, ready.tokenizer)
+        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{prompt_text(row, ready.tokenizer)}")
+
+
+def first_state(args: Common, ready: Prepared) -> TrainState:
+    """Weights from the checkpoint, spread over the mesh, and a fresh optimizer."""
+    loop = ready.loop
+    key = jax.random.key(args.run.seed)
+    with jax.default_device(jax.devices("cpu")[0]):  # no accelerator need hold the whole model
+        _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype)
+    params = shard_tree(with_parts(args, params, ready.config), loop.mesh)
+    return init_state(params, loop.optimizer, key, params if needs_reference(loop) else None)
+
+
+def needs_reference(loop: Loop) -> bool:
+    """Whether the learner compares with the policy at the start; online DPO always does."""
+    return loop.config.update.needs_reference if isinstance(loop, PolicyLoop) else True
+
+
+def watched(args: Common, ready: Prepared) -> Loop:
+    """The loop with what reports on it."""
+    loop = replace(ready.loop, report=rollout_report())
+    if not args.run.completions_steps:
+        return loop
+    log = CompletionsLog(
+        args.run.output_dir,
+        ready.tokenizer,
+        every=args.run.completions_steps,
+        table_rows=args.run.print_completions,
+    )
+    return replace(loop, watch=log)
+
+
+def loggers(args: Common) -> list[Logger]:
+    """Where metrics go beside metrics.jsonl."""
+    found = list[Logger]()
+    if "tensorboard" in args.run.report_to:
+        found.append(TensorBoardLogger(args.run.output_dir))
+    if "wandb" in args.run.report_to:
+        name = args.run.output_dir.name
+        found.append(WandbLogger(args.run.output_dir, name=name, mode=args.run.wandb_mode, resume=args.run.resume))
+    return found
+
+
+def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run that is resumed must share with the one that was begun, and what is only noted: where and how long it
+    runs, how it is reported, and how it fits into memory."""
+    compared, noted = split_settings(loop.config)
+    model = Path(args.model.model)
+    # A path is the same however it is spelled.
+    model = replace(args.model, model=str(model.resolve()) if model.exists() else args.model.model)
+    optimizer = args.optimizer
+    # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
+    to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
+    same = {"model": model, "data": args.data, "rewards": args.rewards, "optimizer": optimizer, "loop": compared}
+    run = replace(args.run, resume=False, dry_run=False, debug=False)
+    return same | {"steps": run.max_steps if to_the_end else None}, {"loop": noted, "run": run, "eval": args.evaluation}
+
+
+def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:
+    """Writes the trained model, without a critic, in Hugging Face's format."""
+    params = jax.device_get(drop_value_head(state.params))
+    target = directory / "model"
+    save_checkpoint(target, params, ready.config, dtype=args.run.export_dtype, tokenizer_from=ready.directory)
+    print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

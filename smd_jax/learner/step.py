@@ -1,0 +1,59 @@
+"""The end of every update: what gradients do to a train state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from smd_jax.learner.reference import ReferenceSync, follow
+from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.storage import PARAMS, rounded, widened
+from smd_jax.model.protocol import Params
+from smd_jax.sharding import constrain_tree
+
+
+def take_step(
+    state: TrainState, optimizer: optax.GradientTransformation, grads: Params, sync: ReferenceSync | None = None
+) -> tuple[TrainState, Metrics]:
+    """The state after one optimizer step, and what the step says of itself.
+
+    Parameters of 16 bits are updated in float32 and rounded, see `smd_jax.learner.storage`: an optimizer sees float32
+    or wider, as it did when `init_state` made its state.
+
+    Returns:
+      The state; `grad_norm`, the norm of the gradients before the optimizer clips them; and `learning_rate`, that of
+      this step, if the optimizer's state has one: `optax.inject_hyperparams` keeps it there, as do the optimizers of
+      `smd_jax.train.optimizers`.
+    """
+    grads = widened(grads)
+    params = widened(state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    params = rounded(optax.apply_updates(params, updates), state.params, state.key, state.step, PARAMS)
+    # The sharding is said again: the compiler could choose another for new parameters, and the next step, which takes
+    # their buffers, would be compiled a second time.
+    new = state.replace(step=state.step + 1, params=constrain_tree(params), opt_state=constrain_tree(opt_state))
+    return synchronised(new, sync), {"grad_norm": optax.tree.norm(grads), **_learning_rate(opt_state)}
+
+
+def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainState:
+    """The state after a step in which nothing counts. The parameters stay, as momentum and weight decay would not leave
+    them; the step still counts, because rows and random numbers of later rollouts follow from it."""
+    return synchronised(state.replace(step=state.step + 1), sync)
+
+
+def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
+    """The state with its reference moved, if that is due after so many steps; without `sync` nothing moves."""
+    if sync is None:
+        return state
+    reference = follow(sync, state.reference, state.params, state.step, state.key)
+    return state.replace(reference=constrain_tree(reference))
+
+
+def _learning_rate(opt_state: Any) -> Metrics:
+    # A schedule has a state by the same name, which is no number.
+    found = optax.tree.get_all_with_path(opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array))
+    # Where there are several optimizers, none of their rates is the learning rate.
+    return {"learning_rate": jnp.asarray(found[0][1])} if len(found) == 1 else {}

@@ -1,0 +1,214 @@
+"""Completions of every n-th step: a parquet file, a few rows on the terminal, and what their sampler had forgotten.
+
+loop = GRPOLoop(…, watch=CompletionsLog(directory, tokenizer, every=20))
+
+directory/completions/completions_00020.parquet     all completions of rollout 20, by TRL's file name
+directory/completions/masks_00020.npz               the shadow masks of the first few, for the page
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table
+from smd_jax.monitor.saved_masks import extract_mask, save_masks
+from smd_jax.monitor.visible_text import one_line
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.trajectory import Trajectory
+
+
+@runtime_checkable
+class GradedSamples(Protocol):
+    """What there is to log, as `smd_jax.train.loop.Samples` has it."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+
+    @property
+    def rewards(self) -> Float[np.ndarray, " batch"]: ...
+
+    @property
+    def completions(self) -> list[str]: ...
+
+    @property
+    def advantages(self) -> Float[np.ndarray, " batch"] | None: ...
+
+
+@runtime_checkable
+class RewardParts(Protocol):
+    """Samples that know what each reward function gave."""
+
+    @property
+    def reward_parts(self) -> Mapping[str, np.ndarray] | None: ...
+
+
+class CompletionsLog:
+    """Keeps the completions of every n-th rollout; give it to a loop as `watch`.
+
+    Columns: `step`, `prompt` as the model saw it, `completion`, `reward`, `rewards/NAME` of every reward function,
+    `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. A run that
+    resumes writes the files of repeated steps anew.
+
+    It is no part of the record that a run needs: where a file cannot be written, one line says so, and the run goes on.
+
+    Args:
+      directory: of the run.
+      tokenizer: of the loop.
+      every: rollouts between two files; rollout 0 has one.
+      table_rows: completions that are printed; 0: none.
+      masks: completions whose shadow mask is kept; 0: none.
+      file: where the table is printed, standard output when None.
+
+    Raises:
+      ImportError: without pyarrow.
+      ValueError: `every` below 1, or a negative number.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        tokenizer: Tokenizer,
+        *,
+        every: int = 20,
+        table_rows: int = 2,
+        masks: int = 1,
+        file: io.TextIOWrapper | io.StringIO | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"expected every >= 1 rollouts; got {every}")
+        if table_rows < 0 or masks < 0:
+            raise ValueError(f"expected table_rows and masks >= 0; got {table_rows} and {masks}")
+        try:
+            import pyarrow.parquet  # noqa: F401 - what is missing is said now, not after a rollout
+        except ImportError as error:
+            raise ImportError("completions as parquet need pyarrow: pip install smd_jax[train]") from error
+        self._folder = Path(directory) / "completions"
+        self._tokenizer = tokenizer
+        self._every = every
+        self._table_rows = table_rows
+        self._masks = masks
+        self._file = file
+        self._failed = False
+
+    def __call__(self, step: int, samples: GradedSamples) -> None:
+        if step % self._every:
+            return
+        columns = completion_columns(step, samples, self._tokenizer)
+        if self._table_rows:
+            print_completions(step, columns, self._table_rows, file=self._file)
+        if self._failed:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_parquet(self._folder / f"completions_{step:05d}.parquet", columns)
+            if self._masks:
+                self._keep_masks(step, samples)
+        except OSError as error:
+            self._failed = True
+            print(f"completions are not kept any more: {one_line(str(error))}", file=sys.stderr, flush=True)
+
+    def _keep_masks(self, step: int, samples: GradedSamples) -> None:
+        rows = range(min(self._masks, len(samples.completions)))
+        rewards = samples.rewards
+        trajectory = samples.trajectory
+        try:
+            masks = [extract_mask(trajectory, row, self._tokenizer, step, float(rewards[row])) for row in rows]
+        except ValueError:
+            return  # a boolean mask in which keys come back: it has no such picture
+        save_masks(self._folder / f"masks_{step:05d}.npz", masks)
+
+
+def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) -> dict[str, list[Any]]:
+    """The columns of `CompletionsLog`, one value a completion."""
+    trajectory = samples.trajectory
+    host = (trajectory.tokens, trajectory.valid, trajectory.terminated, trajectory.lengths())
+    tokens, valid, terminated, lengths = jax.device_get(host)
+    columns: dict[str, list[Any]] = {
+        "step": [step] * len(samples.completions),
+        "prompt": _prompts(tokenizer, tokens, valid, trajectory.prompt_width),
+        "completion": list(samples.completions),
+        "reward": samples.rewards.tolist(),
+    }
+    parts = samples.reward_parts if isinstance(samples, RewardParts) else None
+    for name, values in (parts or {}).items():
+        columns[f"rewards/{name}"] = np.asarray(values, np.float64).tolist()
+    if samples.advantages is not None:
+        columns["advantage"] = samples.advantages.tolist()
+    return columns | {"length": lengths.tolist(), "truncated": (~terminated).tolist()}
+
+
+def write_parquet(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """One table in one move: a reader finds the whole file or none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    # Half characters, which JSON files can hold, are no UTF-8.
+    table = pyarrow.table({name: [_whole(value) for value in values] for name, values in columns.items()})
+    pyarrow.parquet.write_table(table, temporary)
+    os.replace(temporary, path)
+
+
+def print_completions(
+    step: int,
+    columns: Mapping[str, Sequence[Any]],
+    rows: int,
+    *,
+    file: io.TextIOWrapper | io.StringIO | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints the first completions: as text, whatever is in them. Neither rich's markup nor a terminal's escape
+    sequences mean anything there, and long ones lose their middle."""
+    names = ("prompt", "completion", "reward", "length")
+    table = []
+    for prompt, completion, reward, length in list(zip(*(columns[name] for name in names), strict=True))[:rows]:
+        texts = (shortened_text(prompt), shortened_text(completion))
+        table.append((*texts, format_cell(reward), format_cell(length)))
+    title = f"completions of rollout {step}"
+    if not speaks_unicode(file):
+        # A character that the output does not have would be an error, and end the run.
+        table = [tuple(cell.encode("ascii", "backslashreplace").decode() for cell in row) for row in table]
+        summary_table(title, names, table, file=file, width=width)
+        return
+    try:
+        from smd_jax.monitor.rich_output import print_texts
+    except ImportError:
+        summary_table(title, names, table, file=file)
+    else:
+        print_texts(title, names, table, 2, file, width)
+
+
+def shortened_text(text: str, limit: int = 400) -> str:
+    """The beginning and the end of a text, in one line."""
+    half = limit // 2
+    if len(text) > limit:
+        text = f"{text[:half]} […] {text[-half:]}"
+    return one_line(text, limit=10 * limit)
+
+
+def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt_width: int) -> list[str]:
+    # Completions of one prompt lie side by side, and decoding is slow: one text for all that are equal.
+    seen: dict[bytes, str] = {}
+    texts = []
+    for row, keep in zip(tokens[:, :prompt_width], valid[:, :prompt_width], strict=True):
+        key = row[keep].tobytes()
+        if key not in seen:
+            text = tokenizer.decode(row[keep].tolist(), skip_special_tokens=False)
+            assert isinstance(text, str)
+            seen[key] = text
+        texts.append(seen[key])
+    return texts
+
+
+def _whole(value: Any) -> Any:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

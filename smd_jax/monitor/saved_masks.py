@@ -1,0 +1,142 @@
+"""Shadow masks of single completions on disk, with the text they belong to: what the page draws.
+
+An .npz file without pickles. Padding is cut away, so that the tokens number themselves from 0:
+
+    pieces          [tokens]                   text of each token
+    prompt_length   []                         tokens of the prompt
+    evicted_at      [layers, kv_heads, tokens] first token whose query cannot see this one; `tokens`: still there
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from smd_jax.masks import ShadowMask
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class SavedMask:
+    """What one completion's sampler had forgotten, and when.
+
+    Attributes:
+      evicted_at: unsigned `[layers, kv_heads, tokens]`: query t saw token s iff `s <= t < evicted_at[s]`. `tokens` for
+        those that were never evicted.
+      pieces: text of each token, prompt and completion.
+      prompt_length: tokens of the prompt.
+      step: number of the rollout.
+      row: of the rollout's batch.
+      reward: of the completion.
+    """
+
+    evicted_at: Integer[np.ndarray, "layers kv_heads tokens"]
+    pieces: list[str]
+    prompt_length: int
+    step: int
+    row: int
+    reward: float
+
+    def forgotten(self, query: int) -> Bool[np.ndarray, "layers kv_heads tokens"]:
+        """The tokens up to the query that it could not see, in every layer and head."""
+        token = np.arange(self.evicted_at.shape[2])
+        return (token <= query) & (self.evicted_at <= query)
+
+    def lifetimes(self) -> Integer[np.ndarray, "layers kv_heads tokens"]:
+        """Queries that saw each token, its own included; those of tokens that were never evicted end with the text."""
+        return self.evicted_at.astype(np.int64) - np.arange(self.evicted_at.shape[2])
+
+
+def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: int, reward: float) -> SavedMask:
+    """The mask of one completion, on the host and without padding.
+
+    Raises:
+      ValueError: a boolean mask in which a key comes back.
+    """
+    valid = np.flatnonzero(np.asarray(trajectory.valid[row]))
+    first, end = int(valid[0]), int(valid[-1]) + 1
+    mask = trajectory.mask
+    compact = isinstance(mask, ShadowMask)
+    of_all = mask.evicted_at if compact else mask
+    of_row = of_all[row : row + 1] if of_all.shape[0] > 1 else of_all  # one that all rows share has one row
+    evicted_at = np.asarray(of_row if compact else ShadowMask.from_boolean(of_row).evicted_at)[0]
+    tokens = end - first
+    # Also a key that went after the row's last query was there for all of them.
+    local = np.clip(evicted_at[:, :, first:end].astype(np.int64) - first, 0, tokens)
+    dtype = np.uint16 if tokens <= np.iinfo(np.uint16).max else np.uint32
+    ids = np.asarray(trajectory.tokens[row, first:end]).tolist()
+    return SavedMask(
+        local.astype(dtype), token_pieces(tokenizer, ids), trajectory.prompt_width - first, step, row, reward
+    )
+
+
+def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text that each token adds. Where several tokens make one character, the last of them has it and the others
+    are empty."""
+    pieces = []
+    # A few tokens before are enough to know where a word begins and which bytes belong together.
+    for index in range(len(ids)):
+        before = _text(tokenizer, ids[max(index - CONTEXT, 0) : index])
+        after = _text(tokenizer, ids[max(index - CONTEXT, 0) : index + 1])
+        whole = not after.endswith(UNFINISHED)
+        shared = len(os.path.commonprefix([before, after]))
+        pieces.append(after[shared:] if whole else "")
+    return pieces
+
+
+CONTEXT = 8  # tokens; a character has at most four bytes
+UNFINISHED = "\ufffd"
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+    assert isinstance(text, str)
+    return text
+
+
+def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
+    """Writes all masks of a step into one file, in one move."""
+    arrays: dict[str, np.ndarray] = {"count": np.array(len(masks))}
+    for number, mask in enumerate(masks):
+        arrays |= {
+            f"{number}/evicted_at": mask.evicted_at,
+            # An array of texts cuts zeros off their ends; joined bytes and lengths keep everything.
+            f"{number}/text": np.frombuffer("".join(mask.pieces).encode("utf-8", "surrogatepass"), np.uint8),
+            f"{number}/lengths": np.array([len(piece) for piece in mask.pieces], np.int32),
+            f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row], np.int64),
+            f"{number}/reward": np.array(mask.reward, np.float64),
+        }
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    os.replace(temporary, path)
+
+
+def load_masks(path: str | Path) -> list[SavedMask]:
+    """What `save_masks` wrote.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: another kind of file.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return [_load(arrays, number) for number in range(int(arrays["count"]))]
+    except (KeyError, BadZipFile, EOFError) as error:
+        raise ValueError(f"expected a file of saved masks; got {path}") from error
+
+
+def _load(arrays: np.lib.npyio.NpzFile, number: int) -> SavedMask:
+    text = arrays[f"{number}/text"].tobytes().decode("utf-8", "surrogatepass")
+    ends = np.cumsum(arrays[f"{number}/lengths"]).tolist()
+    pieces = [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+    prompt_length, step, row = arrays[f"{number}/numbers"].tolist()
+    evicted_at = arrays[f"{number}/evicted_at"]
+    return SavedMask(evicted_at, pieces, prompt_length, step, row, float(arrays[f"{number}/reward"]))

@@ -1,0 +1,72 @@
+"""Metrics for TensorBoard. Needs `tensorboardX`: `pip install smd_jax[train]`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from smd_jax.monitor.loggers import dashboard_name
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+
+class TensorBoardLogger:
+    """Writes event files into `directory/tensorboard`: `tensorboard --logdir DIRECTORY`.
+
+    Every process of a run that was stopped and resumed writes a file of its own. It begins by taking back older rows
+    from its first step on, so that TensorBoard shows every step once.
+
+    Args:
+      directory: of the run.
+
+    Raises:
+      ImportError: without tensorboardX.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        try:
+            import tensorboardX.event_file_writer  # noqa: F401 - what is missing is said now, not after a rollout
+        except ImportError as error:
+            raise ImportError("TensorBoard's files need tensorboardX: pip install smd_jax[train]") from error
+        self._folder = Path(directory) / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer: EventsWriter | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboardX.summary import scalar
+
+        if self._writer is None:
+            self._writer = self._begin(step)
+        now = time.time()
+        for name, value in metrics.items():
+            summary = scalar(dashboard_name(name), value)
+            self._writer.write_event(messages().Event(wall_time=now, step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin(self, step: int) -> EventsWriter:
+        # Not tensorboardX's SummaryWriter: its own thread dies of a full disk, and whoever writes then waits for ever.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        # Files are named by the second, and opening one empties it: a number keeps those of quick restarts apart.
+        number = len(list(self._folder.iterdir()))
+        writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{number}")
+        # TensorBoard drops what older files say about this step and later ones.
+        session = messages().SessionLog(status=messages().SessionLog.START)
+        writer.write_event(messages().Event(wall_time=time.time(), step=step, session_log=session))
+        return writer
+
+
+def messages() -> ModuleType:
+    """The classes of TensorBoard's messages. They are made when the module is imported, where no type checker sees
+    them."""
+    return importlib.import_module("tensorboardX.proto.event_pb2")

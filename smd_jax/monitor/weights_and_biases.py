@@ -1,0 +1,84 @@
+"""Metrics for Weights & Biases. Needs `wandb`: `pip install smd_jax[train]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from smd_jax.monitor.loggers import dashboard_name
+
+Mode = Literal["online", "offline"]
+
+
+class WandbLogger:
+    """Logs to Weights & Biases, or with "offline" into `directory/wandb` alone, for `wandb sync` later.
+
+    `directory/wandb.json` keeps the run's id and its next step. A run that resumes goes on under the same id, and
+    leaves out the steps that were logged before it stopped: repeated, they are bitwise the same.
+
+    Args:
+      directory: of the run.
+      project: where Weights & Biases puts the run.
+      name: what it calls the run there; None: it makes one up.
+      config: what it shows as the run's configuration.
+      mode: "offline" needs neither a network nor an account.
+      resume: go on with the run of this directory, if it has one.
+
+    Raises:
+      ImportError: without wandb.
+      wandb.errors.UsageError: online, without an account's key.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        project: str = "smd_jax",
+        *,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        mode: Mode = "online",
+        resume: bool = False,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("Weights & Biases needs wandb: pip install smd_jax[train]") from error
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = directory / "wandb.json"
+        known = json.loads(self._file.read_text()) if resume and self._file.is_file() else {}
+        self._id: str = known.get("id", secrets.token_hex(4))
+        self._next_step: int = known.get("next_step", 0)
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=self._id,
+            dir=directory,
+            config=None if config is None else dict(config),
+            mode=mode,
+            resume="allow",
+            # Several runs in one process are several runs, and the user's own is left alone.
+            reinit="create_new",
+            # What it would capture of standard output are the frames of the live panel.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._keep()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step < self._next_step:
+            return
+        self._run.log({dashboard_name(name): value for name, value in metrics.items()}, step=step)
+        self._next_step = step + 1
+        self._keep()
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _keep(self) -> None:
+        temporary = self._file.with_name(self._file.name + ".tmp")
+        temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}) + "\n")
+        os.replace(temporary, self._file)

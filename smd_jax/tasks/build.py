@@ -1,0 +1,127 @@
+"""One name for everything to train on: a preset, a procedural data set, a data set of the Hub, a file, a folder.
+
+build_task(TaskChoice("gsm8k"))                                     a preset, with its own reward
+build_task(TaskChoice("gsm8k", source="my_gsm8k.parquet"))          a preset on rows from elsewhere
+build_task(TaskChoice("reasoning_gym:chain_sum"))                   a data set of reasoning-gym, with its own verifier
+build_task(TaskChoice("owner/name", prompt_column="question", reward=my_reward))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smd_jax.tasks.dataset_task import DatasetTask, StreamTask
+from smd_jax.tasks.lengths import PromptLimit
+from smd_jax.tasks.presets import PRESETS, Preset
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.rewards import RewardFunction
+from smd_jax.tasks.row_format import RowFormat, RowFunction
+from smd_jax.tasks.sources import DataSource, Rows, load_rows
+from smd_jax.tasks.task import SteppedTask, Task
+
+PROCEDURAL = "reasoning_gym:"
+
+# Procedural data sets mostly make row i from seed + i, so rows to evaluate on begin far from those of any run.
+HELD_OUT_SEED = 1_000_000_007
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """What to train or to evaluate on.
+
+    Attributes:
+      name: a preset of `PRESETS`; "reasoning_gym:NAME"; or what `DataSource.name` takes.
+      source: with a preset, rows from elsewhere in the preset's layout: what `DataSource.name` takes.
+      config, split, streaming: as DataSource has them. None: the preset's own, or the only one.
+      held_out: of a preset or a procedural data set, the rows to evaluate on.
+      prompt_column, system_prompt, map_row: as RowFormat has them. A preset has a prompt and a map function of its own.
+      reward: TRL's signature; None: the preset's, or the procedural data set's. Other data has none, see `own_reward`.
+      limit: with streaming, the longest prompt; prompts by number are selected by `select_prompts`.
+      seed, size, parameters: of a procedural data set, as ReasoningGymTask has them.
+    """
+
+    name: str
+    source: str | None = None
+    config: str | None = None
+    split: str | None = None
+    streaming: bool = False
+    held_out: bool = False
+    prompt_column: str | None = None
+    system_prompt: str | None = None
+    map_row: RowFunction | None = None
+    reward: RewardFunction | None = None
+    limit: PromptLimit | None = None
+    seed: int = 0
+    size: int = 10_000
+    parameters: tuple[tuple[str, object], ...] = ()
+
+
+def build_task(choice: TaskChoice) -> Task | SteppedTask:
+    """The task of a choice; with `streaming` one that gives the rows of a step.
+
+    Raises:
+      ValueError: options that do not go together; and as `load_rows`, which see for the others.
+    """
+    if choice.name.startswith(PROCEDURAL):
+        return _procedural(choice)
+    if choice.name in PRESETS:
+        return _preset(choice, PRESETS[choice.name])
+    if choice.source is not None:
+        raise ValueError(
+            f"expected the name of a preset beside source {choice.source!r}, one of {[*PRESETS]}; got {choice.name!r}"
+        )
+    if choice.parameters:
+        raise ValueError(
+            f"expected parameters with {PROCEDURAL}NAME alone; got {choice.parameters} for {choice.name!r}"
+        )
+    source = DataSource(choice.name, choice.config, choice.split, choice.streaming)
+    row_format = RowFormat(choice.prompt_column or "prompt", choice.system_prompt, choice.map_row)
+    # A map function may make the prompt's column, and anything else.
+    columns = () if choice.map_row is not None else (row_format.prompt_column,)
+    return _task(choice, source, row_format, choice.reward, columns)
+
+
+def _preset(choice: TaskChoice, preset: Preset) -> Task | SteppedTask:
+    _refuse(choice, ("prompt_column", "map_row", "parameters"), "a preset")
+    if choice.source is None:
+        own = preset.held_out if choice.held_out else preset.train
+        source = dataclasses.replace(
+            own, config=choice.config or own.config, split=choice.split or own.split, streaming=choice.streaming
+        )
+    else:
+        # Configurations and splits of other data are its own.
+        source = DataSource(choice.source, choice.config, choice.split, choice.streaming)
+    row_format = RowFormat("prompt", choice.system_prompt, preset.map_row)
+    return _task(choice, source, row_format, choice.reward or preset.reward, preset.columns)
+
+
+def _task(
+    choice: TaskChoice,
+    source: DataSource,
+    row_format: RowFormat,
+    reward: RewardFunction | None,
+    columns: tuple[str, ...],
+) -> DatasetTask | StreamTask:
+    rows = load_rows(source, columns)
+    if isinstance(rows, Rows):
+        return DatasetTask(rows, reward, row_format)
+    return StreamTask(rows, reward, row_format, choice.limit)
+
+
+def _procedural(choice: TaskChoice) -> Task:
+    _refuse(choice, ("source", "config", "split", "streaming", "prompt_column", "map_row"), "a procedural data set")
+    seed = choice.seed + HELD_OUT_SEED if choice.held_out else choice.seed
+    task = ReasoningGymTask(choice.name.removeprefix(PROCEDURAL), seed, choice.size, choice.parameters)
+    if choice.reward is None and choice.system_prompt is None:
+        return task
+    return DatasetTask(task, choice.reward or task.reward, RowFormat(system_prompt=choice.system_prompt))
+
+
+def _refuse(choice: TaskChoice, names: Sequence[str], what: str) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TaskChoice)}
+    for name in names:
+        value = getattr(choice, name)
+        if value != defaults[name]:
+            raise ValueError(f"expected no {name} with {what}, which has its own; got {value!r} with {choice.name!r}")

@@ -1,0 +1,113 @@
+"""Functions of the user's own, by import path or by file: rewards, map functions.
+
+import_function("my_project.rewards:brevity")       a module that Python finds
+import_function("examples/rewards.py:brevity")      a file
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+EXPECTED = "expected a function as 'package.module:name' or 'path/to/file.py:name'"
+
+# What code may raise while it is imported. A mistake in a user's file must name the file, not this one.
+_IMPORT_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, KeyError, OSError)
+
+
+def import_function(where: str) -> Callable[..., Any]:
+    """The function that `where` names.
+
+    The file's folder (for a module: the working directory) is looked at last when modules are imported from then on, so
+    that a file finds its neighbours and shadows nothing.
+
+    Args:
+      where: "package.module:name", or "path/to/file.py:name", relative to the working directory. A file is executed
+        once, however many functions of it are asked for.
+
+    Raises:
+      ValueError: `where` is neither; no such module; no such name in it (listing the functions that there are), or one
+        that cannot be called; importing it raises (with the line, and what it raised).
+      FileNotFoundError: no such file.
+    """
+    place, colon, name = where.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ValueError(f"{EXPECTED}; got {where!r}")
+    module = _file_module(Path(place).expanduser().resolve()) if _is_file_name(place) else _module(place)
+    members = vars(module)
+    if name not in members:
+        raise ValueError(f"expected a function {name!r} in {place}; got {_functions_of(module)}, without it")
+    found = members[name]
+    if not callable(found):
+        raise ValueError(f"expected a function as {name!r} in {place}; got {type(found).__name__} {found!r:.60}")
+    return found
+
+
+def _is_file_name(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or os.sep in place
+
+
+@functools.cache
+def _file_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        nearby = sorted(other.name for other in path.parent.glob("*.py"))
+        raise FileNotFoundError(f"expected a file of Python code at {path}; got none ({path.parent} has {nearby})")
+    # A name that no import finds: the user's `datasets.py` must not take the place of the library of that name.
+    spec = importlib.util.spec_from_file_location(f"_file_{path.stem}_{abs(hash(path)):x}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"expected a file of Python code, named *.py; got {path}")
+    _look_in(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except _IMPORT_ERRORS as error:
+        del sys.modules[spec.name]
+        raise _import_error(str(path), path, error) from error
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{EXPECTED}; got {name!r} before the colon")
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except _IMPORT_ERRORS as error:
+        # The module itself is missing, or a package above it; and not one that it imports.
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{name}.".startswith(f"{error.name}.")
+        ):
+            raise ValueError(
+                f"expected a module {name!r} that can be imported, installed or in {Path.cwd()}; got none"
+            ) from error
+        raise _import_error(name, None, error) from error
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _import_error(what: str, path: Path | None, error: BaseException) -> ValueError:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if path is not None and Path(frame.filename) == path]
+    place = f" in line {lines[-1]}" if lines else ""
+    return ValueError(f"expected to import {what}; it raised {type(error).__name__}{place}: {error}")
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """Functions that the module itself defines."""
+    members = inspect.getmembers(module, inspect.isfunction)
+    return [name for name, function in members if function.__module__ == module.__name__]

@@ -1,0 +1,138 @@
+"""Prompts that are too long for a run: dropped with a count, or refused before it begins.
+
+lengths = prompt_lengths(task, tokenizer)                    every prompt is read once
+task, counts = select_prompts(task, lengths, most=512)       drops rows; refuse=True raises in place of that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from smd_jax.tasks.task import Row, Task, prompt_length
+from smd_jax.text.prompts import Tokenizer
+
+
+@dataclass
+class PromptCounts:
+    """What became of prompts.
+
+    Attributes:
+      kept, too_long, empty: how many prompts; an empty one has no token that an answer could follow.
+      longest: tokens of the longest prompt of all.
+    """
+
+    kept: int = 0
+    too_long: int = 0
+    empty: int = 0
+    longest: int = 0
+
+    @property
+    def dropped(self) -> int:
+        return self.too_long + self.empty
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} prompts kept, {self.too_long} dropped as too long and {self.empty} as empty; "
+            f"the longest has {self.longest} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The longest prompt of a stream.
+
+    Attributes:
+      most: tokens, those of a chat template included.
+      refuse: raise at a longer one, in place of dropping it.
+    """
+
+    tokenizer: Tokenizer
+    most: int
+    refuse: bool = False
+
+    def __post_init__(self) -> None:
+        _check_most(self.most)
+
+    def takes(self, row: Row, counts: PromptCounts, where: str) -> bool:
+        """Whether the row's prompt is short enough, and not empty; it is counted.
+
+        Raises:
+          ValueError: it isn't, and `refuse` says so; `where` names the row.
+        """
+        length = prompt_length(row, self.tokenizer)
+        counts.longest = max(counts.longest, length)
+        if length > self.most and self.refuse:
+            raise ValueError(f"{where}: expected a prompt of at most {self.most} tokens; got {length}")
+        counts.kept += 1 <= length <= self.most
+        counts.too_long += length > self.most
+        counts.empty += length == 0
+        return 1 <= length <= self.most
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedRows:
+    """Some rows of another task, in an order of their own.
+
+    Attributes:
+      numbers: `[rows]` of the rows in `task`.
+    """
+
+    task: Task
+    numbers: Int[np.ndarray, " rows"]
+
+    def __post_init__(self) -> None:
+        if not len(self.numbers):
+            raise ValueError("expected at least one row; got none")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
+        return self.task[int(self.numbers[index])]
+
+    def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
+        return self.task.reward(prompts, completions, **columns)
+
+
+def select_prompts(
+    task: Task, lengths: Int[np.ndarray, " rows"], most: int, *, refuse: bool = False
+) -> tuple[Task, PromptCounts]:
+    """The task without the prompts that are longer than `most` tokens, and without empty ones; and what was dropped.
+
+    Args:
+      lengths: `[rows]` in tokens, see `prompt_lengths`.
+      refuse: raise where there are longer ones, in place of dropping them. Empty ones are always dropped.
+
+    Raises:
+      ValueError: `refuse`, and there are longer ones; no prompt is left.
+    """
+    _check_most(most)
+    longer = np.flatnonzero(lengths > most)
+    counts = PromptCounts(
+        kept=int(np.sum((lengths > 0) & (lengths <= most))),
+        too_long=len(longer),
+        empty=int(np.sum(lengths == 0)),
+        longest=int(lengths.max()),
+    )
+    if refuse and len(longer):
+        raise ValueError(
+            f"expected prompts of at most {most} tokens; got {len(longer)} of {len(lengths)} that are longer: "
+            f"the first is row {longer[0]} with {lengths[longer[0]]} tokens, the longest has {counts.longest}"
+        )
+    if not counts.kept:
+        raise ValueError(f"expected a prompt of 1 to {most} tokens; got none: {counts}")
+    if not counts.dropped:
+        return task, counts
+    return SelectedRows(task, np.flatnonzero((lengths > 0) & (lengths <= most))), counts
+
+
+def _check_most(most: int) -> None:
+    if most < 1:
+        raise ValueError(f"expected a longest prompt of at least one token; got {most}")

@@ -1,0 +1,140 @@
+"""Tasks that are ready: where the rows lie, what becomes of them, and the reward.
+
+task = build_task(TaskChoice("gsm8k"))                         rows of the Hub
+task = build_task(TaskChoice("gsm8k", path="test.jsonl"))      the same task, rows of a file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from smd_jax.tasks import reward_functions
+from smd_jax.tasks.countdown import countdown_answer, countdown_row
+from smd_jax.tasks.gsm8k import gsm8k_row
+from smd_jax.tasks.rewards import RewardFunction
+from smd_jax.tasks.row_format import RowFunction
+from smd_jax.tasks.sources import DataSource
+from smd_jax.tasks.task import Row
+
+BOXED = "\\boxed{"
+MATH_INSTRUCTION = "Think step by step, then give the final answer in \\boxed{}."
+HOTPOTQA_INSTRUCTION = "Answer the question from these paragraphs, in as few words as possible."
+GOVREPORT_INSTRUCTION = "Summarise this report of the government."
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A task that is ready.
+
+    Attributes:
+      train, held_out: the rows to train on, and those to evaluate on.
+      columns: what a row must have.
+      map_row: a row as it lies in the data set -> "prompt" and the columns that the reward takes.
+      reward: TRL's signature.
+    """
+
+    train: DataSource
+    held_out: DataSource
+    columns: tuple[str, ...]
+    map_row: RowFunction
+    reward: RewardFunction
+
+
+def math_row(row: Row) -> Row:
+    """MATH (arXiv:2103.03874) and what has its columns: the answer is that of the column "answer", or else what the
+    solution's last `\\boxed{}` encloses."""
+    answer = row.get("answer") or last_boxed(row["solution"])
+    return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
+
+
+def tldr_row(row: Row) -> Row:
+    """Reddit's TL;DR (arXiv:2009.01325): the prompt is a post that ends with "TL;DR:", the completion its summary."""
+    columns = {name: value for name, value in row.items() if name != "completion"}
+    return {**columns, "summary": row["completion"].strip()}
+
+
+def govreport_row(row: Row) -> Row:
+    """GovReport (arXiv:2104.02112): long reports with their summaries."""
+    columns = {name: value for name, value in row.items() if name != "report"}
+    return {**columns, "prompt": f"{row['report']}\n\n{GOVREPORT_INSTRUCTION}"}
+
+
+def hotpotqa_row(row: Row) -> Row:
+    """HotpotQA (arXiv:1809.09600): ten paragraphs, of which two are needed; eight are there to distract."""
+    context = row["context"]
+    paragraphs = [
+        f"{title}\n{''.join(sentences).strip()}"
+        for title, sentences in zip(context["title"], context["sentences"], strict=True)
+    ]
+    columns = {name: value for name, value in row.items() if name != "context"}
+    prompt = "\n\n".join([*paragraphs, f"{HOTPOTQA_INSTRUCTION}\nQuestion: {row['question']}"])
+    return {**columns, "prompt": prompt}
+
+
+def last_boxed(solution: str) -> str:
+    """What the last `\\boxed{…}` of a solution encloses, braces inside of it included.
+
+    Raises:
+      ValueError: there is none, or it never closes.
+    """
+    start = solution.rfind(BOXED)
+    if start < 0:
+        raise ValueError(f"expected a solution with its answer in \\boxed{{}}; got {solution[-60:]!r}")
+    start += len(BOXED)
+    depth = 1
+    for place, character in enumerate(solution[start:], start):
+        depth += (character == "{") - (character == "}")
+        if not depth:
+            return solution[start:place]
+    raise ValueError(f"expected a \\boxed{{}} that closes; got {solution[start - len(BOXED) :][:60]!r}")
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "gsm8k": Preset(
+            train=DataSource("openai/gsm8k", "main", "train"),
+            held_out=DataSource("openai/gsm8k", "main", "test"),
+            columns=("question", "answer"),
+            map_row=gsm8k_row,
+            reward=reward_functions.math_answer,
+        ),
+        "math": Preset(
+            train=DataSource("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
+            held_out=DataSource("HuggingFaceH4/MATH-500", "default", "test"),
+            columns=("problem", "solution"),
+            map_row=math_row,
+            reward=reward_functions.math_answer,
+        ),
+        "tldr": Preset(
+            train=DataSource("trl-lib/tldr", None, "train"),
+            held_out=DataSource("trl-lib/tldr", None, "validation"),
+            columns=("prompt", "completion"),
+            map_row=tldr_row,
+            reward=reward_functions.rouge_l,
+        ),
+        "govreport": Preset(
+            train=DataSource("ccdv/govreport-summarization", "document", "train"),
+            held_out=DataSource("ccdv/govreport-summarization", "document", "validation"),
+            columns=("report", "summary"),
+            map_row=govreport_row,
+            reward=reward_functions.rouge_l,
+        ),
+        "hotpotqa": Preset(
+            train=DataSource("hotpotqa/hotpot_qa", "distractor", "train"),
+            held_out=DataSource("hotpotqa/hotpot_qa", "distractor", "validation"),
+            columns=("context", "question", "answer"),
+            map_row=hotpotqa_row,
+            reward=reward_functions.token_f1,
+        ),
+        # The data set has one split: its last rows are kept from training.
+        "countdown": Preset(
+            train=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[:-1024]"),
+            held_out=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[-1024:]"),
+            columns=("nums", "target"),
+            map_row=countdown_row,
+            reward=countdown_answer,
+        ),
+    }
+)

@@ -1,0 +1,161 @@
+"""One call of a reward function: what it gives back, or why it gave nothing. And the process that calls it for another.
+
+That process starts with this file alone, as a script, and imports what the function needs: nothing of smd_jax stands
+here, because importing the library takes seconds that most reward functions don't need. What goes back is therefore of
+built-in types only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import math
+import pickle
+import reprlib
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+Value = float | None | tuple[str, str]  # a reward; no opinion; or (what was expected, what came)
+Outcome = list[Value] | tuple[str, str]  # one value per completion; or (kind, message) of a call that failed as a whole
+
+GRACE_SECONDS = 5.0  # past the limit the caller ends this process; if the caller is gone, it ends itself
+
+
+class Caught:
+    """`with Caught() as caught:` keeps what its body raises. A user's function may raise anything, and what it raises
+    is its answer; Ctrl-C and `sys.exit` still go through."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
+
+
+def call(
+    function: Callable[..., Any], arguments: Mapping[str, Any], rows: int, wait: Callable[[Awaitable[Any]], Any]
+) -> Outcome:
+    """Calls the function once.
+
+    Args:
+      arguments: by name.
+      rows: rewards that must come back.
+      wait: gives the result of an awaitable: that of an async function, or of one that returns what it awaits.
+    """
+    with Caught() as caught:
+        returned = function(**arguments)
+        return outcome_of(wait(returned) if inspect.isawaitable(returned) else returned, rows)
+    assert caught.error is not None
+    return type(caught.error).__name__, described(caught.error)
+
+
+def outcome_of(returned: Any, rows: int) -> Outcome:
+    """What a function returned, one value a completion."""
+    if not isinstance(returned, Iterable):
+        return "no list", f"expected a list of {rows} rewards, one per completion; got {reprlib.repr(returned)}"
+    rewards = list(returned)
+    if len(rewards) != rows:
+        return "another number of rewards", f"expected {rows} rewards, one per completion; got {len(rewards)}"
+    return [value_of(reward) for reward in rewards]
+
+
+def value_of(reward: Any) -> Value:
+    """The reward rounded to float32, None as it is, or what is wrong with it."""
+    if reward is None:
+        return None
+    array = np.asarray(reward)
+    # Booleans, signed and unsigned integers, floats.
+    if array.ndim or array.dtype.kind not in "biuf":
+        return "a number", reprlib.repr(reward)
+    # What is too large becomes infinity and is refused below; a warning beside that would say nothing new.
+    with np.errstate(over="ignore"):
+        number = float(np.float32(array))
+    return number if math.isfinite(number) else ("a finite float32", reprlib.repr(reward))
+
+
+def described(error: Exception) -> str:
+    """`KeyError: 'answer' (my_rewards.py, line 12)`: the line of the user's own file that it came through."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    # The first frame is the call itself; the second, if there is one, lies in the function.
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    if not frames:
+        return text
+    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{text} ({own.filename}, line {own.lineno})"
+
+
+async def awaited(awaitable: Awaitable[Any]) -> Any:
+    """A coroutine of any awaitable: only coroutines can be run."""
+    return await awaitable
+
+
+def load_file(name: str, path: str) -> None:
+    """Makes a file that lies on no import path importable as `name`."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected a Python file; got {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before its body runs: dataclasses look their module up
+    spec.loader.exec_module(module)
+
+
+def serve(connection: Connection) -> None:
+    """Loads a function, then answers calls of it.
+
+    First comes (import path, files as (name, path), the pickled function), and an empty list goes back or what is
+    wrong. Then for every call come (seconds, rows, pickled arguments), and its Outcome goes back.
+
+    Raises:
+      EOFError, ConnectionError: the other side is gone.
+    """
+    path, files, pickled = connection.recv()
+    sys.path[:] = path
+    with Caught() as caught:
+        for name, file in files:
+            load_file(name, file)
+        function = pickle.loads(pickled)
+    if caught.error is not None:
+        connection.send((type(caught.error).__name__, described(caught.error)))
+        return
+    connection.send([])
+    # One event loop for all calls: an async function may keep a client that belongs to it.
+    with asyncio.Runner() as runner:
+        while True:
+            seconds, rows, pickled = connection.recv()
+            # From a thread of C, which runs even where the function never lets Python's other threads run.
+            faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=2)
+            with Caught() as caught:
+                arguments = pickle.loads(pickled)
+            if caught.error is None:
+                outcome = call(function, arguments, rows, lambda returned: runner.run(awaited(returned)))
+            else:
+                outcome = type(caught.error).__name__, described(caught.error)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(outcome)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process: its one argument is the number of an open socket."""
+    # Without the other side there is nobody to answer.
+    with Connection(int(arguments[0])) as connection, contextlib.suppress(EOFError, ConnectionError):
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

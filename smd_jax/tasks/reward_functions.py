@@ -1,0 +1,218 @@
+"""Reward functions that are ready: each takes what TRL gives a reward function, and works there as well.
+
+    function                                   column     reward
+    math_answer                                answer     1 if math-verify finds an equal expression
+    gsm8k_answer                               answer     1 if the number after "####" is the same
+    exact_match, token_f1                      answer     as in SQuAD; the best of several answers
+    rouge_l = RougeL(length_penalty)           summary    ROUGE-L less a penalty on length
+    format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
+    Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
+
+Where a completion has `<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` look at the last one alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smd_jax.tasks.gsm8k import GSM8K_MARKER, final_answer, gsm8k_gold, same_answer
+from smd_jax.tasks.task import Completion, completion_text, missing_extra
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
+THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
+
+Golds = str | Sequence[str]  # one right answer, or several
+
+
+def math_answer(
+    completions: Sequence[Completion], answer: Sequence[str], **columns: Sequence[Any]
+) -> list[float | None]:
+    r"""1.0 where math-verify finds an expression in the completion that equals the reference, else 0.0.
+
+    Args:
+      answer: a number, LaTeX (`\frac{1}{2}`), a solution with `\boxed{…}` or `$…$`, or one that ends with "#### 18".
+        Where math-verify finds nothing in it, the function does not apply (None).
+    """
+    return [_math_reward(_answer_part(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def gsm8k_answer(completions: Sequence[Completion], answer: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+    """1.0 where the number right after the last "####" is that of the reference to the digit, thousands separators and
+    a dollar sign aside, else 0.0; also where there is no "####". Stricter than `math_answer`, and teaches the form.
+
+    Args:
+      answer: solutions that end with "#### <number>", or the numbers.
+    """
+    pairs = zip(map(completion_text, completions), answer, strict=True)
+    return [float(_marked(text) == gsm8k_gold(solution)) for text, solution in pairs]
+
+
+def exact_match(completions: Sequence[Completion], answer: Sequence[Golds], **columns: Sequence[Any]) -> list[float]:
+    """1.0 where completion and reference are the same words (arXiv:1606.05250): without case, punctuation and articles.
+
+    Args:
+      answer: a reference, or a list of them, of which one is enough.
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [max(float(_words(_answer_part(c)) == _words(gold)) for gold in _several(golds)) for c, golds in pairs]
+
+
+def token_f1(completions: Sequence[Completion], answer: Sequence[Golds], **columns: Sequence[Any]) -> list[float]:
+    """F1 over the words of completion and reference (arXiv:1606.05250): without case, punctuation and articles.
+
+    Args:
+      answer: a reference, or a list of them, of which the nearest counts.
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [max(_f1(_words(_answer_part(c)), _words(gold)) for gold in _several(golds)) for c, golds in pairs]
+
+
+@dataclass(frozen=True)
+class RougeL:
+    """ROUGE-L (F1 over the longest common subsequence of stemmed words, rouge-score) less a penalty on length:
+
+        rouge_l - length_penalty * min(1, max(0, words / words of the reference - 1))
+
+    Subtracted rather than multiplied: of two summaries that share no word with the reference the shorter is better.
+
+    Attributes:
+      length_penalty: at least 0; what a completion of twice the reference's words or more loses.
+    """
+
+    length_penalty: float = 0.1
+    __name__ = "rouge_l"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.length_penalty < float("inf"):
+            raise ValueError(f"expected length_penalty >= 0; got {self.length_penalty}")
+
+    def __call__(
+        self, completions: Sequence[Completion], summary: Sequence[Golds], **columns: Sequence[Any]
+    ) -> list[float]:
+        """The nearest reference counts, where the column has a list of them."""
+        pairs = zip(map(completion_text, completions), summary, strict=True)
+        return [max(self._score(text, gold) for gold in _several(golds)) for text, golds in pairs]
+
+    def _score(self, text: str, gold: str) -> float:
+        longer = len(text.split()) / max(len(gold.split()), 1) - 1
+        return _rouge_scorer().score(gold, text)["rougeL"].fmeasure - self.length_penalty * min(max(longer, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class FormatReward:
+    """1.0 where the whole completion, white space at its ends aside, has the form of a pattern, else 0.0.
+
+    Attributes:
+      pattern: a regular expression, in which a dot takes ends of lines as well. By default
+        `<think>…</think><answer>…</answer>`, each tag once.
+    """
+
+    pattern: str = THINK_ANSWER
+    __name__ = "format_reward"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"expected a regular expression; got {self.pattern!r} ({error})") from error
+
+    def __call__(self, completions: Sequence[Completion], **columns: Sequence[Any]) -> list[float]:
+        form = re.compile(self.pattern, re.DOTALL)
+        return [float(form.fullmatch(text.strip()) is not None) for text in map(completion_text, completions)]
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """DAPO's soft penalty on length (arXiv:2503.14476 eq. 13), over the tokens of a completion, EOS included:
+
+        0 up to max_length - cache, then in a straight line down to -1 at max_length, and -1 beyond
+
+    Attributes:
+      max_length: the longest completion allowed, tokens; a rollout's `max_new_tokens`, say.
+      cache: over how many tokens the penalty grows.
+    """
+
+    max_length: int
+    cache: int
+    __name__ = "overlong"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.max_length:
+            raise ValueError(f"expected 0 < cache <= max_length tokens; got {self.cache} and {self.max_length}")
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Sequence[Any]) -> list[float]:
+        free = self.max_length - self.cache
+        return [max(min(free - len(tokens), 0) / self.cache, -1.0) for tokens in completion_ids]
+
+
+rouge_l = RougeL()
+format_reward = FormatReward()
+
+
+def _math_reward(text: str, gold: str) -> float | None:
+    expected = _math_gold(gold)
+    # The reference against itself: what math-verify reads nothing in, it cannot compare with either.
+    if not same_answer(expected, expected):
+        return None
+    return float(same_answer(expected, final_answer(text)))
+
+
+def _math_gold(gold: str) -> str:
+    if GSM8K_MARKER in gold:
+        return gsm8k_gold(gold)
+    # Bare LaTeX is found only where something says that it is LaTeX.
+    return gold if "$" in gold or r"\boxed" in gold or r"\(" in gold else rf"\boxed{{{gold}}}"
+
+
+_NUMBER = re.compile(r"\s*(-?)\$?((?:\d[\d,]*)?\.?\d+)")
+
+
+def _marked(text: str) -> str | None:
+    """The number that stands right after the last "####"; None without one."""
+    _, marker, after = text.rpartition(GSM8K_MARKER)
+    number = _NUMBER.match(after) if marker else None
+    return None if number is None else number[1] + number[2].replace(",", "")
+
+
+def _answer_part(completion: Completion) -> str:
+    text = completion_text(completion)
+    tagged = ANSWER.findall(text)
+    return tagged[-1] if tagged else text
+
+
+def _several(golds: Golds) -> Sequence[str]:
+    return [golds] if isinstance(golds, str) else golds
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _words(text: str) -> list[str]:
+    """SQuAD's normalisation, in its order: case, punctuation, articles, white space."""
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    common = sum((Counter(words) & Counter(gold)).values())
+    # 2 P R / (P + R), with P = common / words and R = common / gold.
+    return 2 * common / (len(words) + len(gold))
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    """Imported here because it is an extra, and costs a second."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError as error:
+        raise missing_extra("rouge_score") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,0 +1,104 @@
+"""From a row as it lies in a data set to the row of a task: the map function, the prompt column, the system prompt.
+
+{"q": "1 + 1?", "a": "2"}  ──map_row──►  {"question": "1 + 1?", "answer": "2"}
+                           ──prompt_column "question"──►  {"prompt": "1 + 1?", "answer": "2"}
+                           ──system_prompt "Add."──►      {"prompt": [{"role": "system", …}, {"role": "user", …}], …}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smd_jax.tasks.task import Prompt, Row
+
+RowFunction = Callable[[Row], Row]
+
+# What a user's map function may raise on a row that it did not expect.
+_ROW_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a data set's rows become prompts, and columns for the reward.
+
+    Attributes:
+      prompt_column: the column with the prompt: text, or chat messages `[{"role": ..., "content": ...}]`. In the task's
+        rows it is called "prompt", whatever its name was; all other columns go to the reward.
+      system_prompt: put in front as a message of the system, for tokenizers with a chat template.
+      map_row: applied to every row first; it must give the same row whenever it is called.
+    """
+
+    prompt_column: str = "prompt"
+    system_prompt: str | None = None
+    map_row: RowFunction | None = None
+
+    def row(self, raw: Mapping[str, Any], where: str) -> Row:
+        """The task's row.
+
+        Args:
+          where: names the row in errors.
+
+        Raises:
+          ValueError: the map function raises, or gives no row; no such column; a prompt that is neither text nor chat
+            messages.
+        """
+        mapped = self._mapped(dict(raw), where)
+        if self.prompt_column not in mapped:
+            raise ValueError(
+                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {[*mapped]}"
+            )
+        columns = {name: value for name, value in mapped.items() if name != self.prompt_column}
+        prompt = checked_prompt(mapped[self.prompt_column], where)
+        return columns | {"prompt": self._with_system(prompt, where)}
+
+    def _mapped(self, raw: Row, where: str) -> Row:
+        if self.map_row is None:
+            return raw
+        columns = [*raw]
+        try:
+            mapped = self.map_row(raw)
+        except _ROW_ERRORS as error:
+            raise ValueError(
+                f"{where}: expected the map function to give a row; it raised {type(error).__name__}: {error}. "
+                f"The row has the columns {columns}"
+            ) from error
+        if not isinstance(mapped, dict):
+            raise ValueError(f"{where}: expected the map function to give a dict; got {mapped!r:.80}")
+        return mapped
+
+    def _with_system(self, prompt: Prompt, where: str) -> Prompt:
+        if self.system_prompt is None:
+            return prompt
+        system = {"role": "system", "content": self.system_prompt}
+        if isinstance(prompt, str):
+            return [system, {"role": "user", "content": prompt}]
+        if prompt[0]["role"] == "system":
+            raise ValueError(f"{where}: expected messages without a system prompt of their own; got {prompt[0]!r:.80}")
+        return [system, *prompt]
+
+
+def checked_prompt(prompt: Any, where: str) -> Prompt:
+    """Text as it is; chat messages without fields that are None, which data sets fill in for what other rows have.
+
+    Raises:
+      ValueError: something else; messages whose last one is the model's own.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
+        raise ValueError(
+            f'{where}: expected text, or chat messages [{{"role": ..., "content": ...}}] of text, as prompt; '
+            f"got {prompt!r:.80}"
+        )
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: expected messages that the model is to answer; got a last one by the assistant: "
+            f"{prompt[-1]['content']!r:.80}"
+        )
+    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

@@ -1,0 +1,141 @@
+"""Ways of decoding that an evaluation compares: an eviction policy with its budget, greedy or drawn, quantised or not.
+
+Decode("short", SnapKV(), budget=256)          whatever a policy, a sampling configuration and a quantisation can be
+parse_decode("snapkv:512+128")                 what fits on a command line: policy, keys kept, buffer
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from smd_jax.config import check_whole
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampling import SamplingConfig
+
+# The policies by the names that a text form has for them; a policy of your own goes into `Decode` as it is.
+POLICIES: dict[str, EvictionPolicy] = {
+    "dense": Dense(),
+    "h2o": H2O(),
+    "keydiff": KeyDiff(),
+    "knorm": Knorm(),
+    "random": Random(),
+    "recent": Recent(),
+    "rkv": RKV(),
+    "snapkv": SnapKV(),
+    "streaming_llm": StreamingLLM(),
+    "tova": TOVA(),
+}
+
+# A name becomes a part of metrics' names, of which loggers take no other characters.
+_NAME = re.compile(r"[\w.-]+")
+_TEXT = re.compile(r"(?P<policy>[^:+]+)(:(?P<budget>\d+)(\+(?P<buffer>\d+))?)?")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One way of decoding. What is None is as in the rollout's configuration that an evaluation begins with.
+
+    Attributes:
+      name: of its metrics, `eval/{name}/reward`: letters, digits, "_", "-" and ".".
+      policy: eviction policy.
+      budget: keys kept per layer and KV head. buffer: queries between two compressions.
+      sampling: temperature and filters; `SamplingConfig(temperature=0.0)` is greedy, which training refuses.
+      quant: bits of the cache; here None is full precision, whatever training does.
+    """
+
+    name: str
+    policy: EvictionPolicy = Dense()
+    budget: int | None = None
+    buffer: int | None = None
+    sampling: SamplingConfig | None = None
+    quant: QuantConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"expected a name of letters, digits, '_', '-' and '.'; got {self.name!r}")
+        if self.budget is not None:
+            check_whole("budget", self.budget, 1)
+        if self.buffer is not None:
+            check_whole("buffer", self.buffer, 1)
+
+    def rollout(self, base: RolloutConfig) -> RolloutConfig:
+        """`base` with this way of decoding.
+
+        Raises:
+          ValueError: if the two do not go together, such as a quantisation group that does not divide the buffer.
+        """
+        return replace(
+            base,
+            budget=base.budget if self.budget is None else self.budget,
+            buffer=base.buffer if self.buffer is None else self.buffer,
+            sampling=base.sampling if self.sampling is None else self.sampling,
+            quant=self.quant,
+            # Chunks save memory where keys are evicted between them; a quantised prompt is read as a whole.
+            prefill_chunk=base.prefill_chunk if self.policy.evicts and self.quant is None else None,
+            # Nobody looks at the masks of an evaluation.
+            mask_storage="compact",
+        )
+
+
+def as_trained(policy: EvictionPolicy, config: RolloutConfig, name: str = "sampler") -> Decode:
+    """The way in which a run's own rollouts are decoded."""
+    return Decode(name, policy, config.budget, config.buffer, config.sampling, config.quant)
+
+
+def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> Decode:
+    """`dense`, `snapkv:512` or `snapkv:512+128` -> Decode: policy, keys kept, and queries between two compressions.
+
+    Its name is the text with "-" between the parts, `snapkv-512-128`. Sampling and quantisation are not part of the
+    text: `dataclasses.replace` adds them.
+
+    Args:
+      policies: which there are; other cases, and "-" for "_", are taken for the same name.
+
+    Raises:
+      ValueError: says what was expected, with the names of all policies.
+    """
+    known = ", ".join(policies)
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"expected policy, policy:budget or policy:budget+buffer, as in dense, snapkv:512 or snapkv:512+128, with "
+            f"one of the policies {known}; got {text!r}"
+        )
+    name = match["policy"].strip().lower().replace("-", "_")
+    if name not in policies:
+        raise ValueError(f"expected one of the policies {known}; got {match['policy']!r} in {text!r}")
+    policy = policies[name]
+    if policy.evicts != (match["budget"] is not None):
+        wanted = f"a budget of keys, as in {name}:512" if policy.evicts else f"{name} alone, which keeps every key"
+        raise ValueError(f"expected {wanted}; got {text!r}. Policies: {known}")
+    if match["budget"] is None:
+        return Decode(name, policy)
+    buffer = None if match["buffer"] is None else int(match["buffer"])
+    numbers = [match["budget"], *([] if buffer is None else [match["buffer"]])]
+    return Decode("-".join([name, *numbers]), policy, int(match["budget"]), buffer)
+
+
+def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> tuple[Decode, ...]:
+    """`dense,snapkv:512,rkv:512` -> one Decode each.
+
+    Raises:
+      ValueError: as `parse_decode`, and for two of one name.
+    """
+    decodes = tuple(parse_decode(part, policies) for part in text.split(","))
+    check_names(decodes)
+    return decodes
+
+
+def check_names(decodes: tuple[Decode, ...]) -> None:
+    """Raises ValueError unless there is a way of decoding, and each has a name of its own."""
+    names = [decode.name for decode in decodes]
+    if not names:
+        raise ValueError("expected at least one way of decoding; got none")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"expected ways of decoding with different names; got {', '.join(twice)} more than once")

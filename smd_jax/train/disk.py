@@ -1,0 +1,99 @@
+"""The disk of a run: whether it can be written, and has room, before anything expensive; and one line when it fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.byte_sizes import show_bytes
+from smd_jax.model.weights import check_replaceable
+
+# How TensorStore gives the system's reason, at the end of a page of text.
+OS_ERROR = "os_error_code="
+
+
+def check_writable(directory: str | Path) -> None:
+    """Raises OSError if no file can be made in `directory`, or in the folder in which it would be made. Leaves nothing
+    behind."""
+    directory = Path(directory)
+    there = nearest(directory)
+    if not there.is_dir():
+        raise NotADirectoryError(f"expected a directory, or nothing, at {directory}; got the file {there}")
+    try:
+        # Tried rather than asked for: permissions say yes to root, and on file systems that are read-only.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise PermissionError(f"expected a directory that can be written at {directory}; got {error}") from error
+
+
+def check_space(directory: str | Path, needed: int, what: str) -> None:
+    """Raises OSError if the disk of `directory` has less than `needed` bytes free.
+
+    Args:
+      what: what they are for, as in "4 checkpoints of 1.5 GiB".
+    """
+    free = shutil.disk_usage(nearest(Path(directory))).free
+    if free < needed:
+        raise OSError(
+            f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "
+            "room, keep fewer checkpoints (keep, keep_best), or name another directory"
+        )
+
+
+def check_export(directory: str | Path, needed: int) -> None:
+    """Raises OSError where `smd_jax.model.save_checkpoint` could not write `needed` bytes: foreign files in the
+    directory, one that cannot be written, or a disk that has no room. Cheap: call it before training."""
+    directory = Path(directory)
+    check_replaceable(directory)
+    # It is written beside the directory whose place it takes.
+    check_writable(directory.parent)
+    check_space(directory.parent, needed, "the exported model")
+
+
+def stored_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a pytree take on disk, of a whole state or of parameters; shapes
+    (`jax.ShapeDtypeStruct`) do as well."""
+    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Around what writes to `path`: an error of the disk says where, and how much is free, in one line."""
+    try:
+        yield
+    # A file that must not be there is no failure of the disk.
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(failure(str(path), path, error)) from error
+
+
+def failure(what: str, place: str | Path, error: Exception) -> str:
+    """One line on why something could not be written to the disk of `place`."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if code := re.search(rf"{OS_ERROR}'(\d+)'", str(error)):
+        reason = os.strerror(int(code[1]))
+    free = show_bytes(shutil.disk_usage(nearest(Path(place))).free)
+    return f"{what} could not be written ({free} free on the disk): {reason}"
+
+
+def nearest(path: Path) -> Path:
+    """The path itself if it exists, or else the first of its parents that does."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

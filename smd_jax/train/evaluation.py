@@ -1,0 +1,327 @@
+"""Evaluation: a model on a task under several ways of decoding, by itself or every few rollouts of a run.
+
+    evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig(parse_decodes("dense,snapkv:512"), rollout, 512))
+    for result in evaluator.run(params):
+        print(result.name, result.reward, result.interval)
+
+    train(..., evaluate=every_evaluation(loop, evaluator))                      logs eval/{name}/reward, …
+
+All rows of the task are decoded in batches of one size, the last one filled up, so that each way of decoding is
+compiled once. A completion draws from a key of its own: the size of the batches changes nothing but rounding, and every
+evaluation of a run draws the same numbers, so that two of them differ by what was learnt.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from smd_jax.config import check_whole
+from smd_jax.learner.state import TrainState
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
+from smd_jax.sampler.fixed_batch import rollout, rollout_program
+from smd_jax.sharding import make_mesh, row_ways, shard_batch, shard_tree
+from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.task import Row, Task
+from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
+from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.train.decoding import Decode, check_names
+from smd_jax.train.loop import Loop, encode_rows, grade
+from smd_jax.trajectory import Trajectory, check_finite
+
+# What an evaluation logs of each way of decoding, as `eval/{name}/{metric}`.
+EVALUATION_METRICS: dict[str, str] = {
+    "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
+    "reward_low": "lower end of its 95 % interval, over prompts",
+    "reward_high": "upper end of the same",
+    "mean_length": "mean length of a completion, tokens",
+    "clipped_ratio": "share of completions that hit the length limit before EOS",
+}
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How a model is evaluated.
+
+    Attributes:
+      decodes: the ways of decoding, each with a name of its own.
+      rollout: lengths, special tokens and sampling, where a way of decoding does not say otherwise.
+      prompt_width: columns of the prompt, in tokens; longer prompts are refused.
+      group_size: completions per prompt.
+      rows: completions that are decoded at once, at most; on a mesh of more devices at least one prompt each.
+      stop_strings: texts that end a completion, and stay in it.
+      seed: of the sampler.
+    """
+
+    decodes: tuple[Decode, ...]
+    rollout: RolloutConfig
+    prompt_width: int
+    group_size: int = 1
+    rows: int = 64
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_names(self.decodes)
+        for name in ("prompt_width", "group_size", "rows"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
+        if self.rows < self.group_size:
+            raise ValueError(
+                f"expected rows >= group_size = {self.group_size}, because the completions of a prompt are decoded "
+                f"together; got {self.rows}"
+            )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of one way of decoding; n completions of each prompt.
+
+    Attributes:
+      name: of the way of decoding.
+      rewards: float32 `[prompts, n]`; NaN where there is none, because a reward function failed: that completion is
+        left out of mean and interval, as training leaves it out.
+      lengths: int `[prompts, n]`, tokens.
+      clipped: bool `[prompts, n]`, whether the length limit ended the completion.
+      completions: their texts, a list of n for every prompt.
+      cache_bytes: keys and values that one sequence holds.
+      tokens_per_second: drawn by all rows together while they were decoded and read, without compilation and grading.
+    """
+
+    name: str
+    rewards: np.ndarray
+    lengths: np.ndarray
+    clipped: np.ndarray
+    completions: list[list[str]]
+    cache_bytes: int
+    tokens_per_second: float
+
+    @property
+    def reward(self) -> float:
+        """Mean over the prompts of their completions' mean reward: pass@1 where rewards are 0 or 1. NaN where no
+        completion has a reward."""
+        means = prompt_means(self.rewards)
+        return float(means.mean()) if len(means) else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of `reward`, see `mean_interval`."""
+        return mean_interval(self.rewards)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What is logged during a run: `EVALUATION_METRICS`."""
+        low, high = self.interval
+        values = {
+            "reward": self.reward,
+            "reward_low": low,
+            "reward_high": high,
+            "mean_length": float(self.lengths.mean()),
+            "clipped_ratio": float(self.clipped.mean()),
+        }
+        return {f"eval/{self.name}/{name}": value for name, value in values.items()}
+
+    @property
+    def row(self) -> dict[str, str | int | float | None]:
+        """One row of a table, or JSON object. What is no number, such as an interval of a single prompt, is None."""
+        low, high = self.interval
+        prompts, group_size = self.rewards.shape
+        rewards = {"reward": self.reward, "reward_low": low, "reward_high": high}
+        return {
+            "decode": self.name,
+            "prompts": prompts,
+            "completions_per_prompt": group_size,
+            **{name: None if math.isnan(value) else value for name, value in rewards.items()},
+            "without_reward": int(np.isnan(self.rewards).sum()),
+            "mean_length": float(self.lengths.mean()),
+            "clipped_ratio": float(self.clipped.mean()),
+            "cache_bytes_per_sequence": self.cache_bytes,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean over prompts, of rewards `[prompts, n]`; NaN for fewer than two prompts.
+
+    The prompts are the sample: completions of one prompt are alike, and n of them are no n prompts. Student's t over
+    the prompts' mean rewards; Wilson's where every prompt's completions are all right (1) or all wrong (0), as with one
+    completion each, because t would call 0 of 16 certain.
+    """
+    from scipy.stats import binomtest, t  # takes its time to import, and a run without evaluations needs none of it
+
+    means = prompt_means(rewards)
+    count = len(means)
+    if count < 2:
+        return math.nan, math.nan
+    if np.isin(means, (0.0, 1.0)).all():
+        wilson = binomtest(int(means.sum()), count).proportion_ci(0.95, method="wilson")
+        return float(wilson.low), float(wilson.high)
+    half = float(t.ppf(0.975, count - 1) * means.std(ddof=1) / math.sqrt(count))
+    return float(means.mean()) - half, float(means.mean()) + half
+
+
+def prompt_means(rewards: np.ndarray) -> np.ndarray:
+    """float64 mean reward of every prompt that has any; in rewards `[prompts, n]` NaN says that there is none."""
+    return np.asarray(np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A task and how a model is evaluated on it; programs are compiled once a way of decoding.
+
+    Attributes:
+      task: the rows; all of them count.
+      mesh: where parameters and batches lie; one device by default.
+      rewards: what grades the completions; None: the task's own `reward`, in this process and without a time limit.
+    """
+
+    model: LanguageModel
+    task: Task
+    tokenizer: Tokenizer
+    config: EvaluationConfig
+    mesh: Mesh = field(default_factory=make_mesh)
+    rewards: Rewards | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
+        if len(self.task) < 1:
+            raise ValueError("expected a task with at least one row; got none")
+        for decode in self.config.decodes:
+            # Called for its error: a budget that cannot hold what the policy protects.
+            config = decode.rollout(self.config.rollout)
+            plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
+
+    def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
+        """Every way of decoding, in their order.
+
+        Args:
+          params: of the model alone, see `Loop.policy_params`.
+          report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
+        """
+        params = shard_tree(params, self.mesh)
+        return [self._run_one(params, decode, report) for decode in self.config.decodes]
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts of one batch: as many as `config.rows` allow, divided over the mesh, and no more than there are."""
+        ways = row_ways(self.mesh)
+        allowed = self.config.rows // self.config.group_size // ways
+        return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
+
+    @cached_property
+    def stop_table(self) -> StopTable | None:
+        """The stop strings, over the tokens of this tokenizer."""
+        strings = self.config.stop_strings
+        return compile_stop_strings(self.tokenizer, strings, self.model.shape.vocab_size) if strings else None
+
+    @cached_property
+    def _own_reward(self) -> Rewards:
+        """The task's. One object for all batches, because it reports every kind of failure once."""
+        return Rewards((self.task.reward,), seconds=None)
+
+    def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
+        batches = list[_Batch]()
+        count = len(self.task)
+        done = 0
+        while done < count:
+            # The last batch is filled up with the first rows: another size would be another program.
+            numbers = np.arange(done, done + self.prompts_at_once)
+            batch = self._run_batch(params, decode, numbers, kept=min(len(numbers), count - done))
+            batches.append(batch)
+            done += len(batch.rewards)
+            if report is not None:
+                report(decode.name, done, count)
+        config = decode.rollout(self.config.rollout)
+        return Evaluated(
+            decode.name,
+            rewards=np.concatenate([batch.rewards for batch in batches]),
+            lengths=np.concatenate([batch.lengths for batch in batches]),
+            clipped=np.concatenate([batch.clipped for batch in batches]),
+            completions=[texts for batch in batches for texts in batch.completions],
+            cache_bytes=cache_bytes(self.model.shape, decode.policy, config, self.config.prompt_width, rows=1),
+            tokens_per_second=sum(batch.drawn for batch in batches) / sum(batch.seconds for batch in batches),
+        )
+
+    def _run_batch(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int) -> _Batch:
+        group_size = self.config.group_size
+        rows = [self.task[int(number) % len(self.task)] for number in numbers]
+        prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), self.mesh)
+        keys = self._keys(numbers)
+        with jax.set_mesh(self.mesh):
+            if numbers[0] == 0:
+                # Before the clock runs; the call below, and those of all other batches, find the program.
+                self._rollout(rollout_program.lower, params, prompts, keys, decode).compile()
+            began = time.perf_counter()
+            trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
+            seconds = time.perf_counter() - began
+        check_finite(trajectory.logprobs)
+        drawn = int(trajectory.lengths().sum())
+        return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
+
+    def _rollout(
+        self, run: Callable[..., Any], params: Params, prompts: PromptBatch, keys: jax.Array, decode: Decode
+    ) -> Any:
+        """`run` of what a rollout is called with: by the same names, or it would be another program."""
+        return run(
+            self.model,
+            params,
+            prompts,
+            keys,
+            policy=decode.policy,
+            config=decode.rollout(self.config.rollout),
+            group_size=self.config.group_size,
+            stop=self.stop_table,
+            limits=None,
+        )
+
+    def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:
+        shape = (len(rows), self.config.group_size)
+        grader = self.rewards or self._own_reward
+        completions, graded = grade(grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
+        return _Batch(
+            rewards=graded.rewards.reshape(shape),
+            lengths=np.asarray(trajectory.lengths()).reshape(shape),
+            clipped=~np.asarray(trajectory.terminated).reshape(shape),
+            completions=np.array(completions, object).reshape(shape).tolist(),
+            drawn=drawn,
+            seconds=seconds,
+        )
+
+    def _keys(self, numbers: np.ndarray) -> jax.Array:
+        """A key for every completion, by the number of its prompt in the task and its own in the group."""
+        group_size = self.config.group_size
+        rows = (numbers[:, None] * group_size + np.arange(group_size)).reshape(-1)
+        key = jax.random.key(self.config.seed)
+        return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Fields as in `Evaluated`, of one batch; `drawn` tokens in `seconds`, those of filled-up rows included."""
+
+    rewards: np.ndarray
+    lengths: np.ndarray
+    clipped: np.ndarray
+    completions: list[list[str]]
+    drawn: int
+    seconds: float
+
+
+def every_evaluation(loop: Loop, evaluator: Evaluator) -> Callable[[TrainState], dict[str, float]]:
+    """For `train(evaluate=...)`: the metrics of every way of decoding, at the parameters of a state."""
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        results = evaluator.run(loop.policy_params(state.params))
+        return {name: value for result in results for name, value in result.metrics.items()}
+
+    return evaluate

@@ -1,0 +1,177 @@
+"""Optimizers of a run, from optax: what they are called in TRL, how the learning rate goes, what decays.
+
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, lr_scheduler_type="cosine", warmup_steps=0.1), 500)
+
+                       state, bytes a parameter (beside 4 of the parameter and 4 of its gradient in float32)
+    adamw              8      two moments in float32
+    adamw, bfloat16    6      the momentum in bfloat16
+    adafactor          < 0.1  row and column means of the second moment, of matrices from 128 on; no momentum
+
+    clip by global norm ─► adamw or adafactor ─► + weight decay * parameter ─► * -learning rate
+
+AdamW is that of torch. Adafactor (arXiv:1804.04235) is the one that saves memory because it also behaves like AdamW at
+AdamW's learning rates: its steps are scaled to the same size by the same second moment, known by its rows and columns.
+Lion, the other choice that optax has, takes the sign of every gradient: where most of a batch has no signal, it moves
+every weight all the same, and it wants learning rates of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from smd_jax.config import check_choice
+from smd_jax.model.protocol import Params
+
+Optim = Literal["adamw", "adafactor"]
+Scheduler = Literal["constant", "linear", "cosine"]
+MomentumName = Literal["float32", "bfloat16"]
+
+# Of Adafactor, as in the paper and in transformers.
+BLOCK_RMS = 1.0  # an update of a matrix is scaled down to this root mean square
+LEAST_FACTORED = 128  # sides of a matrix from which on its second moment is known by rows and columns
+
+UNDECAYED = ("bias", "scale")  # names of leaves
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and the learning rate; names and defaults of transformers' TrainingArguments, but for the learning
+    rate, which is that of TRL's GRPOConfig, and the scheduler, which is "linear" there.
+
+    Attributes:
+      optim: which one.
+      learning_rate: the highest.
+      lr_scheduler_type: what comes after the warm-up: "constant"; "linear", or "cosine" (half a wave), down to the end
+        of the run.
+      warmup_steps: optimizer steps in which the learning rate rises from 0; below 1 their share of the run, rounded up.
+      min_lr_rate: where "linear" and "cosine" end, as a share of `learning_rate` (cosine_with_min_lr in transformers).
+      weight_decay: decoupled, times the learning rate. Vectors don't decay, and nothing that is called bias or scale:
+        norms and biases, as in transformers, where embeddings do.
+      decay_embeddings: whether embeddings decay, too.
+      adam_beta1, adam_beta2, adam_epsilon: of AdamW.
+      momentum_dtype: what AdamW keeps its momentum in.
+      max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
+    """
+
+    optim: Optim = "adamw"
+    learning_rate: float = 1e-6
+    lr_scheduler_type: Scheduler = "constant"
+    warmup_steps: int | float = 0
+    min_lr_rate: float = 0.0
+    weight_decay: float = 0.0
+    decay_embeddings: bool = True
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    momentum_dtype: MomentumName = "float32"
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("optim", self.optim, get_args(Optim))
+        check_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(Scheduler))
+        check_choice("momentum_dtype", self.momentum_dtype, get_args(MomentumName))
+        for name, value in (("learning_rate", self.learning_rate), ("adam_epsilon", self.adam_epsilon)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"expected a finite {name} > 0; got {value}")
+        for name, value in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
+            if not 0 <= value < 1:
+                raise ValueError(f"expected 0 <= {name} < 1; got {value}")
+        if not 0 <= self.min_lr_rate <= 1:
+            raise ValueError(f"expected 0 <= min_lr_rate <= 1, a share of the learning rate; got {self.min_lr_rate}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"expected a finite weight_decay >= 0; got {self.weight_decay}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"expected max_grad_norm > 0, or None; got {self.max_grad_norm}")
+        if not 0 <= self.warmup_steps < math.inf or (self.warmup_steps > 1 and self.warmup_steps % 1):
+            raise ValueError(
+                f"expected warmup_steps to be whole steps, or a share of the run below 1; got {self.warmup_steps}"
+            )
+        # An option that nothing reads is refused rather than ignored.
+        if self.lr_scheduler_type == "constant" and self.min_lr_rate > 0:
+            raise ValueError(
+                f"expected min_lr_rate 0 with the scheduler 'constant', which never falls; got {self.min_lr_rate}"
+            )
+        if self.optim == "adafactor" and self.momentum_dtype != "float32":
+            raise ValueError(
+                f"expected momentum_dtype 'float32', the default, with 'adafactor', which keeps no momentum; "
+                f"got {self.momentum_dtype!r}"
+            )
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of each of `steps` optimizer steps, from 0 on: that of transformers' schedulers, whose first
+    step of a warm-up has a learning rate of 0.
+
+    Raises:
+      ValueError: if there are no steps, or the warm-up leaves none to fall in.
+    """
+    if steps < 1:
+        raise ValueError(f"expected at least one optimizer step; got {steps}")
+    share = config.warmup_steps < 1
+    warmup = math.ceil(config.warmup_steps * steps) if share else int(config.warmup_steps)
+    falls = config.lr_scheduler_type != "constant"
+    if falls and warmup >= steps:
+        raise ValueError(
+            f"expected fewer warmup_steps than the {steps} optimizer steps of the run, so that the learning rate can "
+            f"fall; got {warmup}"
+        )
+    peak = config.learning_rate
+    if config.lr_scheduler_type == "linear":
+        after = optax.linear_schedule(peak, config.min_lr_rate * peak, steps - warmup)
+    elif config.lr_scheduler_type == "cosine":
+        after = optax.cosine_decay_schedule(peak, steps - warmup, config.min_lr_rate)
+    else:
+        after = optax.constant_schedule(peak)
+    if warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The optimizer of a run of so many optimizer steps: rollouts times `LoopConfig.steps_per_rollout`.
+
+    The rate of the last step stands in its state as `learning_rate`; so updates log it.
+
+    Raises:
+      ValueError: as `learning_rate_schedule`.
+    """
+
+    def scaled(learning_rate: Any) -> optax.GradientTransformation:
+        parts = [*_direction(config)]
+        if config.weight_decay:
+            mask = partial(decayed, embeddings=config.decay_embeddings)
+            parts.append(optax.add_decayed_weights(config.weight_decay, mask))
+        return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+    # float32 said aloud: a rate like 1e-6 has few digits in what parameters may be stored in.
+    rated = optax.inject_hyperparams(scaled, hyperparam_dtype=jnp.float32)
+    optimizer = rated(learning_rate=learning_rate_schedule(config, steps))
+    if config.max_grad_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optimizer)
+
+
+def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
+    """What makes a direction, of about unit size in every weight, of the gradient."""
+    if config.optim == "adafactor":
+        # Without Adafactor's scale of parameters, as in transformers' Trainer: a learning rate is one of AdamW.
+        return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED), optax.clip_by_block_rms(BLOCK_RMS)
+    dtype = jnp.dtype(config.momentum_dtype)
+    return (optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype),)
+
+
+def decayed(params: Params, embeddings: bool = True) -> Any:
+    """Which leaves decay: matrices, but for what is called bias or scale; and embeddings if asked for."""
+
+    def decays(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
+        return leaf.ndim > 1 and name not in UNDECAYED and (embeddings or name != "embedding")
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,102 @@
+"""Ctrl-C and SIGTERM: the first asks a run to stop after the rollout under way, the second ends the process at once.
+
+                     1st SIGINT or SIGTERM                          2nd
+    ─ rollout 7 ───────┬────────────────────────┐  checkpoint         exit status 128 + number of the signal,
+                       └ said at once           └─ RunStoppedError    without any checkpoint
+
+Python runs a signal's handler on the main thread, between two instructions: not while that thread waits for a compiled
+program, which may take minutes. What Python does at once is write the signal's number to a file descriptor
+(`signal.set_wakeup_fd`); a thread that reads from the other end answers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class RunStoppedError(RuntimeError):
+    """A signal stopped a run, which can go on from its newest checkpoint.
+
+    Attributes:
+      signal: which one.
+      done, steps: rollouts that are finished, and those in all.
+      directory: of the run.
+      exit_code: what a shell expects of a command that this signal ended, 128 and its number.
+    """
+
+    def __init__(self, number: signal.Signals, done: int, steps: int, directory: Path) -> None:
+        self.signal = number
+        self.done = done
+        self.steps = steps
+        self.directory = directory
+        self.exit_code = 128 + number
+        kept = f"saved in {directory}" if done else f"nothing to save in {directory} yet"
+        super().__init__(
+            f"{number.name} stopped the run after {done} of {steps} rollouts; {kept}. It goes on with resume"
+        )
+
+
+class StopSignals:
+    """Listens to SIGINT and SIGTERM while it is open. Beside the main thread, where Python allows no handlers, it
+    opens and hears nothing."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._listens = threading.current_thread() is threading.main_thread()
+        if not self._listens:
+            return self
+        self._read, self._write = os.pipe()
+        # Python writes to it inside of a signal's handler, which must never wait.
+        os.set_blocking(self._write, False)
+        self._descriptor = signal.set_wakeup_fd(self._write)
+        # A handler that does nothing: without one Python would not write the number either.
+        self._handlers = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._answer, name="stop signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._listens:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._descriptor)
+        # The thread reads the end of the pipe and ends.
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _answer(self) -> None:
+        while numbers := os.read(self._read, 64):
+            for number in numbers:
+                if number not in SIGNALS:
+                    continue
+                if self.received is not None:
+                    self._end(number)
+                self.received = signal.Signals(number)
+                _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
+
+    def _end(self, number: int) -> None:
+        # A progress bar hides the cursor, and nobody else will bring it back.
+        _say("\x1b[?25hended without saving" if sys.stderr.isatty() else "ended without saving")
+        # The main thread may be deep inside a compiled program: nothing that asks it to leave would be at once.
+        os._exit(128 + number)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

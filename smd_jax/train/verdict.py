@@ -1,0 +1,126 @@
+"""What the metrics of a run say about it: runs that look like a success but learnt nothing, and what to try.
+
+    for line in verdict(read_metrics(directory / "metrics.jsonl")):
+        print(line)
+
+`train` looks at the newest rollouts after every step, and says each of these once; a command prints them at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from smd_jax.losses.dpo import DPO_METRICS
+from smd_jax.losses.value import VALUE_METRICS
+
+Row = Mapping[str, float | int | None]
+
+# Rollouts in a row from which on something is said.
+ROLLOUTS = 5
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong with a run: a name, by which it is said once, and the message."""
+
+    name: str
+    message: str
+
+
+class _Symptom(NamedTuple):
+    """Attributes: of_row: whether one rollout shows it. message: what it is called, and what to try."""
+
+    name: str
+    of_row: Callable[[Row], bool]
+    message: str
+
+
+def verdict(history: Sequence[Row]) -> list[str]:
+    """Messages on what went wrong in a run, none for one that looks well: what at least half of its rollouts show, or
+    each of the newest `ROLLOUTS`.
+
+    Args:
+      history: rows of metrics, one a rollout; rows of something else (evaluations alone) are left out.
+    """
+    return [finding.message for finding in findings(history)]
+
+
+def findings(history: Sequence[Row]) -> list[Finding]:
+    """`verdict`, with names."""
+    rows = [row for row in history if "reward" in row or "loss" in row]
+    found = []
+    for symptom in SYMPTOMS:
+        shown = [symptom.of_row(row) for row in rows]
+        if shown and (all(shown[-ROLLOUTS:]) or 2 * sum(shown) >= len(shown)):
+            share = f"in {sum(shown)} of {len(shown)} rollouts" + _rewards(rows, symptom)
+            found.append(Finding(symptom.name, symptom.message.format(share=share)))
+    return found
+
+
+def warnings(recent: Sequence[Row], said: set[str]) -> list[str]:
+    """What the newest `ROLLOUTS` rows all show and was not said before; adds it to `said`."""
+    rows = list(recent)[-ROLLOUTS:]
+    if len(rows) < ROLLOUTS:
+        return []
+    new = [symptom for symptom in SYMPTOMS if symptom.name not in said and all(map(symptom.of_row, rows))]
+    said.update(symptom.name for symptom in new)
+    share = f"in each of the last {ROLLOUTS} rollouts"
+    return ["warning: " + symptom.message.format(share=share + _rewards(rows, symptom)) for symptom in new]
+
+
+def _rewards(rows: Sequence[Row], symptom: _Symptom) -> str:
+    """The mean reward where it says something about the symptom: groups without signal are all wrong or all right."""
+    rewards = [number for row in rows if math.isfinite(number := _value(row, "reward"))]
+    if symptom.name != "signal" or not rewards:
+        return ""
+    return f" (mean reward {sum(rewards) / len(rewards):.3g})"
+
+
+def _value(row: Row, name: str) -> float:
+    """NaN where there is none; None is how a file says NaN."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def _no_signal(row: Row) -> bool:
+    if _value(row, "grad_norm") == 0:
+        return True
+    # Pairs may be those of a judge, which looks at no reward.
+    if any(name in row for name in DPO_METRICS):
+        return False
+    # A critic compares rewards over the batch, and groups of one never differ inside.
+    has_critic = any(name in row for name in VALUE_METRICS)
+    return _value(row, "reward_std") == 0 if has_critic else _value(row, "frac_reward_zero_std") == 1
+
+
+def _all_clipped(row: Row) -> bool:
+    return _value(row, "completions/clipped_ratio") == 1
+
+
+def _not_finite(row: Row) -> bool:
+    return any(name in row and not math.isfinite(_value(row, name)) for name in ("grad_norm", "loss"))
+
+
+SYMPTOMS = (
+    _Symptom(
+        "signal",
+        _no_signal,
+        "{share} nothing could be learnt from the rewards: those of every group were equal, or the gradient was 0. "
+        "Look at the completions and what the reward says of them. If all are wrong: easier prompts, partial credit, a "
+        "larger group_size, a higher temperature, a warm start. If all are right: harder prompts",
+    ),
+    _Symptom(
+        "clipped",
+        _all_clipped,
+        "{share} every completion was cut off by the length limit. Raise max_new_tokens; if that does not help, the "
+        "model never ends: look for a wrong eos_token_id or chat template, add stop_strings, or take an instruction-"
+        "tuned model",
+    ),
+    _Symptom(
+        "not finite",
+        _not_finite,
+        "{share} loss or gradient was NaN or infinite. Lower the learning rate, clip the gradient's norm, or compute "
+        "in float32; then resume from a checkpoint before that",
+    ),
+)

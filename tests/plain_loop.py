@@ -1,0 +1,78 @@
+"""A loop whose step is arithmetic, for tests of what surrounds it: nothing is compiled, nothing is sampled.
+
+As a program it takes steps when it is told to, so that a test can send it a signal in the middle of one:
+
+    python -m tests.plain_loop DIRECTORY STEPS      prints "rollout N" at the begin of a step, which ends with a line of
+                                                    standard input
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.eviction.policies import Dense
+from smd_jax.learner.state import TrainState
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.run import RunConfig, train
+from smd_jax.train.stop import RunStoppedError
+
+CONFIG = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4), minibatches=1)
+
+
+@dataclass(frozen=True)
+class PlainLoop(Loop):
+    """Adds the number of the rollout to the parameters.
+
+    Attributes:
+      metrics: of a rollout, by its number from 0.
+      begins: called with that number.
+    """
+
+    model: Any = None
+    task: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    config: LoopConfig = CONFIG
+    metrics: Callable[[int], dict[str, float]] = field(default=lambda number: {"reward": float(number)}, kw_only=True)
+    begins: Callable[[int], None] = field(default=lambda number: None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """There is no model and no tokenizer to check."""
+
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        number = int(state.step)
+        self.begins(number)
+        params = {"w": state.params["w"] + number}
+        return state.replace(step=state.step + 1, params=params), dict(self.metrics(number))
+
+
+def new_state(size: int = 4) -> TrainState:
+    """Numbers that do not compress, for a state of some size."""
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
+    return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
+
+
+def main(directory: str, steps: str) -> None:
+    def begins(number: int) -> None:
+        print(f"rollout {number}", flush=True)
+        sys.stdin.readline()
+
+    loop = PlainLoop(begins=begins)
+    try:
+        train(loop, new_state(), RunConfig(int(steps)), Path(directory), config=CONFIG, resume=True)
+    except RunStoppedError as error:
+        print(error, flush=True)
+        raise SystemExit(error.exit_code) from error
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

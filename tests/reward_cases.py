@@ -1,0 +1,107 @@
+"""Reward functions that tests send to a process of their own, which imports this file: so nothing of JAX stands here.
+
+Each is of a kind that a user writes; the names say what goes wrong.
+"""
+
+import asyncio
+import os
+import re
+import time
+from dataclasses import dataclass
+
+
+def length(completions):
+    """Takes nothing but what it names."""
+    return [len(completion) for completion in completions]
+
+
+def matches(prompts, completions, answer, **columns):
+    return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def tokens(completion_ids):
+    return [len(ids) for ids in completion_ids]
+
+
+def content(completions):
+    """As TRL's functions read chat completions."""
+    return [float("yes" in completion[0]["content"]) for completion in completions]
+
+
+async def slow_length(completions):
+    await asyncio.sleep(0)
+    return [len(completion) for completion in completions]
+
+
+def only_digits(completions):
+    """No opinion about the others."""
+    return [float(completion) if completion.isdigit() else None for completion in completions]
+
+
+def never_an_opinion(completions):
+    return [None for _ in completions]
+
+
+def as_number(completions):
+    """Raises for what is no number."""
+    return [float(completion) for completion in completions]
+
+
+def skips_some(completions):
+    return [1.0 for completion in completions if completion != "bad"]
+
+
+def mean_of_all(completions):
+    return sum(map(len, completions)) / len(completions)
+
+
+def not_finite(completions):
+    return [float("nan") if completion == "bad" else 1.0 for completion in completions]
+
+
+def as_text(completions):
+    return ["1.0" if completion == "bad" else 1.0 for completion in completions]
+
+
+def sleeps(completions):
+    """Waits for what never comes."""
+    if "bad" in completions:
+        time.sleep(3600)
+    return [1.0 for _ in completions]
+
+
+def spins_in_c(completions):
+    """Backtracks for ever and keeps Python's lock: no thread of its process runs any more."""
+    return [
+        float(re.fullmatch("(a+)+", "a" * 60 + "b" if completion == "bad" else "aa") is not None)
+        for completion in completions
+    ]
+
+
+def ends_its_process(completions):
+    """As a crash in C does."""
+    if "bad" in completions:
+        os._exit(7)
+    return [1.0 for _ in completions]
+
+
+def afraid_of_company(completions):
+    """Fails on several completions, on none alone."""
+    if len(completions) > 1:
+        raise RuntimeError("one at a time, please")
+    return [1.0]
+
+
+def speaks(completions):
+    print("rewarding", len(completions))
+    return [1.0 for _ in completions]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An object with a state, such as those of TRL."""
+
+    factor: float
+
+    def __call__(self, completions):
+        return [self.factor * len(completion) for completion in completions]

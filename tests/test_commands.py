@@ -1,0 +1,198 @@
+"""The commands: their arguments, their files, their errors, and a whole run from a directory to a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+import smd_jax as smd
+from smd_jax.commands import config_file
+from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, OnlineDpo, ReferenceArgs, SamplerArgs
+from smd_jax.commands.choices import eviction_policy, loss_config, update_config
+from smd_jax.commands.command_line import ALGORITHMS, parse
+from smd_jax.commands.errors import FLAGS, with_flags
+from smd_jax.commands.train import main
+from smd_jax.eviction.policies import Dense, StreamingLLM
+from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.model.weights import load_checkpoint
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.testing import tiny_model_config, write_random_checkpoint
+
+NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
+SORT = ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
+SMALL = ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "5", "--budget", "12"]
+SMALL += ["--buffer", "2", "--eviction", "h2o", "--dataset-size", "20"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = tiny_model_config(num_layers=1, max_positions=512)
+    write_random_checkpoint(directory, config=config)
+    return directory
+
+
+def test_every_algorithm_has_its_options():
+    for name, kind in ALGORITHMS.items():
+        found, args = parse([name, *NEEDED])
+        assert (found, type(args)) == (name, kind)
+        assert args.model == ModelArgs("somewhere") and args.data == DataArgs("reasoning_gym:chain_sum")
+        assert args.sampler == SamplerArgs()
+    _, args = parse(
+        ["grpo", *NEEDED, "--num-generations", "3", "--epsilon-high", "0.3", "--gradient-checkpointing", "none"]
+    )
+    assert isinstance(args, Grpo)
+    assert args.sampler.num_generations == 3 and args.loss.epsilon_high == 0.3
+    assert args.model.gradient_checkpointing == "none"
+
+
+def test_the_name_of_an_option_is_one_flag():
+    """Flags have no prefix of their group: two groups of an algorithm must not share a name."""
+    for kind in ALGORITHMS.values():
+        names = [name for _, group in config_file.groups_of(kind) for name in group]
+        assert len(names) == len(set(names))
+    flags = {f"--{n.replace('_', '-')}" for k in ALGORITHMS.values() for _, g in config_file.groups_of(k) for n in g}
+    assert set(FLAGS.values()) <= flags
+
+
+def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
+    words = ["grpo", *NEEDED, "--stop", "</s>", "--system-prompt", '- be: "brief"\n', "--memory", "80GiB"]
+    for given in (words, [*words, "--stop", "a", "b c", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"]):
+        name, args = parse(given)
+        file = tmp_path / "run.yaml"
+        file.write_text(config_file.dump(name, args), encoding="utf-8")
+        assert parse(["--config", str(file)]) == (name, args)
+        assert parse([name, f"--config={file}"]) == (name, args)
+        _, other = parse(["--config", str(file), "--max-steps", "7"])
+        assert other == dataclasses.replace(args, run=dataclasses.replace(args.run, max_steps=7))
+    # Every option is named, so that later defaults change nothing.
+    names = {name for _, group in config_file.groups_of(Grpo) for name in group}
+    assert yaml.safe_load(file.read_text()).keys() == names | {"algorithm"}
+
+
+def test_a_preset_stands_before_the_file_and_the_flags(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text("budget: 99\nbuffer: 3\n")
+    _, args = parse(["--preset", "gsm8k", "--config", str(file), *NEEDED, "--buffer", "4"])
+    assert isinstance(args, Grpo)
+    assert (args.sampler.eviction, args.sampler.budget, args.sampler.buffer) == ("rkv", 99, 4)
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(Path(config_file.preset_path("gsm8k")).parent.iterdir())]
+)
+def test_presets_are_read(name: str):
+    _, args = parse(["--preset", name, *NEEDED])
+    assert args.data == DataArgs("reasoning_gym:chain_sum")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bugdet: 3", "got 'bugdet'; near are ['budget'"),
+        ("- budget", "expected options, one `name: value` a line"),
+        ("budget: [", "expected YAML"),
+        ("stop: ['-a', 'b']", "expected no item that begins with a dash"),
+        ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
+        ("algorithm: ppo", "expected a configuration of 'grpo'; got one of 'ppo'"),
+        (None, "expected a YAML file; found none at"),
+    ],
+)
+def test_what_a_file_gets_wrong(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert said in error_of(["grpo", "--config", str(file), *NEEDED], capsys)
+
+
+def test_names_become_the_librarys_objects():
+    assert isinstance(eviction_policy(SamplerArgs(eviction="dense")), Dense)
+    assert eviction_policy(SamplerArgs(eviction="streaming_llm", sinks=2)) == StreamingLLM(2)
+    policy = eviction_policy(SamplerArgs(pyramid=True))
+    assert isinstance(policy, Pyramid) and isinstance(policy.inner, Protect) and policy.inner.sinks == 4
+    reference = ReferenceArgs()
+    assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
+    given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
+    assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
+    distill = update_config(LossArgs(), reference, evicts=True, microbatch=None).distill
+    assert distill is not None and distill.direction == "anchor"
+    assert update_config(LossArgs(), reference, evicts=False, microbatch=None).distill is None
+    assert update_config(LossArgs(correction="tis"), reference, evicts=True, microbatch=2).visibility == "dense"
+    with pytest.raises(ValueError, match="no bounds but"):
+        loss_config(LossArgs(loss_type="cispo", epsilon=0.1), reference)
+
+
+def test_errors_are_said_in_flags():
+    said = with_flags("lower microbatch_size or prefill_chunk; expected max_new_tokens >= 1")
+    for flag in ("--microbatch", "--prefill-chunk", "--max-completion-length"):
+        assert flag in said
+    assert with_flags("expected a GPU") == "expected a GPU"
+
+
+def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says of its mistake, in one line; it must end with status 2 and without a traceback."""
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in said, said
+    return " ".join(said.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--platform", "tpu"], "expected JAX to run on 'tpu'"),
+        (["--model", "no/such/model"], "expected a checkpoint directory in Hugging Face's format, or an id on the Hub"),
+        (["--dataset", "rows.jsonl", "--dataset-parameters"], "expected a file or a folder at"),
+        (["--reward", "nonsense"], "expected --reward as one of"),
+        (["--eval-steps", "1", "--eval-decode", "snapkv"], "expected a budget of keys, as in snapkv:512"),
+        (["--dataset", "reasoning_gym:chain_summ"], "near: ['chain_sum'"),
+        (["--max-steps", "0"], "got 0"),
+        (["--learning-rate", "-1"], "expected a finite learning_rate > 0; got -1.0"),
+        (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
+        (["--memory", "lots"], "as in 80GiB; got 'lots'"),
+        (["--num-generations", "1"], "group_size is --num-generations"),
+        (["--temperature", "0"], "expected sampling at a temperature > 0"),
+        (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
+        (["--max-prompt-length", "3", "--long-prompts", "refuse"], "expected prompts of at most 3 tokens"),
+    ],
+)
+def test_a_users_mistake_is_one_box(
+    more: list[str], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(tmp_path / "run"), *more]
+    assert said in error_of(words, capsys)
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that could not begin"
+
+
+def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    words = ["--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "2", "--save-steps", "1"]
+    words += ["--eval-steps", "1", "--eval-rows", "4", "--completions-steps", "1"]
+    main(["grpo", *words, "--dry-run"])
+    said = capsys.readouterr().out
+    assert "--- prompt 2" in said and not run.exists()
+    main(["grpo", *words])
+    rows = read_metrics(run / "metrics.jsonl")
+    assert len(rows) == 2 and {"eval/sampler/reward", "eval/dense/reward", "learning_rate"} <= rows[-1].keys()
+    assert len(list((run / "completions").glob("*.parquet"))) == 2
+    assert "expected no earlier run" in error_of(["grpo", *words], capsys)
+    # More steps are no other mathematics, and neither is how much is said; another seed is.
+    main(["--config", str(run / "config.yaml"), "--max-steps", "3", "--resume", "--completions-steps", "0"])
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    said = error_of(["--config", str(run / "config.yaml"), "--resume", "--seed", "1"], capsys)
+    assert "seed: expected 0, got 1" in said
+    before, after = (load_checkpoint(path)[1] for path in (model, run / "model"))
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])
+def test_the_other_algorithms_take_a_step(algorithm: str, model: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    more = [] if algorithm == "online-dpo" else ["--distill", "none"]
+    main([algorithm, "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1", *more])
+    assert len(read_metrics(run / "metrics.jsonl")) == 1
+    assert OnlineDpo is ALGORITHMS["online-dpo"]

@@ -1,0 +1,221 @@
+"""The log of completions: what the files hold, what a terminal shows, and the shadow masks beside them."""
+
+from __future__ import annotations
+
+import io
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from smd_jax.masks import NEVER, ShadowMask, dense_mask
+from smd_jax.monitor.completions import CompletionsLog, print_completions, shortened_text
+from smd_jax.monitor.saved_masks import extract_mask, load_masks, save_masks, token_pieces
+from smd_jax.monitor.visible_text import one_line, visible
+from smd_jax.testing import byte_tokenizer
+from smd_jax.train.loop import Samples
+from smd_jax.trajectory import Trajectory
+
+TOKENIZER = byte_tokenizer(chat=False)
+EOS, PAD = 258, 256
+PROMPT, RESPONSE = 3, 4
+
+
+def trajectory(responses: list[list[int]], prompts: list[list[int]], mask=None) -> Trajectory:
+    """Rows of these tokens, padded to 3 + 4 columns; dense without a mask."""
+    left = [[PAD] * (PROMPT - len(row)) + row for row in prompts]
+    right = [row + [PAD] * (RESPONSE - len(row)) for row in responses]
+    valid = jnp.array(
+        [
+            [False] * (PROMPT - len(p)) + [True] * (len(p) + len(r)) + [False] * (RESPONSE - len(r))
+            for p, r in zip(prompts, responses, strict=True)
+        ]
+    )
+    return Trajectory(
+        tokens=jnp.array([a + b for a, b in zip(left, right, strict=True)]),
+        valid=valid,
+        logprobs=jnp.zeros((len(prompts), RESPONSE)),
+        terminated=jnp.array([row[-1] == EOS for row in responses]),
+        mask=dense_mask(valid) if mask is None else mask,
+    )
+
+
+def samples(texts: list[str], advantages: bool = True) -> Samples:
+    """One completion a text, of at most four bytes; those of three bytes or fewer end by themselves."""
+    responses = [list(text.encode()) + [EOS] * (len(text.encode()) < RESPONSE) for text in texts]
+    rewards = np.arange(len(texts), dtype=np.float32) / 2
+    return Samples(
+        trajectory(responses, [[65, 66]] * len(texts)),
+        rewards,
+        [{"prompt": "AB"}] * len(texts),
+        texts,
+        None,
+        {},
+        advantages=rewards - 1 if advantages else None,
+    )
+
+
+class WithParts(NamedTuple):
+    """Samples that know what each reward function gave."""
+
+    trajectory: Trajectory
+    rewards: np.ndarray
+    completions: list[str]
+    advantages: np.ndarray | None
+    reward_parts: dict[str, np.ndarray]
+
+
+def test_a_file_of_completions(tmp_path):
+    log = CompletionsLog(tmp_path, TOKENIZER, every=5, table_rows=0)
+    for step in range(7):
+        log(step, samples(["yes", "none"]))
+    assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == [
+        *("completions_00000.parquet", "completions_00005.parquet", "masks_00000.npz", "masks_00005.npz"),
+    ]
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00005.parquet").to_pydict()
+    assert table == {
+        "step": [5, 5],
+        "prompt": ["AB", "AB"],
+        "completion": ["yes", "none"],
+        "reward": [0.0, 0.5],
+        "advantage": [-1.0, -0.5],
+        "length": [4, 4],
+        "truncated": [False, True],
+    }
+
+
+def test_reward_functions_have_columns_of_their_own(tmp_path):
+    of = samples(["a", "b"], advantages=False)
+    parts = {"format": np.array([1.0, np.nan]), "reward": np.array([0.0, 2.0])}
+    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0, masks=0)
+    log(0, WithParts(of.trajectory, of.rewards, of.completions, None, parts))
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
+    assert list(table)[3:6] == ["reward", "rewards/format", "rewards/reward"] and "advantage" not in table
+    assert table["rewards/reward"] == [0.0, 2.0] and np.isnan(table["rewards/format"][1])
+
+
+def test_half_a_character_is_kept_from_utf8(tmp_path):
+    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=1, file=io.StringIO())
+    log(0, samples(["a"])._replace(completions=["x\ud800"]))
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet")
+    assert table["completion"].to_pylist() == ["x?"]
+
+
+def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
+    (tmp_path / "completions").write_text("a file where the folder should be")
+    log = CompletionsLog(tmp_path, TOKENIZER, every=1, table_rows=0)
+    for step in range(3):
+        log(step, samples(["a"]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("completions are not kept any more: ") and "completions" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "expected every >= 1 rollouts; got 0"),
+        ({"masks": -1}, "expected table_rows and masks >= 0; got 2"),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        CompletionsLog(tmp_path, TOKENIZER, **options)
+
+
+# --- on a terminal
+
+EVIL = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00\x7f"
+
+
+def test_what_a_model_writes_never_acts():
+    shown = visible(EVIL + "\n")
+    assert shown == "a␛[31mred␛]0;title␇ [bold]x[/bold] \\u009b2J\\u202eabc␍␀\\u007f\n"
+    assert visible("日本語 👩‍🚀 é") == "日本語 👩‍🚀 é"
+    assert one_line("a\nb" + "c" * 600).startswith("a⏎bc") and len(one_line("c" * 600)) == 500
+
+
+def test_the_table_shows_text_as_text():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for file in (io.StringIO(), Terminal()):
+        columns = {"prompt": ["[red]p"], "completion": [EVIL], "reward": [0.5], "length": [12]}
+        print_completions(7, columns, 1, file=file, width=120)
+        text = file.getvalue()
+        assert "completions of rollout 7" in text and "[bold]x[/bold]" in text and "[red]p" in text
+        assert "␛[31mred" in text and "\x1b[31m" not in text and "\x1b]0" not in text and "\x9b" not in text
+        assert "\x07" not in text and "\u202e" not in text
+
+
+def test_the_table_on_a_terminal_without_unicode():
+    raw = io.BytesIO()
+    columns = {"prompt": ["日本"], "completion": ["é\n"], "reward": [0.5], "length": [12]}
+    file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    print_completions(7, columns, 1, file=file, width=120)
+    assert rb"\u65e5\u672c" in raw.getvalue() and rb"\xe9\u23ce" in raw.getvalue()
+
+
+def test_long_texts_lose_their_middle():
+    text = shortened_text("b" * 300 + "m" * 500 + "e" * 300)
+    assert text == "b" * 200 + " […] " + "e" * 200
+
+
+# --- shadow masks
+
+# The picture of `smd_jax.masks`: key 0 is padding, key 2 was evicted after query 3; head 1 never evicts.
+EVICTED_AT = jnp.array([[[[0, NEVER, 4, NEVER, NEVER, NEVER, NEVER], [0, *[NEVER] * 6]]]], jnp.int32)
+
+
+def test_a_mask_without_its_padding():
+    drawn = trajectory([[67, 68, 69, EOS]], [[65, 66]], ShadowMask(EVICTED_AT))
+    mask = extract_mask(drawn, 0, TOKENIZER, step=3, reward=0.5)
+    assert mask.evicted_at.tolist() == [[[6, 3, 6, 6, 6, 6], [6] * 6]]
+    assert mask.evicted_at.dtype == np.uint16 and mask.prompt_length == 2 and (mask.step, mask.row) == (3, 0)
+    assert mask.pieces[:5] == list("ABCDE")
+    for query in range(6):
+        forgotten = mask.forgotten(query)
+        assert np.flatnonzero(forgotten[0, 0]).tolist() == ([1] if query >= 3 else [])
+        assert not forgotten[0, 1].any()
+    assert mask.lifetimes()[0, 0].tolist() == [6, 2, 4, 3, 2, 1]
+
+
+def test_a_boolean_mask_is_the_same():
+    compact = ShadowMask(EVICTED_AT)
+    of_compact, of_boolean = (
+        extract_mask(trajectory([[67, 68, 69, EOS]], [[65, 66]], mask), 0, TOKENIZER, 0, 0.0)
+        for mask in (compact, compact.to_boolean())
+    )
+    np.testing.assert_array_equal(of_boolean.evicted_at, of_compact.evicted_at)
+
+
+def test_a_mask_in_which_keys_come_back_is_left_out(tmp_path):
+    visible_keys = ShadowMask(EVICTED_AT).to_boolean().at[0, 0, 0, 6, 2].set(True)
+    of = samples(["abc"])
+    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
+    log(0, of._replace(trajectory=of.trajectory.replace(mask=visible_keys)))
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00000.parquet"]
+
+
+def test_masks_read_back(tmp_path):
+    drawn = trajectory([[67, EOS], [68, 69, 70, 71]], [[65], [65, 66, 0]])
+    masks = [extract_mask(drawn, row, TOKENIZER, 5, row / 3) for row in range(2)]
+    save_masks(tmp_path / "masks.npz", masks)
+    for mask, again in zip(masks, load_masks(tmp_path / "masks.npz"), strict=True):
+        np.testing.assert_array_equal(mask.evicted_at, again.evicted_at)
+        assert (mask.pieces, mask.prompt_length, mask.row, mask.reward) == (
+            *(again.pieces, again.prompt_length, again.row, again.reward),
+        )
+    np.savez(tmp_path / "other.npz", a=np.zeros(2))
+    with pytest.raises(ValueError, match="expected a file of saved masks; got .*other.npz"):
+        load_masks(tmp_path / "other.npz")
+
+
+def test_pieces_of_text_put_together_are_the_text():
+    text = "añ日👩 b"
+    ids = list(text.encode())
+    pieces = token_pieces(TOKENIZER, ids)
+    assert "".join(pieces) == text and len(pieces) == len(ids)
+    assert pieces[:3] == ["a", "", "ñ"]

@@ -1,0 +1,168 @@
+"""Entropy in the loss: an exact gradient without logits of all columns, and the tokens with the highest entropies.
+
+Against TRL, on given entropies: `test_losses_trl`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import TIS, Naive
+from smd_jax.learner import blocks
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.entropy import high_entropy_tokens, weighted_entropy
+from smd_jax.losses.policy import LossConfig
+from tests import bigram_update, tiny_update
+from tests.bigram_update import ADVANTAGES, PARAMS, REFERENCE, explicit_logprobs, explicit_token_logprobs, trajectory
+from tests.tiny_update import distance
+
+COEF = 0.7
+MASK = np.asarray(trajectory().response_mask)
+
+
+@pytest.fixture
+def narrow_blocks(monkeypatch):
+    """Logits of two columns at a time. Programs that were compiled for others are left out."""
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", 2 * 8 * bigram_update.VOCAB * 4)
+    tiny_update.recording_update.cache_clear()
+    yield
+    tiny_update.recording_update.cache_clear()
+
+
+def entropies(params):
+    logprobs = explicit_logprobs(params)
+    return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+@jax.jit
+@jax.value_and_grad
+def plain_loss(params, chosen, coef):
+    """At ratio 1: the policy loss of chosen tokens, over all of them, less the mean entropy of the chosen."""
+    policy = jnp.sum(jnp.where(chosen, ADVANTAGES[:, None] * explicit_token_logprobs(params), 0.0)) / MASK.sum()
+    return -policy - coef * jnp.sum(jnp.where(chosen, entropies(params), 0.0)) / chosen.sum()
+
+
+def on_policy():
+    """The old policy is the present one, so that every ratio is 1."""
+    return bigram_update.batch().replace(old_logprobs=None)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_the_bonus_has_its_exact_gradient(narrow_blocks, microbatch_size):
+    update = UpdateConfig(entropy_coef=COEF, microbatch_size=microbatch_size)
+    metrics, grads = bigram_update.metrics_and_gradients(update, on_policy())
+    value, expected = plain_loss(PARAMS, MASK, COEF)
+    # The surrogate's value at ratio 1 is the advantage, where the formula has advantage * log p: their gradients agree.
+    policy = -(np.asarray(ADVANTAGES)[:, None] * MASK).sum() / MASK.sum()
+    mean = np.asarray(entropies(PARAMS))[MASK].mean()
+    np.testing.assert_allclose(metrics["loss"], policy - COEF * mean, rtol=1e-5)
+    np.testing.assert_allclose(metrics["entropy"], mean, rtol=1e-5)
+    assert distance(grads, expected) < 1e-5
+    without = plain_loss(PARAMS, MASK, 0.0)[1]
+    assert distance(without, expected) > 0.01, "the bonus must matter"
+
+
+def chosen_tokens(quantile: float) -> np.ndarray:
+    """numpy's, in float64."""
+    values = np.asarray(entropies(PARAMS), np.float64)
+    return MASK & (values >= np.quantile(values[MASK], 1 - quantile) - 1e-6)
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5])
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_only_undecided_tokens_are_learnt_from(quantile, microbatch_size):
+    update = UpdateConfig(entropy_coef=COEF, top_entropy_quantile=quantile, microbatch_size=microbatch_size)
+    _, grads = bigram_update.metrics_and_gradients(update, on_policy())
+    chosen = chosen_tokens(quantile)
+    assert abs(chosen.sum() - quantile * MASK.sum()) <= 1
+    assert distance(grads, plain_loss(PARAMS, chosen, COEF)[1]) < 1e-5
+    assert distance(plain_loss(PARAMS, MASK, COEF)[1], plain_loss(PARAMS, chosen, COEF)[1]) > 0.01
+
+
+def test_the_kl_acts_on_all_tokens():
+    """Also of tokens that are not learnt from; and the metric of the correction knows nothing of them."""
+    loss = LossConfig(beta=0.5)
+    data = on_policy().replace(advantages=jnp.zeros(bigram_update.ROWS))
+    options = {"loss": loss, "visibility": "dense", "correction": TIS()}
+    whole = bigram_update.metrics_and_gradients(UpdateConfig(**options), data, REFERENCE)
+    few = bigram_update.metrics_and_gradients(UpdateConfig(top_entropy_quantile=0.2, **options), data, REFERENCE)
+    assert distance(few[1], whole[1]) < 1e-6
+    for name in ("kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction"):
+        np.testing.assert_allclose(few[0][name], whole[0][name], rtol=1e-6, err_msg=name)
+
+
+def test_the_sampler_s_entropies_stand_for_the_learner_s():
+    """With shadow masks they are the same, so that nothing is computed for the choice; a dense learner has its own."""
+    recorded = jax.jit(entropies)(PARAMS)
+
+    def gradients(update, entropy):
+        data = on_policy()
+        return bigram_update.metrics_and_gradients(
+            update, data.replace(trajectory=data.trajectory.replace(entropy=entropy))
+        )[1]
+
+    shadow = UpdateConfig(entropy_coef=COEF, top_entropy_quantile=0.5)
+    highest = plain_loss(PARAMS, chosen_tokens(0.5), COEF)[1]
+    assert distance(gradients(shadow, recorded), highest) < 1e-5
+    lowest = MASK & (np.asarray(-recorded) >= np.quantile(-np.asarray(recorded)[MASK], 0.5) - 1e-6)
+    assert distance(gradients(shadow, -recorded), plain_loss(PARAMS, lowest, COEF)[1]) < 1e-5
+    assert distance(highest, plain_loss(PARAMS, lowest, COEF)[1]) > 0.1
+    dense = UpdateConfig("dense", correction=Naive(), entropy_coef=COEF, top_entropy_quantile=0.5)
+    assert distance(gradients(dense, -recorded), highest) < 1e-5
+
+
+# --- the pure functions
+
+
+def test_quantiles_by_hand():
+    entropy = jnp.array([[0.1, 0.4, 9.0], [0.3, 0.2, jnp.nan]])
+    mask = jnp.array([[True, True, False], [True, True, False]])
+    expected = {1.0: [0.1, 0.2, 0.3, 0.4], 0.5: [0.3, 0.4], 0.3: [0.4], 0.0: [0.4]}
+    for quantile, values in expected.items():
+        found = entropy[high_entropy_tokens(entropy, mask, quantile)]
+        np.testing.assert_allclose(sorted(found.tolist()), values, rtol=1e-6)
+    assert not high_entropy_tokens(entropy, jnp.zeros((2, 3), bool), 0.5).any()
+    ties = high_entropy_tokens(jnp.ones((2, 3)), mask, 0.2)
+    np.testing.assert_array_equal(ties, mask)
+
+
+def test_what_weighs_nothing_may_be_anything():
+    entropy = jnp.array([[0.5, jnp.nan, jnp.inf]])
+    weights = jnp.array([[0.5, 0.0, 0.0]])
+    value, slopes = jax.value_and_grad(weighted_entropy)(entropy, weights)
+    assert float(value) == 0.25
+    np.testing.assert_array_equal(slopes, weights)
+
+
+def test_tokens_that_could_not_be_drawn_have_no_part_in_it():
+    """Their logits are very low but finite, and so is the gradient."""
+    logits = jnp.array([[2.0, 1.0, -1e30, 0.5]])
+
+    def entropy(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        return -jnp.sum(jnp.exp(logprobs) * logprobs)
+
+    slopes = np.asarray(jax.grad(entropy)(logits))[0]
+    without = np.asarray(jax.grad(entropy)(logits[:, [0, 1, 3]]))[0]
+    np.testing.assert_allclose(slopes[[0, 1, 3]], without, rtol=1e-6)
+    assert slopes[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"entropy_coef": -0.1}, "expected a finite entropy_coef >= 0, because.*; got -0.1"),
+        ({"entropy_coef": math.inf}, "expected a finite entropy_coef >= 0, because.*; got inf"),
+        ({"top_entropy_quantile": 1.2}, "expected 0 <= top_entropy_quantile <= 1; got 1.2"),
+        (
+            {"top_entropy_quantile": 0.2, "policy_coef": 0.0, "distill": DistillConfig()},
+            "expected top_entropy_quantile 1 with policy_coef 0.*; got 0.2",
+        ),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        UpdateConfig(**options)

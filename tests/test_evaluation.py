@@ -1,0 +1,296 @@
+"""Evaluation under several ways of decoding: what it decodes, how it counts, what it says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
+from smd_jax.eviction.wrappers import Protect
+from smd_jax.learner.state import TrainState
+from smd_jax.memory.plan import Workload, fit_evaluator, plan_memory
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.fixed_batch import rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import make_mesh
+from smd_jax.testing import count_compilations, random_params
+from smd_jax.text.prompts import decode_completions
+from smd_jax.train.decoding import POLICIES, Decode, as_trained, parse_decode, parse_decodes
+from smd_jax.train.evaluation import (
+    EVALUATION_METRICS,
+    Evaluated,
+    EvaluationConfig,
+    Evaluator,
+    every_evaluation,
+    mean_interval,
+)
+from smd_jax.train.loop import encode_rows
+from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
+
+GREEDY = SamplingConfig(temperature=0.0)
+SIZES = RolloutConfig(max_new_tokens=6, budget=5, buffer=2, pad_token_id=PAD)
+DECODES = (Decode("dense"), Decode("short", H2O(), budget=4))
+
+
+class Numbered:
+    """Prompts of several lengths; a completion's reward is the number of its prompt, and one more for every "a"."""
+
+    def __init__(self, size: int = 7):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt": "xyz="[-1 - index % 4 :] * (1 + index % 2), "number": index}
+
+    def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [number + text.count("a") for number, text in zip(columns["number"], completions, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, Any]:
+    return random_params(MODEL.config)
+
+
+def evaluator(rows: int = 4, group_size: int = 1, decodes: tuple[Decode, ...] = DECODES, **options: Any) -> Evaluator:
+    config = EvaluationConfig(decodes, SIZES, prompt_width=9, group_size=group_size, rows=rows, **options)
+    return Evaluator(MODEL, Numbered(), TOKENIZER, config)
+
+
+def test_every_row_counts_once_in_batches_of_any_size(params):
+    """Seven prompts in batches of four, filled up, and all in one program, say the same."""
+    one, four = evaluator(rows=7), evaluator(rows=4)
+    with count_compilations() as compiled:
+        results = four.run(params)
+    assert compiled["rollout_program"] == 2, "one program for each way of decoding, with the last batch"
+    for result, whole in zip(results, one.run(params), strict=True):
+        assert result.rewards.shape == (7, 1) and result.rewards.dtype == np.float32
+        assert result.completions == whole.completions
+        counted = [[number + text.count("a") for text in texts] for number, texts in enumerate(result.completions)]
+        assert result.rewards.tolist() == counted
+        np.testing.assert_array_equal(result.lengths, whole.lengths)
+        assert result.tokens_per_second > 0
+    assert results[0].completions != results[1].completions
+
+
+def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
+    """Against one call of `rollout`: greedy, so that no key counts."""
+    decodes = (Decode("dense", sampling=GREEDY), Decode("short", H2O(), budget=4, sampling=GREEDY))
+    task = Numbered()
+    prompts = encode_rows(MODEL, TOKENIZER, [task[i] for i in range(7)], 9)
+    for decode, result in zip(decodes, evaluator(decodes=decodes).run(params), strict=True):
+        config = replace(SIZES, sampling=GREEDY, budget=4)
+        expected = rollout(MODEL, params, prompts, jax.random.key(5), policy=decode.policy, config=config)
+        texts = decode_completions(TOKENIZER, expected.response, expected.response_mask)
+        assert [found for (found,) in result.completions] == texts
+        np.testing.assert_array_equal(result.lengths[:, 0], expected.lengths())
+
+
+def test_completions_of_a_prompt_lie_together(params):
+    """Three each; the seed decides, and the first ones of a group are no copies of the others."""
+    (result,) = evaluator(rows=6, group_size=3, decodes=DECODES[:1]).run(params)
+    assert result.rewards.shape == (7, 3) and np.floor(result.rewards).min(axis=1).tolist() >= list(range(7))
+    assert len({tuple(texts) for texts in result.completions}) == 7
+    assert all(len(set(texts)) > 1 for texts in result.completions)
+    (again,) = evaluator(rows=6, group_size=3, decodes=DECODES[:1]).run(params)
+    (other,) = evaluator(rows=6, group_size=3, decodes=DECODES[:1], seed=1).run(params)
+    assert again.completions == result.completions != other.completions
+
+
+def test_batches_divide_over_a_mesh(params):
+    one = evaluator(rows=4, decodes=DECODES[1:2])
+    spread = replace(one, mesh=make_mesh(2, 2))
+    assert (one.prompts_at_once, spread.prompts_at_once) == (4, 4)
+    assert replace(spread, config=replace(one.config, rows=1)).prompts_at_once == 4, "one on every device at least"
+    assert replace(spread, config=replace(one.config, rows=100)).prompts_at_once == 8, "seven prompts, rounded up"
+    assert spread.run(params)[0].completions == one.run(params)[0].completions
+
+
+def test_in_a_run(params):
+    seen = []
+    state = TrainState(jnp.int32(0), params, (), None, jax.random.key(0))
+    metrics = every_evaluation(new_loop(), evaluator(decodes=DECODES))(state)
+    assert set(metrics) == {f"eval/{name}/{metric}" for name in ("dense", "short") for metric in EVALUATION_METRICS}
+    evaluator(decodes=DECODES[:1]).run(params, report=lambda *x: seen.append(x))
+    assert seen == [("dense", 4, 7), ("dense", 7, 7)]
+
+
+# --- numbers
+
+
+def made(rewards: Sequence[Sequence[float]]) -> Evaluated:
+    values = np.array(rewards, np.float32)
+    lengths = np.full(values.shape, 3)
+    return Evaluated(
+        "dense", values, lengths, np.zeros(values.shape, bool), [["x"] * values.shape[1]] * len(values), 64, 100.0
+    )
+
+
+def test_interval_of_rewards_by_hand():
+    # Means 1, 2, 3, 4: s = sqrt(5 / 3), t(0.975, 3) = 3.182446; completions of a prompt are averaged first.
+    low, high = made([[1, 1], [1, 3], [3, 3], [6, 2]]).interval
+    half = 3.182446 * math.sqrt(5 / 3) / 2
+    assert (low, high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-6)
+
+
+def test_interval_of_right_and_wrong_by_hand():
+    # Wilson, 8 of 10: (p + z² / 2n ± z sqrt(p (1 - p) / n + z² / 4n²)) / (1 + z² / n), z = 1.959964.
+    assert made([[1]] * 8 + [[0]] * 2).interval == pytest.approx((0.490162, 0.943318), abs=1e-6)
+    # None of 16 is not certain: z² / (n + z²).
+    assert made([[0, 0]] * 16).interval == pytest.approx((0.0, 0.193612), abs=1e-5)
+    # Prompts with some completions right and others wrong: t again.
+    assert made([[1, 0], [1, 1], [0, 0]]).interval == pytest.approx((0.5 - 1.242069, 0.5 + 1.242069), rel=1e-5)
+
+
+def test_one_prompt_has_no_interval():
+    assert np.isnan(mean_interval(np.ones((1, 4), np.float32))).all()
+    assert made([[1, 0]]).row["reward_low"] is None
+
+
+def test_completions_without_a_reward_are_left_out():
+    nan = math.nan
+    result = made([[1, nan], [nan, nan], [3, 3], [2, 4]])
+    assert result.reward == pytest.approx(7 / 3) and result.row["without_reward"] == 3
+    # Prompts with a reward have the means 1, 3, 3: s = sqrt(4 / 3), t(0.975, 2) = 4.302653.
+    half = 4.302653 * math.sqrt(4 / 3) / math.sqrt(3)
+    assert result.interval == pytest.approx((7 / 3 - half, 7 / 3 + half), rel=1e-6)
+    nothing = made([[nan], [nan]])
+    assert math.isnan(nothing.reward) and nothing.row["reward"] is None
+
+
+def test_rows_and_metrics():
+    result = replace(made([[1], [0]]), lengths=np.array([[3], [6]]), clipped=np.array([[False], [True]]))
+    assert result.metrics.keys() == {f"eval/dense/{name}" for name in EVALUATION_METRICS}
+    assert result.metrics["eval/dense/mean_length"] == 4.5 and result.metrics["eval/dense/clipped_ratio"] == 0.5
+    assert (result.row["prompts"], result.row["completions_per_prompt"], result.row["reward"]) == (2, 1, 0.5)
+
+
+def test_bytes_of_a_sequence(params):
+    shape = MODEL.shape
+    key_and_value = 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
+    dense, short = (result.cache_bytes for result in evaluator().run(params))
+    # Prompt and response; budget and buffer.
+    assert (dense, short) == ((9 + 6) * key_and_value, (4 + 2) * key_and_value)
+
+
+# --- ways of decoding
+
+
+@pytest.mark.parametrize(
+    ("text", "decode"),
+    [
+        ("dense", Decode("dense", Dense())),
+        (" snapkv:512 ", Decode("snapkv-512", SnapKV(), 512)),
+        ("snapkv:512+128", Decode("snapkv-512-128", SnapKV(), 512, 128)),
+        ("RKV:64", Decode("rkv-64", RKV(), 64)),
+        ("streaming-llm:32", Decode("streaming_llm-32", POLICIES["streaming_llm"], 32)),
+    ],
+)
+def test_texts(text, decode):
+    assert parse_decode(text) == decode
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("snapk:512", r"expected one of the policies dense, h2o, .*tova; got 'snapk' in 'snapk:512'"),
+        ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'. Policies: dense, "),
+        ("dense:512", r"expected dense alone, which keeps every key; got 'dense:512'"),
+        (
+            "snapkv:-3",
+            r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, h2o.*got 'snapkv:-3'",
+        ),
+        ("snapkv:512+", r"expected policy, .*; got 'snapkv:512\+'"),
+        ("snapkv:0", r"expected budget >= 1, a whole number; got 0"),
+        ("snapkv:8+0", r"expected buffer >= 1, a whole number; got 0"),
+        ("", r"expected policy, .*; got ''"),
+    ],
+)
+def test_wrong_texts(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_decode(text)
+
+
+def test_several_texts():
+    assert [decode.name for decode in parse_decodes("dense,snapkv:512, rkv:512")] == ["dense", "snapkv-512", "rkv-512"]
+    with pytest.raises(ValueError, match="different names; got dense more than once"):
+        parse_decodes("dense,dense")
+    own = {"mine": Protect(SnapKV(), sinks=4)}
+    assert parse_decode("mine:64", own) == Decode("mine-64", Protect(SnapKV(), sinks=4), 64)
+
+
+def test_what_a_way_of_decoding_leaves_open():
+    base = RolloutConfig(32, 8, 4, eos_token_id=2, prefill_chunk=16, mask_storage="boolean")
+    assert Decode("x", H2O()).rollout(base) == replace(base, mask_storage="compact")
+    assert Decode("x", H2O(), 5, 3, GREEDY).rollout(base) == RolloutConfig(32, 5, 3, 2, 0, 0, 16, GREEDY)
+    quantised = Decode("x", quant=QuantConfig(8, group=4)).rollout(base)
+    assert quantised.quant == QuantConfig(8, group=4) and quantised.prefill_chunk is None
+    trained = RolloutConfig(32, 8, 4, quant=QuantConfig(8, group=4))
+    assert as_trained(H2O(), trained).rollout(trained) == trained
+    with pytest.raises(ValueError, match="group that divides the buffer"):
+        Decode("x", quant=QuantConfig(8, group=32)).rollout(base)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 0}, "expected rows >= 1"),
+        ({"group_size": 5, "rows": 4}, "expected rows >= group_size = 5, .*; got 4"),
+        ({"decodes": ()}, "expected at least one way of decoding; got none"),
+        ({"decodes": (Decode("a"), Decode("a"))}, "different names; got a more than once"),
+        ({"prompt_width": 0}, "expected prompt_width >= 1"),
+    ],
+)
+def test_wrong_configurations(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(evaluator().config, **wrong)
+
+
+def test_what_cannot_be_evaluated():
+    with pytest.raises(ValueError, match="expected a name of letters.*; got 'a b'"):
+        Decode("a b")
+    with pytest.raises(ValueError, match="expected a budget of at least 32 keys"):
+        evaluator(decodes=(Decode("x", SnapKV(), 8),))
+    with pytest.raises(ValueError, match="at least one row; got none"):
+        replace(evaluator(), task=Numbered(0))
+
+
+# --- memory
+
+
+def test_rows_that_fit(params):
+    whole = evaluator(rows=64, group_size=2, decodes=DECODES)
+
+    def needed(rows: int) -> int:
+        """By the plan, under the way of decoding that takes most."""
+        plans = [
+            plan_memory(
+                Workload(MODEL, d.policy, d.rollout(SIZES), 9, rows, prefill_rows=rows // 2, learns=False), params
+            )
+            for d in DECODES
+        ]
+        return max(plan.total for plan in plans)
+
+    for rows in (2, 10, 30):
+        assert fit_evaluator(whole, params, needed(rows), None).config.rows == rows
+        assert fit_evaluator(whole, params, needed(rows + 2) - 1, None).config.rows == rows
+    assert fit_evaluator(whole, params, 2**40, None).config.rows == 64
+    assert fit_evaluator(whole, params, None, None) == whole
+    with pytest.raises(ValueError, match="more than there is"):
+        fit_evaluator(whole, params, needed(2) - 1, None)
+    # Beside a run its optimizer's state takes room.
+    assert fit_evaluator(whole, params, needed(30), new_loop()).config.rows < 30
+
+
+def test_more_memory_than_any_device_has(params):
+    with pytest.raises(ValueError, match="expected the memory of one device, .* at most 64.00 TiB; got 900.00 TiB"):
+        fit_evaluator(evaluator(), params, 900 * 2**40, None)

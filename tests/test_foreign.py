@@ -1,0 +1,382 @@
+"""Rollouts of another sampler: drawn by hand, against our own, from a decoder in numpy; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.eviction.policies import Random
+from smd_jax.foreign import Compression
+from smd_jax.foreign_tokens import unpad
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import replay
+from smd_jax.learner.state import TrainBatch
+from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.trajectory import Trajectory
+from tests import numpy_decoder
+from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
+from tests.under_test import left_padded
+
+CONFIG = MODEL.config
+LAYERS, HEADS, VOCAB = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size
+REPLAY = jax.jit(replay, static_argnums=0)
+
+# ---------------------------------------------------------------- by hand
+
+# One layer, two KV heads. The first head is the picture in the module's docstring; the second never loses a key.
+ALL = [0, 1, 2, 3, 4, 5]
+KEPT = [(5, [[[0, 1, 3, 4], ALL]]), (7, [[[1, 3, 6, 7], [*ALL, 6, 7]]])]
+DROPPED = [(5, [[[2, 5], []]]), (7, [[[0, 4], []]])]
+EVICTED_AT = np.array([[[8, 99, 6, 99, 8, 6, 99, 99, 99], [99] * 9]])
+PICTURE = """
+    1 . . . . . . . .
+    1 1 . . . . . . .
+    1 1 1 . . . . . .
+    1 1 1 1 . . . . .
+    1 1 1 1 1 . . . .
+    1 1 1 1 1 1 . . .
+    1 1 . 1 1 . 1 . .
+    1 1 . 1 1 . 1 1 .
+    . 1 . 1 . . 1 1 1
+"""
+HEAD = np.array([[cell == "1" for cell in line.split()] for line in PICTURE.strip().splitlines()])
+VISIBLE = np.stack([HEAD, np.tril(np.ones((9, 9), bool))])[None]
+RECORDS = {"kept": KEPT, "dropped": DROPPED, "evicted_at": EVICTED_AT, "visible": VISIBLE}
+
+PROMPT, RESPONSE, LOGPROBS = [5, 6, 7, 8], [9, 10, 11, 12, 2], [-0.5, -1.0, 0.0, -2.0, -0.25]
+
+
+def of_one_row(**other: Any) -> Trajectory:
+    """The row above, with what a test changes in it."""
+    given = {"prompts": [PROMPT], "responses": [RESPONSE], "logprobs": [LOGPROBS], "terminated": [True]}
+    given |= {"layers": 1, "kv_heads": 2} | ({} if other.keys() & RECORDS.keys() else {"kept": [KEPT]})
+    return Trajectory.from_records(**(given | other))
+
+
+def shadow(trajectory: Trajectory) -> ShadowMask:
+    assert isinstance(trajectory.mask, ShadowMask)
+    return trajectory.mask
+
+
+def evicted_at(trajectory: Trajectory) -> np.ndarray:
+    return np.asarray(shadow(trajectory).evicted_at)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_picture(name: str):
+    """Each form of the record says the same; the row stands between padding at both sides."""
+    trajectory = of_one_row(
+        **{name: [RECORDS[name]]}, prompt_width=6, response_width=7, pad_token_id=3, temperature=0.5
+    )
+    assert trajectory.tokens.tolist() == [[3, 3, *PROMPT, *RESPONSE, 3, 3]]
+    assert trajectory.valid.tolist() == [[False] * 2 + [True] * 9 + [False] * 2]
+    assert trajectory.logprobs.tolist() == [[*LOGPROBS, 0.0, 0.0]]
+    assert trajectory.terminated.tolist() == [True] and trajectory.temperature == 0.5 and trajectory.prompt_width == 6
+    expected = np.zeros((13, 13), bool)
+    expected[2:11, 2:11] = HEAD
+    np.testing.assert_array_equal(shadow(trajectory).to_boolean()[0, 0, 0], expected)
+    # Nobody asks behind the row's end, column 11; padding before it was never there.
+    assert evicted_at(trajectory)[0, 0, 1].tolist() == [0, 0] + [11] * 9 + [0, 0]
+    assert evicted_at(of_one_row(**{name: [RECORDS[name]]}))[0, 0, 1].tolist() == [NEVER] * 9
+
+
+def test_rows_of_unequal_length():
+    """A compression in the prompt, one after its last token, one in the response; and a row without any."""
+    prompts, responses = [[1], [1, 2, 3]], [[4, 5, 6], [7, 8]]
+    kept = [[(0, [[[]]]), (2, [[[1, 2]]])], []]
+    logprobs = [[-1.0] * 3, [-1.0] * 2]
+    same = {"terminated": [False, True], "layers": 1, "kv_heads": 1}
+    trajectory = Trajectory.from_records(prompts, responses, logprobs, kept=kept, **same)
+    assert trajectory.tokens.tolist() == [[0, 0, 1, 4, 5, 6], [1, 2, 3, 7, 8, 0]]
+    # Position 0 of the first row is column 2: its key goes before the query of column 3 looks.
+    assert evicted_at(trajectory)[:, 0, 0].tolist() == [[0, 0, 3] + [NEVER] * 3, [5] * 5 + [0]]
+
+
+def test_two_compressions_may_follow_one_query():
+    """One for each layer, as hooks report them: `dropped` of the other layer is empty."""
+    dropped = [(5, [[[1], []], [[], []]]), (5, [[[], []], [[], [0, 5]]])]
+    found = evicted_at(of_one_row(dropped=[dropped], layers=2))[0]
+    expected = np.full((2, 2, 9), NEVER)
+    expected[0, 0, 1] = expected[1, 1, 0] = expected[1, 1, 5] = 6
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_axes_of_one_stand_for_all():
+    found = evicted_at(of_one_row(evicted_at=[EVICTED_AT[:, :1]], layers=3))[0]
+    np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
+    found = evicted_at(of_one_row(visible=[VISIBLE[:, :1]], layers=3))[0]
+    np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
+
+
+def test_padding_is_taken_off():
+    rows = unpad(np.array([[7, 7, 1, 2], [3, 4, 5, 6]]), np.array([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    assert [row.tolist() for row in rows] == [[1, 2], [3, 4, 5, 6]]
+    with pytest.raises(ValueError, match=r"one shape \[batch, width\]; got \(2, 3\) and \(2, 2\)"):
+        unpad(np.zeros((2, 3)), np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="ones and zeros"):
+        unpad(np.zeros((1, 2)), np.array([[0.5, 1]]))
+
+
+# ---------------------------------------------------------------- refused
+
+
+def keys(first: list[int], second: Sequence[int] = (0, 1, 2, 3, 4, 5)) -> list[list[list[int]]]:
+    return [[first, list(second)]]
+
+
+def changed(array: np.ndarray, where: tuple[int, ...], value: Any) -> np.ndarray:
+    array = array.copy()
+    array[where] = value
+    return array
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a key comes back": (
+        {"kept": [[KEPT[0], (7, keys([1, 2, 6, 7]))]]},
+        "evicted key never comes back; got key 2, which was dropped after query 5 "
+        r"\(row 0, compression 1 after query 7, layer 0, kv head 0\)",
+    ),
+    "a key goes twice": (
+        {"dropped": [[DROPPED[0], (7, keys([5], []))]]},
+        r"dropped keys that were in the cache, .* got key 5, .* \(row 0, compression 1 .*kv head 0\)",
+    ),
+    "a key goes before it exists": (
+        {"dropped": [[(5, keys([2], [6]))]]},
+        r"dropped keys from 0 to 5, .*; got 6 \(row 0, compression 0 after query 5, layer 0, kv head 1\)",
+    ),
+    "a kept key before it exists": ({"kept": [[(5, keys([0, 7]))]]}, "kept keys from 0 to 5, .* got 7 .*kv head 0"),
+    "a negative position": ({"kept": [[(5, keys([-1, 2]))]]}, "kept keys from 0 to 5, .* got -1 .*kv head 0"),
+    "more keys than there were": (
+        {"kept": [[(5, keys([0, 1, 2, 3, 4, 5, 5]))]]},
+        r"every kept key once; got key 5 2 times \(row 0, compression 0 after query 5, layer 0, kv head 0\)",
+    ),
+    "after the row": ({"kept": [[(9, keys([0]))]]}, r"queries 0 to 8; got one after query 9 \(row 0, compression 0\)"),
+    "before the row": ({"kept": [[(-1, keys([0]))]]}, r"queries 0 to 8; got one after query -1 \(row 0"),
+    "out of order": ({"kept": [KEPT[::-1]]}, r"queries 7 to 8; got one after query 5 \(row 0, compression 1\)"),
+    "another number of layers": ({"layers": 3}, r"keys of 3 layers; got 1 \(row 0, compression 0\)"),
+    "another number of heads": ({"kv_heads": 4}, r"of 4 KV heads; got 2 \(row 0, compression 0, layer 0\)"),
+    "no layers": ({"layers": 0}, "layers >= 1 and kv_heads >= 1; got 0 and 2"),
+    "keys as fractions": (
+        {"kept": [[(5, [[np.array([0.5]), ALL]])]]},
+        r"whole numbers in a list; got .*float64 \(row 0, comp",
+    ),
+    "NaN": ({"logprobs": [[-1, -1, float("nan"), -1, -1]]}, r"finite .*; got nan \(row 0, response token 2\)"),
+    "minus infinity": ({"logprobs": [[-1, -1, -1, -1, -np.inf]]}, r"got -inf \(row 0, response token 4\)"),
+    "a positive log-probability": ({"logprobs": [[-1, 0.7, -1, -1, -1]]}, r"at most 0 .* got 0.7 .*token 1\)"),
+    "a log-probability too few": ({"logprobs": [[-1.0] * 4]}, r"each of the 5 response tokens of row 0; got .*\(4,\)"),
+    "a token outside": ({"vocab_size": 12}, r"ids from 0 to 11, the vocabulary; got 12 \(row 0, response token 3\)"),
+    "a negative token": ({"prompts": [[5, -6, 7, 8]]}, r"from 0 to 2147483646, .*; got -6 \(row 0, prompt token 1\)"),
+    "a pad token outside": ({"vocab_size": 13, "pad_token_id": 13}, r"got 13 \(the pad token\)"),
+    "tokens as fractions": (
+        {"prompts": [np.full(4, 0.5)]},
+        r"whole numbers in a list; got .*float64 \(prompt of row 0\)",
+    ),
+    "no prompt": ({"prompts": [[]]}, "at least one token in every prompt; got none in row 0"),
+    "no response": ({"responses": [[]], "logprobs": [[]]}, "at least one token in every response; got none in row 0"),
+    "rows that don't fit": ({"prompts": [PROMPT] * 2}, "prompts, responses and rows of .*; got 2, 1 and 1"),
+    "no rows": ({"prompts": [], "responses": [], "logprobs": []}, "and at least one; got 0, 0 and 0"),
+    "records of more rows": ({"kept": [KEPT, KEPT]}, "kept of 1 rows; got 2"),
+    "two records": ({"kept": [KEPT], "visible": [VISIBLE]}, "exactly one of .*; got kept and visible"),
+    "no record": ({"kept": None}, "exactly one of kept, dropped, evicted_at, visible; got none"),
+    "a greedy sampler": ({"temperature": 0.0}, "temperature > 0, .*; got 0.0"),
+    "terminated of two rows": ({"terminated": [True, False]}, "a boolean for each of 1 rows in terminated"),
+    "terminated as numbers": ({"terminated": np.array([2])}, "a boolean for each of 1 rows in terminated"),
+    "prompts too wide": ({"prompt_width": 3}, "prompt_width of at least 4, the tokens of row 0; got 3"),
+    "responses too wide": ({"response_width": 4}, "response_width of at least 5, the tokens of row 0; got 4"),
+    "evicted_at of other sizes": (
+        {"evicted_at": [EVICTED_AT[..., 1:]]},
+        r"row 0 to be \(1, 2, 9\) .*; got \(1, 2, 8\)",
+    ),
+    "evicted_at of three layers": ({"evicted_at": [EVICTED_AT[[0, 0, 0]]], "layers": 2}, r"\(2, 2, 9\) .*\(3, 2, 9\)"),
+    "evicted_at in fractions": (
+        {"evicted_at": [EVICTED_AT / 2]},
+        r"whole numbers in evicted_at; got float64 \(row 0\)",
+    ),
+    "a key that its own query doesn't see": (
+        {"evicted_at": [changed(EVICTED_AT, (0, 1, 4), 4)]},
+        r"evicted_at of at least 5, .*; got 4 \(row 0, layer 0, kv head 1, key 4\)",
+    ),
+    "visible of other sizes": ({"visible": [VISIBLE[..., 1:]]}, r"\(1, 2, 9, 9\) .*; got \(1, 2, 9, 8\)"),
+    "visible as numbers": ({"visible": [VISIBLE.astype(int)]}, r"booleans in visible; got int64 \(row 0\)"),
+    "a visible key comes back": (
+        {"visible": [changed(VISIBLE, (0, 0, 8, 2), True)]},
+        r"never comes back; got queries 2-5, 8 seeing it \(batch 0, layer 0, kv head 0, key 2\)",
+    ),
+    "a later key is visible": (
+        {"visible": [changed(VISIBLE, (0, 1, 3, 4), True)]},
+        "causal mask; got query 3 .*head 1",
+    ),
+    "a key that nobody sees": ({"visible": [changed(VISIBLE, (0, 0, 8, 8), False)]}, r"at least 9, .* got 0 .*key 8\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    other, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        of_one_row(**other)
+
+
+def test_the_row_is_named():
+    """Row 1 of two, in each form of the record."""
+    two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "terminated": [True] * 2}
+    bad = {"kept": KEPT[::-1], "dropped": DROPPED * 2, "evicted_at": EVICTED_AT * 0}
+    bad["visible"] = changed(VISIBLE, (0, 0, 8, 2), True)
+    for name, record in bad.items():
+        with pytest.raises(ValueError, match="row 1|batch 1"):
+            of_one_row(**two, logprobs=[LOGPROBS] * 2, **{name: [RECORDS[name], record]})
+    with pytest.raises(ValueError, match="row 1, response token 0"):
+        of_one_row(**two, logprobs=[LOGPROBS, [1.0] * 5], kept=[KEPT, KEPT])
+
+
+def test_rounding_is_no_positive_log_probability():
+    """x - logsumexp(x) of a certain token, in float32."""
+    assert of_one_row(logprobs=[[2e-6, -1, -1, -1, -1]]).logprobs[0, 0] == np.float32(2e-6)
+
+
+# ---------------------------------------------------------------- our own rollouts, told as another's
+
+# Prompts are read in chunks, so that there are compressions in them, too; some rows end early.
+OURS = RolloutConfig(12, 6, 3, eos_token_id=5, prefill_chunk=4, sampling=SamplingConfig(TEMPERATURE))
+WIDTH, ROWS = 10, 4
+
+
+def compressions(visible: np.ndarray, name: str) -> list[Compression]:
+    """What a cache must have done for queries to see this `[layers, kv_heads, tokens, tokens]`, from one query to the
+    next."""
+    found = []
+    for query in range(visible.shape[-1] - 1):
+        before, after = visible[:, :, query, : query + 1], visible[:, :, query + 1, : query + 1]
+        if (before != after).any():
+            which = after if name == "kept" else before & ~after
+            found.append((query, [[np.flatnonzero(head).tolist() for head in layer] for layer in which]))
+    return found
+
+
+def told(trajectory: Trajectory, name: str) -> Trajectory:
+    """The same rollout from a record of one kind, made of tokens, log-probabilities and the explicit mask alone."""
+    valid = np.asarray(trajectory.valid)
+    explicit = np.asarray(shadow(trajectory).to_boolean())
+    visible = [explicit[row][:, :, real][..., real] for row, real in enumerate(valid)]
+    records: dict[str, Callable[[np.ndarray], Any]] = {
+        "visible": lambda x: x,
+        "evicted_at": lambda x: np.arange(x.shape[-1]) + x.sum(-2),  # it is seen from its own query on, so many times
+        "kept": lambda x: compressions(x, "kept"),
+        "dropped": lambda x: compressions(x, "dropped"),
+    }
+    record: dict[str, Any] = {name: [records[name](row) for row in visible]}
+    width = trajectory.prompt_width
+    response = np.asarray(trajectory.response_mask)
+    return Trajectory.from_records(
+        unpad(np.asarray(trajectory.tokens[:, :width]), valid[:, :width]),
+        unpad(np.asarray(trajectory.response), response),
+        unpad(np.asarray(trajectory.logprobs), response),
+        terminated=np.asarray(trajectory.terminated),
+        layers=LAYERS,
+        kv_heads=HEADS,
+        temperature=trajectory.temperature,
+        vocab_size=VOCAB,
+        prompt_width=width,
+        response_width=trajectory.logprobs.shape[1],
+        **record,
+    )
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.integers(1, WIDTH), min_size=ROWS, max_size=ROWS),
+    st.integers(0, 2**31 - 1),
+    st.sampled_from(["kept", "dropped", "evicted_at", "visible"]),
+)
+def test_our_own_rollout_comes_back(lengths: list[int], seed: int, name: str):
+    """The same tokens, the same mask wherever there is a query, the same replay; and it keeps to the same segments,
+    also in rows that ended early."""
+    prompts = left_padded(lengths, WIDTH, VOCAB, seed=seed)
+    ours = rollout(MODEL, PARAMS, prompts, jax.random.key(seed), policy=Random(), config=OURS)
+    again = told(ours, name)
+    valid = np.asarray(ours.valid)
+    np.testing.assert_array_equal(again.valid, valid)
+    np.testing.assert_array_equal(again.tokens, np.where(valid, ours.tokens, 0))
+    np.testing.assert_array_equal(again.logprobs, ours.logprobs)
+    np.testing.assert_array_equal(again.terminated, ours.terminated)
+    asks = valid[:, None, None, :, None]
+    seen = np.asarray(shadow(again).to_boolean())
+    np.testing.assert_array_equal(seen, shadow(ours).to_boolean() & asks)
+    full = np.asarray(ours.lengths()) == OURS.max_new_tokens
+    np.testing.assert_array_equal(evicted_at(again)[full], evicted_at(ours)[full])
+
+    same = again.replace(mask=shadow(again).with_segments(shadow(ours).segments))  # raises if it doesn't keep to them
+    difference = np.asarray(REPLAY(MODEL, PARAMS, same).logprobs - REPLAY(MODEL, PARAMS, ours).logprobs)
+    assert np.abs(difference)[np.asarray(ours.response_mask)].max() <= 1e-6
+
+
+# ---------------------------------------------------------------- the whole path, from a sampler that isn't ours
+
+BUDGET, INTERVAL, LENGTH = 5, 2, 10
+
+
+def numpy_rollout(prompt: list[int], rng: np.random.Generator) -> tuple[list[int], list[float], list[Compression]]:
+    """A sampler in numpy and float64, which after the prompt and then every so many tokens forgets all but some random
+    keys: response, log-probabilities, kept keys."""
+    tokens = list(prompt)
+    logprobs, kept = [], []
+    total = len(prompt) + LENGTH
+    alive = np.zeros((LAYERS, HEADS, total), bool)
+    seen = np.zeros((LAYERS, HEADS, total, total), bool)
+    for query in range(total - 1):
+        alive[:, :, query] = True
+        seen[:, :, query] = alive
+        step = query - len(prompt) + 1
+        if step < 0:  # the prompt is still being read
+            continue
+        size = query + 1
+        logits = numpy_decoder.logits(PARAMS, CONFIG, np.array(tokens), np.arange(size), seen[:, :, :size, :size])
+        weights = numpy_decoder.softmax(logits[-1] / TEMPERATURE)
+        if step % INTERVAL == 0:
+            for layer, head in np.ndindex(LAYERS, HEADS):
+                alive[layer, head, rng.permutation(np.flatnonzero(alive[layer, head]))[BUDGET:]] = False
+            kept.append((query, [[np.flatnonzero(head).tolist() for head in layer] for layer in alive]))
+        tokens.append(int(rng.choice(VOCAB, p=weights)))
+        logprobs.append(np.log(weights[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs, kept
+
+
+@cache
+def foreign_trajectory() -> Trajectory:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (8, 5, 3, 8, 2, 6, 7, 1)]
+    responses, logprobs, kept = zip(*(numpy_rollout(prompt, rng) for prompt in prompts), strict=True)
+    return Trajectory.from_records(
+        prompts,
+        responses,
+        logprobs,
+        terminated=[False] * len(prompts),
+        layers=LAYERS,
+        kv_heads=HEADS,
+        kept=kept,
+        temperature=TEMPERATURE,
+        vocab_size=VOCAB,
+    )
+
+
+def test_a_learner_replays_and_trains_on_another_sampler():
+    trajectory = foreign_trajectory()
+    promised = trajectory.replace(mask=shadow(trajectory).with_segments((Segments(8, INTERVAL, BUDGET),)))
+    for ours in (trajectory, promised):
+        difference = np.asarray(REPLAY(MODEL, PARAMS, ours).logprobs - trajectory.logprobs)
+        assert np.abs(difference).max() <= 2e-5
+    dense = REPLAY(MODEL, PARAMS, trajectory.replace(mask=trajectory.dense_mask())).logprobs
+    assert np.abs(np.asarray(dense - trajectory.logprobs)).max() > 1e-2
+    metrics, gradients = metrics_and_gradients(UpdateConfig(), TrainBatch(promised, ADVANTAGES, promised.logprobs))
+    assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients)) > 0

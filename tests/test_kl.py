@@ -1,0 +1,201 @@
+"""The KL to the reference: three estimates in the loss, and as a part of the reward in GRPO and PPO."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.corrections import Naive
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.kl import kl_penalty, reference_kl
+from smd_jax.losses.named import bnpo
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import ValueConfig
+from smd_jax.model.value_head import add_value_head
+from smd_jax.train.ppo import PPOConfig, make_train_batch
+from tests import bigram_update, tiny_update
+from tests.toy_loop import CONFIG, MODEL, ROLLOUT, new_loop, new_state, warm_params
+
+POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+IN_REWARD = UpdateConfig(loss=LossConfig(beta=0.5, kl_estimator="k1"), kl_in_reward=True)
+
+# --- in the loss
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # r = log 2: the policy is twice as sure of the token as the reference
+        ("k1", np.log(2), np.log(2)),
+        ("k2", np.log(2) ** 2 / 2, np.log(2)),
+        ("k3", 0.5 - 1 + np.log(2), 1 - 0.5),
+    ],
+)
+def test_estimates_by_hand(estimator, value, slope):
+    policy, reference = jnp.log(jnp.full((1, 1), 0.5)), jnp.log(jnp.full((1, 1), 0.25))
+    np.testing.assert_allclose(reference_kl(policy, reference, estimator), [[value]], rtol=1e-6)
+    found = jax.grad(lambda x: reference_kl(x, reference, estimator).sum())(policy)
+    np.testing.assert_allclose(found, [[slope]], rtol=1e-6)
+
+
+def exact_gradient(kl) -> np.ndarray:
+    """Of a divergence of softmax(logits), at POLICY."""
+    return np.asarray(jax.grad(lambda logits: kl(jax.nn.softmax(logits)))(jnp.log(jnp.asarray(POLICY))))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_whose_gradient_each_estimate_has(estimator):
+    """The mean over the policy's tokens of slope * d log p / d logits, against the exact divergence's."""
+    forward = exact_gradient(lambda p: jnp.sum(p * jnp.log(p / REFERENCE)))
+    backward = exact_gradient(lambda p: jnp.sum(REFERENCE * jnp.log(REFERENCE / p)))
+    assert np.abs(forward - backward).max() > 0.1
+
+    def mean(logits):
+        logprobs = jax.nn.log_softmax(logits)[None]
+        values = reference_kl(logprobs, jnp.log(jnp.asarray(REFERENCE))[None], estimator)
+        # The policy that draws the tokens is a constant: an estimate is differentiated after they are drawn.
+        return jnp.sum(jnp.asarray(POLICY)[None] * values)
+
+    found = jax.grad(mean)(jnp.log(jnp.asarray(POLICY)))
+    np.testing.assert_allclose(found, backward if estimator == "k3" else forward, atol=1e-6)
+
+
+def test_the_bias_correction_makes_k3_an_estimate_of_the_same_gradient_as_k1():
+    """On-policy, token by token; against TRL off-policy in test_losses_trl."""
+
+    def slopes(loss: LossConfig):
+        update = UpdateConfig(loss=loss)
+        data = bigram_update.batch().replace(advantages=jnp.zeros(bigram_update.ROWS), old_logprobs=None)
+        return bigram_update.metrics_and_gradients(update, data, reference=bigram_update.REFERENCE)[1]
+
+    one = slopes(LossConfig(beta=0.5, kl_estimator="k1"))
+    other = slopes(LossConfig(beta=0.5, use_bias_correction_kl=True))
+    plain = slopes(LossConfig(beta=0.5))
+    assert tiny_update.distance(other, one) < 1e-5 < 0.1 < tiny_update.distance(plain, one)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_an_update_with_each_estimate(estimator):
+    update = UpdateConfig(loss=LossConfig(beta=0.5, kl_estimator=estimator))
+    metrics, grads = bigram_update.metrics_and_gradients(update, reference=bigram_update.REFERENCE)
+    plain = bigram_update.metrics_and_gradients(UpdateConfig())
+    mask = np.asarray(bigram_update.trajectory().response_mask)
+
+    @jax.jit
+    @jax.value_and_grad
+    def explicit(params):
+        """The mean of k1 and k2 over the tokens; the gradient is that of k2."""
+        ratio = bigram_update.explicit_token_logprobs(params) - bigram_update.explicit_token_logprobs(
+            bigram_update.REFERENCE
+        )
+        return jnp.sum(jnp.where(mask, ratio**2 / 2, 0.0)) / mask.sum()
+
+    k2, slopes = explicit(bigram_update.PARAMS)
+    ratio = [bigram_update.explicit_token_logprobs(p) for p in (bigram_update.PARAMS, bigram_update.REFERENCE)]
+    k1 = np.asarray(ratio[0] - ratio[1])[mask].mean()
+    np.testing.assert_allclose(metrics["kl"], k1 if estimator == "k1" else k2, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"], plain[0]["loss"] + 0.5 * metrics["kl"], rtol=1e-4)
+    expected = jax.tree.map(lambda a, b: a + 0.5 * b, plain[1], slopes)
+    assert tiny_update.distance(grads, expected) < 1e-5
+
+
+# --- in the reward
+
+
+def test_the_penalty_by_hand():
+    logprobs = jnp.log(jnp.array([[0.5, 0.2, 0.0]]))
+    reference = jnp.log(jnp.array([[0.25, 0.4, 0.3]]))
+    penalty = kl_penalty(logprobs, reference, jnp.array([[True, True, False]]), 0.5)
+    np.testing.assert_allclose(penalty, [[0.5 * np.log(2), -0.5 * np.log(2), 0.0]], rtol=1e-6)
+
+
+def reference_of(scale: float) -> Any:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + jnp.asarray(scale * rng.normal(size=x.shape), x.dtype), warm_params())
+
+
+@pytest.mark.parametrize("visibility", ["shadow", "dense"])
+def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
+    """As TRL's RLOOTrainer: rewards - beta * sum over the response of (old - reference), before the group's mean."""
+    correction = {} if visibility == "shadow" else {"correction": Naive()}
+    update = dataclasses.replace(IN_REWARD, visibility=visibility, **correction)
+    loop = new_loop(dataclasses.replace(CONFIG, update=update))
+    state = new_state().replace(reference=reference_of(0.1))
+    samples = loop.collect(state, 0)
+    seen = []
+    monkeypatch.setattr(type(loop), "take_steps", lambda self, state, batch: (seen.append(batch), (state, {}))[1])
+    _, metrics = loop.learn(state, samples)
+
+    t = samples.trajectory
+    policy = np.asarray(loop.replay(state.params, t), np.float64)
+    reference = np.asarray(loop.replay(state.reference, t), np.float64)
+    mask = np.asarray(t.response_mask)
+    difference = np.where(mask, policy - reference, 0.0)
+    rewards = (samples.rewards - 0.5 * difference.sum(1)).reshape(-1, 4)
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    np.testing.assert_allclose(seen[0].advantages, expected.reshape(-1), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(metrics["kl"], difference.sum() / mask.sum(), rtol=1e-3, atol=1e-5)
+    assert abs(metrics["kl"]) > 1e-3
+
+
+def test_a_step_with_the_kl_in_the_reward():
+    """The reward that is logged is the task's; the update has no KL of its own."""
+    loop = new_loop(dataclasses.replace(CONFIG, update=IN_REWARD))
+    state = new_state().replace(reference=reference_of(0.1))
+    rewards = loop.collect(state, 0).rewards
+    state, metrics = loop.step(state)
+    assert metrics["reward"] == pytest.approx(rewards.mean())
+    assert int(state.step) == 1 and metrics["kl"] != 0
+    # On-policy the loss is the mean over tokens of advantages.
+    assert abs(metrics["loss"]) < 3 and metrics["sampling/sampling_logp_difference/max"] < 2e-5
+
+
+def test_ppo_loses_the_kl_at_every_token():
+    """Without decay and with a critic that says 0, an advantage is the reward that is still to come."""
+    update = dataclasses.replace(IN_REWARD, value=ValueConfig())
+    config = PPOConfig(2, 4, 9, CONFIG.policy, ROLLOUT, update=update, lam=1.0, whiten_advantages=False)
+    state = new_state()
+    trajectory = new_loop().collect(state, 0).trajectory
+    rng = np.random.default_rng(0)
+    penalty = np.where(trajectory.response_mask, rng.normal(size=trajectory.logprobs.shape), 0.0).astype(np.float32)
+    rewards = rng.normal(size=8).astype(np.float32)
+    params = add_value_head(state.params, MODEL.config)
+    batch, _ = make_train_batch(MODEL, config)(params, trajectory, jnp.asarray(rewards), None, jnp.asarray(penalty))
+    for row, length in enumerate(trajectory.lengths().tolist()):
+        to_come = rewards[row] - np.cumsum(penalty[row, :length][::-1])[::-1]
+        np.testing.assert_allclose(batch.advantages[row, :length], to_come, rtol=1e-4, atol=1e-5)
+
+
+# --- what makes no sense
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LossConfig(kl_estimator="k1"), "expected beta > 0 with a choice of how its KL is estimated"),
+        (
+            lambda: LossConfig(use_bias_correction_kl=True),
+            "expected beta > 0 with a choice.*use_bias_correction_kl True",
+        ),
+        (
+            lambda: LossConfig(beta=0.1, kl_estimator="k2", use_bias_correction_kl=True),
+            "expected kl_estimator 'k3' with use_bias_correction_kl.*; got 'k2'",
+        ),
+        (lambda: UpdateConfig(kl_in_reward=True), "expected beta > 0 with kl_in_reward; got 0"),
+        (
+            lambda: UpdateConfig(loss=bnpo(beta=0.1), kl_in_reward=True),
+            "expected kl_estimator 'k1' with kl_in_reward, because.*; got 'k3'",
+        ),
+        (
+            lambda: UpdateConfig(loss=LossConfig(beta=0.1), policy_coef=0.0, distill=DistillConfig()),
+            "expected beta 0 with policy_coef 0",
+        ),
+    ],
+)
+def test_senseless_combinations(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

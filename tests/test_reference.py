@@ -1,0 +1,198 @@
+"""A reference that follows the policy: by hand, in updates, in a loop that resumes bitwise, and as a teacher."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.reference import ReferenceSync, follow
+from smd_jax.learner.state import init_state
+from smd_jax.learner.step import skip_step, take_step
+from smd_jax.learner.storage import stored
+from smd_jax.learner.update import make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.sharding import make_mesh, shard_tree
+from smd_jax.testing import count_compilations
+from smd_jax.train import checkpoint
+from tests import bigram_update, tiny_update
+from tests.bitwise import assert_bitwise_equal
+from tests.toy_loop import CONFIG, new_loop, new_state, run, warm_params
+
+KEY = jax.random.key(0)
+KL = LossConfig(beta=0.1)
+
+
+def state_of(policy: float, reference: float, optimizer=None):
+    params = {"w": jnp.full(3, policy)}
+    return init_state(params, optimizer or optax.sgd(1.0), KEY, {"w": jnp.full(3, reference)})
+
+
+def first(params: Any) -> float:
+    """The first number of the only leaf."""
+    return float(params["w"][0])
+
+
+def test_mixtures_by_hand():
+    """TRL's callback after each of six steps, of which every third mixes: ref = 0.25 policy + 0.75 ref."""
+    optimizer = optax.sgd(1.0)
+    state = state_of(1.0, 1.0, optimizer)
+    found = []
+    for _ in range(6):
+        state, _ = take_step(state, optimizer, {"w": -jnp.ones(3)}, ReferenceSync(0.25, 3))
+        found.append(first(state.reference))
+    # The policy is 2, 3, 4, 5, 6, 7.
+    assert found == [1, 1, 0.25 * 4 + 0.75, 1.75, 1.75, 0.25 * 7 + 0.75 * 1.75]
+
+
+def test_a_moving_average_by_hand():
+    optimizer = optax.sgd(1.0)
+    state, expected = state_of(0.0, 0.0, optimizer), 0.0
+    for step in range(1, 6):
+        state, _ = take_step(state, optimizer, {"w": -jnp.ones(3)}, ReferenceSync.ema(0.9))
+        expected = 0.9 * expected + 0.1 * step
+        np.testing.assert_allclose(first(state.reference), expected, rtol=1e-6)
+
+
+def test_a_copy():
+    copied = follow(ReferenceSync(1.0, 1), {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, jnp.int32(1), KEY)
+    assert_bitwise_equal(copied, {"w": jnp.ones(2)})
+
+
+def test_a_step_in_which_nothing_counts_does_not_miss_a_mixture():
+    state = skip_step(state_of(2.0, 0.0).replace(step=jnp.int32(3)), ReferenceSync(0.5, 4))
+    assert int(state.step) == 4 and first(state.reference) == 1.0
+    assert first(skip_step(state, ReferenceSync(0.5, 4)).reference) == 1.0
+    assert first(skip_step(state).params) == 2.0
+
+
+def test_a_narrow_average_moves():
+    """A thousandth of the way at a time, where rounding to nearest would leave it: 1/e of the distance is left after
+    a thousand steps."""
+    reference = {"w": jnp.zeros(4096, jnp.bfloat16) + 1}
+    params = {"w": jnp.full(4096, 2.0, jnp.bfloat16)}
+    sync = ReferenceSync.ema(0.999)
+
+    @jax.jit
+    def run(reference):
+        return jax.lax.fori_loop(0, 1000, lambda i, r: follow(sync, r, params, i, KEY), reference)
+
+    after = np.asarray(run(reference)["w"], np.float64)
+    # Neighbours between 1 and 2 are 2**-7 apart; the noise of 1000 roundings is at most half of that each.
+    assert abs(after.mean() - (2 - 0.999**1000)) < 4 * 2.0**-8 * np.sqrt(1000 / after.size)
+
+
+# --- in an update
+
+
+def update_state(optimizer):
+    """The policy as its own reference, which has a gradient from the advantages alone."""
+    params = jax.tree.map(jnp.copy, bigram_update.PARAMS)
+    return init_state(params, optimizer, jax.random.key(0), params)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_update_moves_the_reference_after_its_step(every):
+    optimizer = optax.adam(1e-2)
+    config = UpdateConfig(loss=KL, reference_sync=ReferenceSync(0.3, every))
+    update = make_update(bigram_update.MODEL, optimizer, config)
+    state = update_state(optimizer)
+    expected = jax.tree.map(np.asarray, state.reference)
+    kls = []
+    with count_compilations() as counts:
+        for step in range(1, 4):
+            state, metrics = update(state, bigram_update.batch())
+            kls.append(float(metrics["kl"]))
+            if step % every == 0:
+                expected = jax.tree.map(lambda new, old: 0.3 * np.asarray(new) + 0.7 * old, state.params, expected)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.reference, expected)
+    assert counts["update"] == 1
+    assert kls[0] < 1e-9 < kls[1]
+
+
+def test_a_moving_teacher():
+    """The divergence and its gradient are the anchor's, from wherever the reference is."""
+    moving = UpdateConfig(distill=DistillConfig("ema", coef=0.5), reference_sync=ReferenceSync.ema(0.9))
+    frozen = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))
+    one, other = (
+        bigram_update.metrics_and_gradients(config, reference=bigram_update.REFERENCE) for config in (moving, frozen)
+    )
+    np.testing.assert_allclose(one[0]["distill"], other[0]["distill"], rtol=1e-6)
+    assert one[0]["distill"] > 0.01
+    assert tiny_update.distance(one[1], other[1]) < 1e-6
+
+
+def test_a_sharded_reference_stays_where_it_was():
+    """So that the next step finds its program, and takes its buffers."""
+    mesh, optimizer, sync = make_mesh(2, 2, 2), optax.adam(1e-2), ReferenceSync(0.5, 2)
+    state = shard_tree(update_state(optimizer), mesh)
+    before = [x.sharding for x in jax.tree.leaves(state.reference)]
+    step = jax.jit(lambda state: take_step(state, optimizer, state.params, sync)[0], donate_argnums=0)
+    with jax.set_mesh(mesh):
+        after = step(state)
+    leaves = jax.tree.leaves(after.reference)
+    assert all(x.sharding.is_equivalent_to(was, x.ndim) for x, was in zip(leaves, before, strict=True))
+    assert not any(x.sharding.is_fully_replicated for x in leaves)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.reference))
+
+
+# --- in a run
+
+
+def test_a_run_resumes_bitwise(tmp_path):
+    """Between two mixtures: a reference restored as the frozen one, or a count begun anew, would be another."""
+    config = UpdateConfig(loss=KL, reference_sync=ReferenceSync(0.5, 3))
+    loop = new_loop(dataclasses.replace(CONFIG, update=config, minibatches=2))
+
+    def start():
+        return new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
+
+    whole, _ = run(loop, start(), 3)
+    half, _ = run(loop, start(), 2)
+    moved = jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), half.reference, warm_params()))
+    assert max(moved) > 0
+    checkpoint.save(tmp_path, 2, half, data_position={}, config=loop.config)
+    restored = checkpoint.restore(tmp_path, start(), config=loop.config).state
+    assert_bitwise_equal(run(loop, restored, 1)[0], whole)
+
+
+# --- what makes no sense
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ReferenceSync(0.0, 1), "expected 0 < alpha <= 1, the policy's share.*; got 0.0"),
+        (lambda: ReferenceSync(1.5, 1), "expected 0 < alpha <= 1.*; got 1.5"),
+        (lambda: ReferenceSync(0.5, 0), "expected every >= 1 optimizer steps; got 0"),
+        (lambda: ReferenceSync.ema(1.0), "expected 0 <= decay < 1.*; got 1.0"),
+        (lambda: UpdateConfig(reference_sync=ReferenceSync()), "expected beta > 0 or distillation in direction 'ema'"),
+        (
+            lambda: UpdateConfig(distill=DistillConfig("anchor"), reference_sync=ReferenceSync()),
+            "expected reference_sync None with distillation from the 'anchor', which is frozen",
+        ),
+        (
+            lambda: UpdateConfig(distill=DistillConfig("ema")),
+            "expected a reference_sync with direction 'ema'.*got None",
+        ),
+    ],
+)
+def test_senseless_combinations(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_reference_with_other_leaves():
+    with pytest.raises(ValueError, match="expected reference parameters with the same leaves as the policy's"):
+        follow(ReferenceSync(), {"w": jnp.ones(2)}, {"w": jnp.ones(2), "head": jnp.ones(2)}, jnp.int32(1), KEY)
+
+
+def test_a_narrow_reference_keeps_its_dtype():
+    narrow = stored({"w": jnp.ones((2, 2))}, jnp.bfloat16)
+    after = follow(ReferenceSync(0.5, 2), narrow, {"w": jnp.zeros((2, 2))}, jnp.int32(2), KEY)
+    assert after["w"].dtype == jnp.bfloat16

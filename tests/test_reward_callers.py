@@ -1,0 +1,178 @@
+"""Reward functions in processes of their own: what hangs, crashes or cannot be sent. No test looks at the clock."""
+
+import math
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smd_jax.tasks import reward_calls
+from smd_jax.tasks.reward_callers import CallsInProcess, pickled_function
+from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from tests import reward_cases
+
+LONG = 300.0  # a limit that nothing here reaches
+
+
+def graded(rewards: Rewards, completions, prompts=None, **columns):
+    ids = [list(completion.encode()) for completion in completions]
+    return rewards.grade(prompts or ["p"] * len(completions), completions, ids, columns)
+
+
+def numbers(array) -> list[float | None]:
+    return [None if math.isnan(x) else x for x in array.tolist()]
+
+
+def test_functions_of_every_kind_in_processes_of_their_own():
+    functions = (reward_cases.matches, reward_cases.tokens, reward_cases.slow_length, reward_cases.Scaled(0.5))
+    rewards = Rewards(functions, seconds=LONG)
+    rewards.prepare(["answer"])
+    for completions in (["ab", "abcd"], ["ab"]):  # the second call goes to the same processes
+        got = graded(rewards, completions, answer=["ab"] * len(completions))
+        lengths = [len(completion) for completion in completions]
+        parts = {name: part.tolist() for name, part in got.parts.items()}
+        assert parts == {
+            "matches": [float(completion == "ab") for completion in completions],
+            "tokens": lengths,
+            "slow_length": lengths,
+            "Scaled": [0.5 * n for n in lengths],
+        }
+
+
+def test_chat_and_what_a_function_prints(capfd: pytest.CaptureFixture[str]):
+    rewards = Rewards((reward_cases.content, reward_cases.speaks), seconds=LONG)
+    chat = [{"role": "user", "content": "Well?"}]
+    assert graded(rewards, ["yes", "no"], prompts=[chat, chat]).rewards.tolist() == [2, 1]
+    assert capfd.readouterr().out == "rewarding 2\n", "at once, not when its process ends"
+
+
+@pytest.mark.parametrize("function", [reward_cases.sleeps, reward_cases.spins_in_c], ids=lambda f: f.__name__)
+def test_a_hang_costs_its_row(function):
+    rewards = Rewards((function,), seconds=1.0, max_failed=0.5)
+    with pytest.warns(RewardWarning, match=f"'{function.__name__}' failed on completion 1: took longer than 1 s"):
+        got = graded(rewards, ["ok", "bad", "ok"])
+    assert numbers(got.rewards) == [1, None, 1]
+    assert graded(rewards, ["ok", "ok"]).rewards.tolist() == [1, 1], "the next call finds a new process"
+
+
+def test_where_every_row_hangs_the_search_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("smd_jax.tasks.rewards.SEARCH_LIMITS", 0)
+    with (
+        pytest.warns(RewardWarning, match="took longer than 0.5 s; not reached within 0 s, row by row"),
+        pytest.raises(TooManyFailures, match="got 5 of 5. The most frequent: reward 'sleeps'"),
+    ):
+        graded(Rewards((reward_cases.sleeps,), seconds=0.5), ["bad"] * 5)
+
+
+def test_a_crash_costs_its_row():
+    rewards = Rewards((reward_cases.ends_its_process,), seconds=LONG, max_failed=0.5)
+    with pytest.warns(RewardWarning, match="failed on completion 0: its process ended with exit code 7"):
+        got = graded(rewards, ["bad", "ok"])
+    assert numbers(got.rewards) == [None, 1]
+
+
+def test_what_was_raised_there_is_said_here():
+    rewards = Rewards((reward_cases.as_number,), seconds=LONG, max_failed=0.5)
+    message = r"ValueError: could not convert string to float: 'bad' \(.*reward_cases.py, line \d+\)"
+    with pytest.warns(RewardWarning, match=message):
+        assert numbers(graded(rewards, ["1", "bad"]).rewards) == [1, None]
+
+
+def local_function():
+    def reward(completions):
+        return [0.0]
+
+    return reward
+
+
+@pytest.mark.parametrize("function", [lambda completions: [0.0], local_function()], ids=["lambda", "local"])
+def test_what_another_process_cannot_find_is_refused_at_once(function):
+    with pytest.raises(ValueError, match="a process of its own can load.*Move it into a file, or give seconds=None"):
+        Rewards((function,))
+
+
+def test_a_function_of_a_script_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reward_cases.length, "__module__", "__main__")
+    with pytest.raises(ValueError, match="length of the script or notebook that runs"):
+        Rewards((reward_cases.length,))
+
+
+FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+def halves(completions):
+    return [len(completion) / 2 for completion in completions]
+
+@dataclass(frozen=True)
+class Times:
+    factor: float
+
+    def __call__(self, completions):
+        return [self.factor * x for x in halves(completions)]
+"""
+
+
+def test_functions_of_a_file_that_lies_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "my rewards.py"
+    path.write_text(FILE, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "_file_of_this_test", None)  # taken away again afterwards
+    reward_calls.load_file("_file_of_this_test", str(path))
+    module = sys.modules["_file_of_this_test"]
+    rewards = Rewards((module.halves, module.Times(4.0)), seconds=LONG)
+    assert graded(rewards, ["abc"]).rewards.tolist() == [1.5 + 6.0]
+
+
+def test_a_file_that_fails_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "moody.py"
+    path.write_text("def reward(completions):\n    return [0.0]\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "_moody", None)
+    reward_calls.load_file("_moody", str(path))
+    rewards = Rewards((sys.modules["_moody"].reward,), seconds=LONG)
+    path.write_text("raise ImportError('no such wheel')\n", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="'reward' that its own process can load; got ImportError: no such wheel"):
+        graded(rewards, ["a"])
+
+
+def test_columns_that_cannot_be_sent():
+    rewards = Rewards((reward_cases.matches,), seconds=LONG)
+    with pytest.raises(
+        ValueError, match="columns that can be sent to the process of reward 'matches', or seconds=None"
+    ):
+        graded(rewards, ["a"], answer=[lambda: 0])
+
+
+def test_the_process_imports_nothing_of_the_library():
+    """It would take seconds that most reward functions don't need."""
+    program = f"import runpy, sys; runpy.run_path({reward_calls.__file__!r}); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert "numpy" in loaded and not loaded & {"jax", "smd_jax"}
+
+
+def test_a_process_that_nobody_waits_for_ends_itself():
+    """Its caller is gone, and it spins in C."""
+    files, pickled = pickled_function("spins_in_c", reward_cases.spins_in_c)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        command = [sys.executable, "-P", reward_calls.__file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+        ours.send((sys.path, files, pickled))
+        arguments = pickle.dumps({"completions": ["bad"]})
+        ours.send((0.5 - reward_calls.GRACE_SECONDS, 1, arguments))  # so that its grace is over in half a second
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "in spins_in_c" in said, "where it was"
+
+
+def test_a_process_ends_with_whoever_asks():
+    calls = CallsInProcess("length", reward_cases.length, LONG)
+    calls.begin({"completions": ["a"]}, 1)
+    assert calls.finish() == [1.0]
+    assert calls._child is not None
+    process = calls._child[0]
+    del calls
+    assert process.returncode is not None

@@ -1,0 +1,258 @@
+"""What training does with a completion that a reward function fails on: it is left out, and the run goes on."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.learner.state import TrainBatch
+from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
+from smd_jax.losses.pairs import best_worst
+from smd_jax.metrics import reward_metrics
+from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from smd_jax.train.grpo import GRPOLoop, fullest
+from smd_jax.train.loop import part_metrics
+from tests import toy_loop
+from tests.bitwise import assert_bitwise_equal
+from tests.toy_loop import CONFIG, TASK, new_loop, new_state
+
+# Of the first group the third has no reward, of the second all but one, of the last all.
+NAN = float("nan")
+REWARDS = np.array([1, 3, NAN, 5, NAN, 2, NAN, NAN, 7, 7, 1, 1, NAN, NAN, NAN, NAN], np.float32)
+THERE = jnp.asarray(~np.isnan(REWARDS))
+
+
+# --- the arithmetic, by hand
+
+
+@pytest.mark.parametrize(
+    ("estimator", "first", "third"),
+    [
+        # Among 1, 3, 5: mean 3, squares 4 + 0 + 4 over 2. Among 7, 7, 1, 1: mean 4, four times 9 over 3.
+        (group_relative, np.array([-2, 0, 0, 2]) / (2 + EPSILON), np.array([3, 3, -3, -3]) / (np.sqrt(12) + EPSILON)),
+        (functools.partial(group_relative, scale="none"), [-2, 0, 0, 2], [3, 3, -3, -3]),
+        # The others' means: 4, 3, 2; and 3, 3, 5, 5.
+        (leave_one_out, [1 - 4, 3 - 3, 0, 5 - 2], [7 - 3, 7 - 3, 1 - 5, 1 - 5]),
+    ],
+)
+def test_the_others_are_compared_among_themselves(estimator, first, third):
+    advantages = estimator(jnp.asarray(REWARDS), 4, rewarded_rows=THERE)
+    expected = [*first, 0, 0, 0, 0, *third, 0, 0, 0, 0]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-6)
+    # A group of three by itself: the first, without the one that failed.
+    np.testing.assert_allclose(advantages[jnp.array([0, 1, 3])], estimator(jnp.array([1.0, 3, 5]), 3), rtol=1e-6)
+
+
+def test_the_deviation_of_what_is_left_of_a_batch():
+    # 1 3 5 2 7 7 1 1: mean 27/8, squares 139 - 27²/8 over 7.
+    deviation = np.sqrt((139 - 27**2 / 8) / 7) + EPSILON
+    advantages = group_relative(jnp.asarray(REWARDS), 4, "batch", THERE)
+    expected = np.array([-2, 0, 0, 2, 0, 0, 0, 0, 3, 3, -3, -3, 0, 0, 0, 0]) / deviation
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_where_all_have_a_reward_nothing_changes(scale):
+    rewards = jnp.asarray(np.random.default_rng(0).normal(size=24), jnp.float32)
+    all_there = jnp.ones(24, bool)
+    np.testing.assert_allclose(
+        group_relative(rewards, 6, scale, all_there), group_relative(rewards, 6, scale), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(leave_one_out(rewards, 6, all_there), leave_one_out(rewards, 6), rtol=1e-5, atol=1e-6)
+    assert (groups_with_signal(rewards, 6, all_there) == groups_with_signal(rewards, 6)).all()
+    assert_bitwise_equal(best_worst(rewards, 6, all_there), best_worst(rewards, 6))
+    with_rows, without = reward_metrics(rewards, 6, all_there), reward_metrics(rewards, 6)
+    assert with_rows.keys() == without.keys()
+    for name, value in without.items():
+        np.testing.assert_allclose(with_rows[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_signal_and_pairs():
+    assert groups_with_signal(jnp.asarray(REWARDS), 4, THERE).tolist() == [True, False, True, False]
+    pairs = best_worst(jnp.asarray(REWARDS), 4, THERE)
+    assert pairs.signal.tolist() == [True, False, True, False]
+    assert (int(pairs.chosen[0]), int(pairs.rejected[0])) == (3, 0)
+    assert (int(pairs.chosen[2]), int(pairs.rejected[2])) == (8, 11)
+
+
+def test_metrics_of_what_is_left():
+    got = {name: float(value) for name, value in reward_metrics(jnp.asarray(REWARDS), 4, THERE).items()}
+    assert got["reward"] == pytest.approx(27 / 8)
+    assert got["reward_std"] == pytest.approx(np.sqrt((139 - 27**2 / 8) / 7))
+    # 2, none for the single one, √12; the group that has lost all of its completions is none.
+    assert got["reward_std_within_group"] == pytest.approx((2 + 0 + np.sqrt(12)) / 3)
+    assert got["frac_reward_zero_std"] == 0.5, "two of the four give no gradient"
+
+
+def test_metrics_of_one_function():
+
+    def of(*part):
+        got = part_metrics("f", np.array(part, np.float32))
+        return float(got["rewards/f/mean"]), float(got["rewards/f/std"])
+
+    assert of(1, NAN, 4, 1) == (2.0, pytest.approx(np.sqrt(3)))
+    assert of(NAN, 3) == (3.0, 0.0)
+    assert np.isnan(of(NAN)).all()
+
+
+# --- the loop
+
+
+def raising_on(texts):
+    """The task's reward, which raises where one of the texts is in it."""
+
+    def moody(prompts, completions, **columns):
+        if not texts.isdisjoint(completions):
+            raise ZeroDivisionError("on purpose")
+        return TASK.reward(prompts, completions, **columns)
+
+    return moody
+
+
+@functools.cache
+def drawn():
+    """What the first rollout draws, and the number of a completion whose text no other has."""
+    samples = new_loop().collect(new_state(), 0)
+    texts = samples.completions
+    return samples, next(row for row, text in enumerate(texts) if texts.count(text) == 1)
+
+
+def loop_of(*functions, **options):
+    loop = toy_loop.own_loop()
+    loop = dataclasses.replace(loop, rewards=Rewards(functions, seconds=None, **options))
+    toy_loop.share_programs(loop)
+    return loop
+
+
+def test_two_steps_with_a_row_that_raises():
+    samples, row = drawn()
+    loop = loop_of(raising_on({samples.completions[row]}))
+    with pytest.warns(RewardWarning, match=f"reward 'moody' failed on completion {row}: ZeroDivisionError: on purpose"):
+        got = loop.collect(new_state(), 0)
+    expected = samples.rewards.copy()
+    expected[row] = np.nan
+    np.testing.assert_array_equal(got.rewards, expected)
+    np.testing.assert_array_equal(got.reward_parts["moody"], expected)
+    assert got.counted_rows is not None and got.counted_rows.tolist() == [i != row for i in range(8)]
+    assert got.metrics["rewards/failed"] == 1
+    assert float(got.metrics["reward"]) == pytest.approx(np.nanmean(expected))
+    state, metrics = loop.step(new_state())
+    assert metrics["rewards/failed"] == 1 and metrics["rewards/moody/mean"] == metrics["reward"]
+    state, metrics = loop.step(state)
+    assert int(state.step) == 2
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+def test_the_update_is_that_of_the_others():
+    """Against a batch made by hand: a group of three where one has failed."""
+    samples, row = drawn()
+    failed = samples.rewards.copy()
+    failed[row] = np.nan
+    counted = ~np.isnan(failed)
+    loop = new_loop()
+    learned, _ = loop.learn(new_state(), samples._replace(rewards=failed, counted_rows=counted))
+
+    advantages = np.zeros(8, np.float32)
+    for first in (0, 4):
+        rows = first + np.flatnonzero(counted[first : first + 4])
+        group = failed[rows].astype(np.float64)
+        advantages[rows] = (group - group.mean()) / (group.std(ddof=1) + EPSILON)
+    old = loop.old_logprobs(new_state().params, samples.trajectory)
+    batch = TrainBatch(samples.trajectory, jnp.asarray(advantages), old, jnp.asarray(counted))
+    with jax.set_mesh(loop.mesh):
+        expected, _ = loop.take_steps(new_state(), batch)
+    for mine, theirs in zip(jax.tree.leaves(learned.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_plain_task_is_as_it_was():
+    """No rows are left out, and nothing of its own is logged."""
+    samples, _ = drawn()
+    assert samples.counted_rows is None and samples.rewarded_rows is None and samples.reward_parts == {}
+    rewards = TASK.reward(
+        [row["prompt"] for row in samples.task_rows],
+        samples.completions,
+        answer=[row["answer"] for row in samples.task_rows],
+        metadata=[row["metadata"] for row in samples.task_rows],
+    )
+    np.testing.assert_array_equal(samples.rewards, np.array(rewards, np.float32))
+    assert not [name for name in samples.metrics if name.startswith("rewards/") and name != "rewards/failed"]
+    assert samples.metrics["rewards/failed"] == 0
+
+
+def test_several_functions_in_a_loop():
+    def longest(completion_ids):
+        return [len(ids) for ids in completion_ids]
+
+    loop = loop_of(TASK.reward, longest, weights=(1.0, 0.5))
+    samples, _ = drawn()
+    got = loop.collect(new_state(), 0)
+    lengths = np.asarray(samples.trajectory.lengths())
+    np.testing.assert_array_equal(got.reward_parts["longest"], lengths)
+    np.testing.assert_allclose(got.rewards, samples.rewards + 0.5 * lengths, rtol=1e-6)
+    assert got.metrics["rewards/longest/mean"] == pytest.approx(lengths.mean())
+    assert got.metrics["rewards/longest/std"] == pytest.approx(lengths.std(ddof=1))
+    assert got.counted_rows is None, "no other program than that of one reward"
+
+
+def test_too_many_end_the_run():
+    samples, _ = drawn()
+    loop = loop_of(raising_on(set(samples.completions)))
+    with (
+        pytest.warns(RewardWarning),
+        pytest.raises(TooManyFailures, match="got 8 of 8. The most frequent: reward 'moody'"),
+    ):
+        loop.step(new_state())
+
+
+def test_a_reward_that_asks_for_too_much_is_refused_before_anything_is_sampled():
+    def greedy(completions, trainer_state):
+        return [0.0]
+
+    with pytest.raises(ValueError, match="expected reward 'greedy' to ask for some of .*'metadata'.*trainer_state"):
+        loop_of(greedy)
+
+
+def test_evaluation_leaves_them_out(monkeypatch: pytest.MonkeyPatch):
+    samples, row = drawn()
+
+    @dataclasses.dataclass(frozen=True)
+    class Drawn:
+        """The rows of the first rollout."""
+
+        def __len__(self):
+            return len(samples.task_rows)
+
+        def __getitem__(self, index):
+            return samples.task_rows[index]
+
+        def reward(self, prompts, completions, **columns):
+            raise AssertionError("the loop has other functions")
+
+    monkeypatch.setattr(GRPOLoop, "respond", lambda *arguments, **options: (samples.trajectory, {}))
+    loop = loop_of(raising_on({samples.completions[row]}))
+    with pytest.warns(RewardWarning):
+        mean = loop.evaluate(
+            new_state().params, Drawn(), jax.random.key(0), policy=CONFIG.policy, config=CONFIG.rollout
+        )
+    assert mean == pytest.approx(np.delete(samples.rewards, row).mean())
+
+
+def test_dynamic_sampling_keeps_groups_with_what_is_left():
+    def rollout(*rewards):
+        array = np.array(rewards, np.float32)
+        metrics = drawn()[0].metrics | {"rewards/failed": jnp.float32(np.isnan(array).sum())}
+        return drawn()[0]._replace(rewards=array, reward_parts={"f": array + 10}, metrics=metrics)
+
+    # In the first rollout the second group has lost what made it unequal.
+    got = fullest([rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2)
+    assert np.isnan(got.rewards).tolist() == [False, True, False, False, True, True, False, False]
+    assert got.rewards[~np.isnan(got.rewards)].tolist() == [1, 0, 1, 3, 4]
+    assert got.counted_rows is not None
+    np.testing.assert_array_equal(got.counted_rows, ~np.isnan(got.rewards))
+    np.testing.assert_array_equal(got.reward_parts["f"], got.rewards + 10)
+    assert float(got.metrics["rewards/failed"]) == 4, "of all that was drawn"

