@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
@@ -69,17 +70,26 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder of the Llama 2/3, Qwen2/2.5 or Qwen3 family.
+    """Shape of a decoder of the Llama 2/3, Mistral, Qwen2/2.5, Qwen3 or Gemma 3 family: a field for each difference.
 
     Attributes:
       vocab_size: rows of the embedding table.
       hidden_size: width of the residual stream.
-      intermediate_size: width of the SwiGLU.
+      intermediate_size: width of the MLP.
       num_layers, num_heads, num_kv_heads, head_dim: attention shape; `num_heads` is a multiple of `num_kv_heads`.
       max_positions: the longest sequence, in tokens, that the model may see.
       rope_theta: RoPE base. rope_scaling: how RoPE is stretched, None for plain.
+      local_rope_theta: RoPE base of the layers with a sliding window, which are not stretched (Gemma); None: they have
+        RoPE as all others.
       norm_eps: epsilon of every RMSNorm.
-      qkv_bias: biases on the q, k and v projections (Qwen2). qk_norm: RMSNorm per head on q and k (Qwen3).
+      qkv_bias: biases on the q, k and v projections (Qwen2). o_bias: on the output projection of attention.
+      mlp_bias: on the three projections of the MLP.
+      qk_norm: RMSNorm per head on q and k (Qwen3, Gemma).
+      query_pre_attn_scalar: scores are divided by its square root (Gemma); None: by that of head_dim.
+      activation: of the MLP's gate: SwiGLU, or Gemma's GeGLU with the approximation by tanh.
+      norm_plus_one: every RMSNorm multiplies by 1 + scale (Gemma), so that a scale of zero leaves its input's size.
+      post_norms: RMSNorms also on what attention and MLP add to the residual stream (Gemma).
+      scale_embeddings: embeddings are multiplied by the square root of hidden_size (Gemma).
       sliding_windows: for each layer, how many of the newest keys a query sees, itself included, or None for all;
         empty: no layer has a window.
       tie_embeddings: the output projection is the transposed embedding.
@@ -97,9 +107,17 @@ class ModelConfig:
     max_positions: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     norm_eps: float = 1e-6
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
+    query_pre_attn_scalar: float | None = None
+    activation: Activation = "silu"
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    scale_embeddings: bool = False
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     dtype: FloatName = "float32"
@@ -110,6 +128,19 @@ class ModelConfig:
         check_windows(self.sliding_windows, self.num_layers)
         if self.head_dim % 2:
             raise ValueError(f"expected an even head_dim, because RoPE rotates pairs; got {self.head_dim}")
+        check_choice("activation", self.activation, get_args(Activation))
+        scalar = self.query_pre_attn_scalar
+        if scalar is not None and scalar <= 0:
+            raise ValueError(f"expected query_pre_attn_scalar > 0, or None; got {scalar}")
+        if self.local_rope_theta is not None and not any(self.sliding_windows):
+            raise ValueError(
+                f"expected sliding_windows beside local_rope_theta, the RoPE base of layers with a window; got none, "
+                f"and local_rope_theta={self.local_rope_theta}"
+            )
+
+    def window(self, layer: int) -> int | None:
+        """The window of one layer, see `sliding_windows`."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
 
 
 def check_model_sizes(sizes: Mapping[str, Any]) -> None:

@@ -35,6 +35,10 @@ RULES: dict[tuple[str, str], P] = {
     ("up_proj", "kernel"): P("fsdp", "tensor"),
     ("down_proj", "kernel"): P("tensor", "fsdp"),
 }
+# Adapters are split like the matrix that they stand beside; their rank, which is small, is whole everywhere.
+_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel"}
+RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
+RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:

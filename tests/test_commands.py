@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +17,9 @@ from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, Onli
 from smd_jax.commands.choices import eviction_policy, loss_config, update_config
 from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, with_flags
+from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.export import main as export
+from smd_jax.commands.plot import main as plot
 from smd_jax.commands.train import main
 from smd_jax.eviction.policies import Dense, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
@@ -185,8 +191,24 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     said = error_of(["--config", str(run / "config.yaml"), "--resume", "--seed", "1"], capsys)
     assert "seed: expected 0, got 1" in said
-    before, after = (load_checkpoint(path)[1] for path in (model, run / "model"))
-    assert before.keys() == after.keys()
+    export([str(run), "--out", str(tmp_path / "last")])
+    export([str(run), "--out", str(tmp_path / "first"), "--step", "1"])
+    places = (model, tmp_path / "first", tmp_path / "last", run / "model")
+    before, first, last, after = (load_checkpoint(place)[1] for place in places)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, last, after)
+    assert jax.tree.structure(first) == jax.tree.structure(after)
+    plot([str(run), "--out", str(tmp_path / "page.html")])
+    assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
+
+
+def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--model", str(model), "--task", "reasoning_gym:distractor_sort", "--rows", "4", "--json"]
+    words += ["--task-parameters", "num_digits=3", "num_distractors=4", "--max-completion-length", "5"]
+    smd_eval([*words, "--decode", "dense,h2o:12+2", "--num-generations", "2"])
+    dense, sparse = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (dense["decode"], sparse["decode"]) == ("dense", "h2o-12-2")
+    assert dense["prompts"] == 4 and dense["cache_bytes_per_sequence"] > sparse["cache_bytes_per_sequence"]
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])
@@ -196,3 +218,30 @@ def test_the_other_algorithms_take_a_step(algorithm: str, model: Path, tmp_path:
     main([algorithm, "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1", *more])
     assert len(read_metrics(run / "metrics.jsonl")) == 1
     assert OnlineDpo is ALGORITHMS["online-dpo"]
+
+
+def test_adapters_are_trained_and_exported(model: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    words = [
+        "grpo",
+        "--model",
+        str(model),
+        *SORT,
+        *SMALL,
+        "--output-dir",
+        str(run),
+        "--max-steps",
+        "1",
+        "--lora-r",
+        "2",
+    ]
+    main([*words, "--learning-rate", "1e-2"])
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+    before, after = (load_checkpoint(path)[1] for path in (model, run / "model"))
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    np.testing.assert_array_equal(before["norm"]["scale"], after["norm"]["scale"])
+    export([str(run), "--out", str(tmp_path / "again")])
+    again = load_checkpoint(tmp_path / "again")[1]
+    jax.tree.map(np.testing.assert_array_equal, again, after)
+    export([str(run), "--out", str(tmp_path / "adapter"), "--format", "peft"])
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()

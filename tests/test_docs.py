@@ -191,6 +191,15 @@ def differences(rows: list[dict[str, Any]], arm_of: tuple[str, ...]) -> set[str]
     return found
 
 
+def test_quoted_logits_come_from_the_rows():
+    rows = json.loads((RESULTS / "parity.json").read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for row in rows:
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row['family']} |")]
+        shown = f"{row['max_abs_dlogit']:.1e}" if row["dtype"] == "float32" else f"{row['max_abs_dlogit']:.2f}"
+        assert f"| {shown} |" in line and row["round_trip"] == ("| exact |" in line)
+
+
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "results.md"], ids=lambda path: path.name)
 def test_quoted_intervals_come_from_the_rows(page: Path):
     quickstart = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))

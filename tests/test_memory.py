@@ -43,6 +43,7 @@ from smd_jax.memory.plan import (
 )
 from smd_jax.memory.sampler import SamplerPass, cast_bytes, tree_bytes
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.families import FAMILIES
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler import engine
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
@@ -60,6 +61,14 @@ from tests.toy_loop import new_loop
 
 SHAPE = tiny_model_config(
     vocab_size=256, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=4, head_dim=32, max_positions=8192
+)
+# Norms of what is added, GeGLU, and a layer whose attention goes by the segments of its window.
+GEMMA3 = replace(
+    SHAPE,
+    **FAMILIES["gemma3_text"].always,
+    qkv_bias=False,
+    local_rope_theta=1e4,
+    sliding_windows=(48, None),
 )
 MODEL, OPTIMIZER = Decoder(SHAPE), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 SIZES = RolloutConfig(max_new_tokens=448, budget=64, buffer=32)
@@ -137,8 +146,12 @@ ANCHOR = DistillConfig("anchor", fraction=0.5)
         (replace(EVICTING, model=Decoder(SHAPE, remat=True), microbatch_size=1, platform="tpu"), SPARING),
         (replace(EVICTING, model=Decoder(SHAPE, remat="dots"), microbatch_size=1, platform="tpu"), SPARING),
         (replace(WIDE, distill=ANCHOR, reference=True), None),
+        (replace(WORK, model=Decoder(GEMMA3)), None),
     ],
-    ids=["dense", "segments", "microbatches with remat", "microbatches with remat of dots", "distillation"],
+    ids=[
+        *("dense", "segments", "microbatches with remat", "microbatches with remat of dots", "distillation"),
+        "gemma with a window",
+    ],
 )
 def test_an_update_needs_what_was_planned(work: Workload, options: Any):
     planned, compiled = plan_memory(work, param_shapes(work.model)), compiled_update(work, options)

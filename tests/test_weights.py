@@ -22,9 +22,12 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.hf_config import FloatName, hf_config_from_model, model_config_from_hf
 from smd_jax.model.weights import load_checkpoint, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
+from tests.families import FAMILY_CONFIGS
 
 GOLDEN = Path(__file__).parent / "golden" / "hf"
 NAMES = ("llama2", "llama3", "qwen2", "qwen3", "qwen2_yarn")
+# With biases everywhere, or windows of 6 tokens.
+NAMES += ("llama_bias", "mistral", "qwen2_window", "qwen3_bias", "gemma3")
 ATOL = 5e-5  # on float32 logits of standard deviation 1.2; measured on CPU: at most 7e-6
 
 CONFIGS = {
@@ -36,6 +39,7 @@ CONFIGS = {
     "qwen3": tiny_model_config(qkv_bias=False, qk_norm=True, head_dim=12, rope_theta=1e6, tie_embeddings=False),
     "qwen3-yarn": tiny_model_config(qkv_bias=False, qk_norm=True, rope_scaling=YarnRope(4.0, 512, 16.0, 0.5)),
     "llama-linear": tiny_model_config(qkv_bias=False, rope_scaling=LinearRope(2.0)),
+    **FAMILY_CONFIGS,
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -105,6 +109,28 @@ def test_golden_configs_are_read_as_they_are_meant():
     assert configs["qwen2"].qkv_bias and configs["qwen2"].tie_embeddings and configs["qwen2"].rope_theta == 1e6
     assert configs["qwen3"].qk_norm and configs["qwen3"].head_dim == 12
     assert configs["qwen2_yarn"].rope_scaling == YarnRope(4.0, 16, beta_fast=8.0, beta_slow=0.25)
+    assert configs["llama_bias"] == ModelConfig(
+        96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, o_bias=True, mlp_bias=True, tie_embeddings=False
+    )
+    assert configs["mistral"] == ModelConfig(96, 32, 48, 2, 4, 2, 8, 64, sliding_windows=(6, 6))
+    assert configs["qwen2_window"] == ModelConfig(96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, sliding_windows=(None, 6))
+    assert configs["qwen3_bias"] == ModelConfig(
+        96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, o_bias=True, qk_norm=True, sliding_windows=(6, None)
+    )
+    assert configs["gemma3"] == ModelConfig(
+        *(96, 32, 48, 3, 4, 1, 12, 64),
+        rope_theta=1e6,
+        rope_scaling=LinearRope(4.0),
+        local_rope_theta=1e3,
+        qk_norm=True,
+        query_pre_attn_scalar=20.0,
+        activation="gelu_tanh",
+        norm_plus_one=True,
+        post_norms=True,
+        scale_embeddings=True,
+        tie_embeddings=True,
+        sliding_windows=(6, 6, None),
+    )
 
 
 # Loading and saving
@@ -161,6 +187,8 @@ def test_files_say_what_transformers_wants_to_know(tmp_path: Path):
         assert {tensors.get_slice(name).get_dtype() for name in tensor_table(config)} == {"BF16"}
     assert written["model_type"] == "qwen2" and written["architectures"] == ["Qwen2ForCausalLM"]
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1, "who may read one of the files may read all"
 
 
 def test_saving_replaces_a_checkpoint_and_leaves_nothing_else(tmp_path: Path):
@@ -226,6 +254,13 @@ def test_missing_config(checkpoint: Path):
     (checkpoint / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a checkpoint with config\.json in .*checkpoint"):
         load_checkpoint(checkpoint)
+
+
+def test_a_name_of_the_hub_is_no_directory():
+    with pytest.raises(
+        FileNotFoundError, match=r"none at Qwen/Qwen2\.5-0\.5B\. A model of the Hugging Face Hub.*hf down"
+    ):
+        load_checkpoint("Qwen/Qwen2.5-0.5B")
 
 
 def test_config_that_is_not_json(checkpoint: Path):
@@ -330,12 +365,14 @@ def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
 
 def test_config_that_no_model_type_expresses(tmp_path: Path):
     config = tiny_model_config(qkv_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match="expected qkv_bias or qk_norm or neither, got both"):
+    with pytest.raises(ValueError, match=r"qwen3 has \(qkv_bias, o_bias\) of .*; got \(True, False\); gemma3_text has"):
         save_checkpoint(tmp_path / "new", random_leaves(config), config)
-    odd = tiny_model_config(qkv_bias=False, hidden_size=30)
+    odd = replace(CONFIGS["llama-bias"], hidden_size=30)
     with pytest.raises(ValueError, match="a multiple of num_heads; got 30 and 4"):
         save_checkpoint(tmp_path / "new", random_leaves(odd), odd)
     assert not list(tmp_path.iterdir())
+    # Without biases a Mistral says it, whose heads may be any share of its width.
+    assert hf_config_from_model(tiny_model_config(qkv_bias=False, hidden_size=30), "float32")["model_type"] == "mistral"
 
 
 def test_parameters_that_do_not_fit_the_config(tmp_path: Path):
@@ -436,15 +473,10 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "mistral"}, "model_type must be one of llama, qwen2, qwen3.*got 'mistral'"),
+        ({"model_type": "phi3"}, "one of llama, mistral, qwen2, qwen3, gemma3_text .*got 'phi3'"),
         ({"model_type": "qwen3_moe"}, "got 'qwen3_moe'"),
         ({"num_experts": 8}, "num_experts=8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
-        ({"attention_bias": True}, "llama with attention_bias=True is not supported"),
-        ({"model_type": "qwen3", "attention_bias": True}, "qwen3 with attention_bias=True is not supported"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "got .*'sliding_attention'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor.*0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "dense"]
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
 ]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The model, and how its numbers are stored."""
+    """The model, how its numbers are stored, and what of it is trained."""
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
+    lora_r: int | None = None  # rank of adapters, which alone are trained; by default everything is
+    lora_alpha: float = 32.0  # what adapters add is scaled by alpha / rank
+    lora_target_modules: tuple[LoraTarget, ...] = ALL_TARGETS  # projections of every layer that have adapters
+    use_rslora: bool = False  # scale by alpha / sqrt(rank)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def run(args: Args) -> list[Evaluated]:
         directory = model_directory(args.model)
         tokenizer = load_tokenizer(directory)
         evaluator, dropped = make_evaluator(args, directory, tokenizer)
-        _, params = load_checkpoint(directory)
+        _, params = load_checkpoint(directory, mesh=evaluator.mesh)
     print(dropped, file=sys.stderr)
     found = evaluator.run(params)
     if args.json:

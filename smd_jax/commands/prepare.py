@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from smd_jax.commands.arguments import Common, Grpo, OnlineDpo, OptimizerArgs, Ppo, Rloo
+from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
 from smd_jax.commands.choices import eviction_policy, rollout_config, update_config
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.model_source import load_tokenizer, model_directory
@@ -20,6 +20,7 @@ from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.memory.plan import MemoryPlan, fit_loop, param_shapes, parse_bytes
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import read_config
@@ -77,15 +78,26 @@ def prepare(args: Common) -> Prepared:
     return Prepared(directory, config, tokenizer, data, loop, plan, make_evaluator(args, loop, data))
 
 
-def with_parts(args: Common, params: Params, config: ModelConfig) -> Params:
-    """The parameters of a checkpoint with what the run trains beside them: a critic."""
+def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
+    """The parameters of a checkpoint with what the run trains beside them: adapters, a critic. The key is consumed."""
+    lora = lora_config(args.model)
+    if lora is not None:
+        params = add_lora(params, lora, key)
     return add_value_head(params, config) if isinstance(args, Ppo) else params
 
 
 def shapes(args: Common, model: Decoder) -> Params:
     """Shapes of the parameters that the run will have."""
+    key = jax.random.key(0)
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.model.param_dtype), param_shapes(model))
-    return jax.eval_shape(lambda params: with_parts(args, params, model.config), stored)
+    return jax.eval_shape(lambda params: with_parts(args, params, model.config, key), stored)
+
+
+def lora_config(args: ModelArgs) -> LoraConfig | None:
+    """The adapters, None without a rank."""
+    if args.lora_r is None:
+        return None
+    return LoraConfig(args.lora_r, args.lora_alpha, args.lora_target_modules, args.use_rslora)
 
 
 def compute_dtype(name: str) -> FloatName:

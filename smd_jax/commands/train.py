@@ -30,6 +30,8 @@ from smd_jax.commands.prepare import Prepared, prepare, with_parts
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, show_bytes
+from smd_jax.model.lora import has_lora, merge_lora
+from smd_jax.model.peft_format import save_peft
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
@@ -183,15 +185,18 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
     """Weights from the checkpoint, spread over the mesh, and a fresh optimizer."""
     loop = ready.loop
     key = jax.random.key(args.run.seed)
-    with jax.default_device(jax.devices("cpu")[0]):  # no accelerator need hold the whole model
-        _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype)
-    params = shard_tree(with_parts(args, params, ready.config), loop.mesh)
-    return init_state(params, loop.optimizer, key, params if needs_reference(loop) else None)
+    _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
+    params = shard_tree(with_parts(args, params, ready.config, jax.random.fold_in(key, 1)), loop.mesh)
+    return init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
 
 
-def needs_reference(loop: Loop) -> bool:
-    """Whether the learner compares with the policy at the start; online DPO always does."""
-    return loop.config.update.needs_reference if isinstance(loop, PolicyLoop) else True
+def keeps_reference(args: Common, loop: Loop) -> bool:
+    """Whether the state holds a reference of its own: not where adapters have a frozen base, which is the policy at
+    the start, unless the reference follows the policy."""
+    if isinstance(loop, PolicyLoop):
+        update = loop.config.update
+        return update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
+    return args.model.lora_r is None  # online DPO always compares
 
 
 def watched(args: Common, ready: Prepared) -> Loop:
@@ -235,8 +240,15 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
 
 
 def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:
-    """Writes the trained model, without a critic, in Hugging Face's format."""
-    params = jax.device_get(drop_value_head(state.params))
+    """Writes the trained model in Hugging Face's format, without a critic and with adapters merged; and the adapters in
+    PEFT's."""
+    params = drop_value_head(state.params)
+    if has_lora(params):
+        save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
+        print(f"adapters: {directory / 'adapter'}")
+        params = merge_lora(params)
     target = directory / "model"
-    save_checkpoint(target, params, ready.config, dtype=args.run.export_dtype, tokenizer_from=ready.directory)
+    save_checkpoint(
+        target, jax.device_get(params), ready.config, dtype=args.run.export_dtype, tokenizer_from=ready.directory
+    )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

@@ -25,8 +25,9 @@ from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_
 from smd_jax.learner.config import Visibility, check_correction, check_visibilities
 from smd_jax.learner.forward import check_replayable, learner_mask, replay, replay_hidden, response_hidden
 from smd_jax.learner.reference import ReferenceSync
-from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.state import Metrics, TrainState, reference_params
 from smd_jax.learner.step import take_step
+from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.dpo import (
     DPOConfig,
     DPOInputs,
@@ -133,7 +134,8 @@ def make_dpo_update(
         _check(state, batch)
         prepared = _prepare(model, config, state.params, batch)
         count = _count(batch, config)
-        loss, grads, _, terms = accumulate(_objective(model, config, state), state.params, prepared, count)
+        objective = of_trained(_objective(model, config, state), state.params)
+        loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
         new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
         return new_state, {"loss": loss, **of_step, **_metrics(prepared, terms)}
 
@@ -149,7 +151,7 @@ def _check(state: TrainState, batch: PairBatch) -> None:
 
 def check_reference(state: TrainState) -> None:
     """Raises ValueError for a state without reference parameters."""
-    if state.reference is None:
+    if reference_params(state) is None:
         raise ValueError(
             "expected reference parameters in the train state, because DPO's reward is a ratio to them; got None"
         )
@@ -225,7 +227,7 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
         learner = replay_hidden(model, params, hidden, rows)
         seen = learner_mask(rows, config.reference_visibility or config.visibility)
         # The reference comes with the state and is no argument of the objective: gradients are those of `params` alone.
-        reference = jax.lax.stop_gradient(replay(model, state.reference, rows, seen).logprobs)
+        reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)
         kl = k3(learner.logprobs, reference)
         kept = _Terms(_paired(learner.logprobs), _paired(learner.entropy), _paired(kl), terms)

@@ -20,7 +20,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.distill import Agreement, distill_term
 from smd_jax.learner.forward import learner_mask, replay, replay_hidden, response_hidden
 from smd_jax.learner.prepare import Prepared, correction_inputs
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.losses.entropy import weighted_entropy
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
 from smd_jax.losses.value import ValueConfig, value_loss
@@ -45,7 +45,8 @@ class TokenTerms(struct.PyTreeNode):
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
     """`(params, microbatch) -> (loss, (scalars to sum up, TokenTerms))`.
 
-    The state gives what has no gradient here: the reference and the step. Its parameters are not looked at.
+    The state gives what has no gradient here: the reference and the step. Of its parameters nothing is looked at but a
+    base below adapters, which may be the reference.
     """
 
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
@@ -79,7 +80,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
                 model,
                 config.distill,
                 params,
-                state.reference,
+                reference_params(state),
                 state.step,
                 trajectory,
                 hidden,
@@ -147,10 +148,11 @@ def _reference_logprobs(
     model: LanguageModel, config: UpdateConfig, state: TrainState, trajectory: Trajectory
 ) -> Float[Array, "batch R"] | None:
     """Log-probabilities of the reference policy under its own mask; None without a KL in the loss."""
-    if policy_loss_of(config).beta == 0 or state.reference is None:
+    reference = reference_params(state)
+    if policy_loss_of(config).beta == 0 or reference is None:
         return None
     mask = learner_mask(trajectory, config.reference_visibility or config.visibility)
-    return jax.lax.stop_gradient(replay(model, state.reference, trajectory, mask).logprobs)
+    return jax.lax.stop_gradient(replay(model, reference, trajectory, mask).logprobs)
 
 
 def _value_loss(

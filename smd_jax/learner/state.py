@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.storage import widened
+from smd_jax.learner.trained import shared_reference, trained_params, whole_reference
 from smd_jax.model.protocol import Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
@@ -26,8 +27,10 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       step: optimizer steps taken.
       params: parameters of the policy.
-      opt_state: state of the optimizer.
-      reference: parameters of the reference policy, or None. Only a `ReferenceSync` moves them.
+      opt_state: state of the optimizer, for the parameters that are trained: with adapters
+        (`smd_jax.model.lora.add_lora`) those and a critic's head alone.
+      reference: parameters of the reference policy, or None, which with adapters stands for their base; adapters by
+        themselves stand on the policy's base. Only a `ReferenceSync` moves them.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
     """
 
@@ -64,19 +67,26 @@ class TrainBatch(struct.PyTreeNode):
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
-    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both.
+    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both. What it
+    shares with the frozen base below adapters is not copied, and with adapters None is that base.
 
     The optimizer's state is made for parameters in float32 or wider, whatever they are stored in: a second moment in 16
     bits would stand still.
     """
     # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
-    reference = jax.tree.map(jnp.copy, reference)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(widened(params)), reference, key)
+    reference = jax.tree.map(jnp.copy, shared_reference(reference, params))
+    opt_state = optimizer.init(widened(trained_params(params)))
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, reference, key)
+
+
+def reference_params(state: TrainState) -> Params | None:
+    """Parameters of the reference policy; with adapters their base, where the state has no other."""
+    return whole_reference(state.reference, state.params)
 
 
 def check_reference(config: UpdateConfig, state: TrainState) -> None:
     """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
-    if config.needs_reference and state.reference is None:
+    if config.needs_reference and reference_params(state) is None:
         raise ValueError(
             "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
         )

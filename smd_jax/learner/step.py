@@ -11,6 +11,7 @@ import optax
 from smd_jax.learner.reference import ReferenceSync, follow
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.storage import PARAMS, rounded, widened
+from smd_jax.learner.trained import check_followable, followed_params, trained_params, with_trained
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import constrain_tree
 
@@ -23,18 +24,23 @@ def take_step(
     Parameters of 16 bits are updated in float32 and rounded, see `smd_jax.learner.storage`: an optimizer sees float32
     or wider, as it did when `init_state` made its state.
 
+    Args:
+      grads: of the parameters that are trained, see `smd_jax.learner.trained`.
+
     Returns:
       The state; `grad_norm`, the norm of the gradients before the optimizer clips them; and `learning_rate`, that of
       this step, if the optimizer's state has one: `optax.inject_hyperparams` keeps it there, as do the optimizers of
       `smd_jax.train.optimizers`.
     """
     grads = widened(grads)
-    params = widened(state.params)
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-    params = rounded(optax.apply_updates(params, updates), state.params, state.key, state.step, PARAMS)
+    trained = trained_params(state.params)
+    wide = widened(trained)
+    updates, opt_state = optimizer.update(grads, state.opt_state, wide)
+    trained = rounded(optax.apply_updates(wide, updates), trained, state.key, state.step, PARAMS)
     # The sharding is said again: the compiler could choose another for new parameters, and the next step, which takes
     # their buffers, would be compiled a second time.
-    new = state.replace(step=state.step + 1, params=constrain_tree(params), opt_state=constrain_tree(opt_state))
+    params = with_trained(state.params, constrain_tree(trained))
+    new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
     return synchronised(new, sync), {"grad_norm": optax.tree.norm(grads), **_learning_rate(opt_state)}
 
 
@@ -48,7 +54,8 @@ def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
     """The state with its reference moved, if that is due after so many steps; without `sync` nothing moves."""
     if sync is None:
         return state
-    reference = follow(sync, state.reference, state.params, state.step, state.key)
+    check_followable(state.reference, state.params)
+    reference = follow(sync, state.reference, followed_params(state.params), state.step, state.key)
     return state.replace(reference=constrain_tree(reference))
 
 

@@ -20,6 +20,7 @@ from smd_jax.learner.objective import TokenTerms, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
 from smd_jax.learner.step import take_step
+from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.policy import surrogate_metrics
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel
@@ -45,8 +46,8 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
 
         prepared = prepare(model, config, state.params, batch)
         microbatches = count_parts(batch.advantages.shape[0], config.microbatch_size)
-        objective = make_objective(model, config, state)
-        loss, grads, sums, terms = accumulate(objective, state.params, prepared, microbatches)
+        objective = of_trained(make_objective(model, config, state), state.params)
+        loss, grads, sums, terms = accumulate(objective, trained_params(state.params), prepared, microbatches)
 
         new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
         return new_state, {"loss": loss, **of_step, **sums} | _metrics(config, state, prepared, terms)

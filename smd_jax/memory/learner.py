@@ -66,32 +66,49 @@ class LearnerPass:
         """Whether scores of T x T are kept."""
         return self.boolean or self.model.impl in ("reference", "xla")
 
-    def saved(self) -> int:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of every layer."""
+        return self.shape.sliding_windows or (None,) * self.shape.num_layers
+
+    def segments_within(self, window: int | None) -> Segments | None:
+        """Those of a layer with this window, as `smd_jax.masks.windowed` makes them."""
+        if window is None:
+            return self.segments
+        if self.segments is None:
+            return Segments(first=window, length=window, budget=window)
+        return replace(self.segments, budget=min(self.segments.budget, window))
+
+    def saved(self, window: int | None = None) -> int:
         """Bytes of one layer that its backward pass reads.
 
-        MLP: gate, up, sigmoid, its product with gate, and that with up. Two norms and two residual sums. Attention:
-        q, k, v, its output, and once more with the heads side by side; over segments a copy of the response's q, k, v;
+        MLP: gate, up, sigmoid, its product with gate, and that with up; of GeGLU two more, of its tanh. Two norms and
+        two residual sums; as much for the norms of what is added, and for those of q and k. Attention: q, k, v, its
+        output, and once more with the heads side by side; over segments a copy of the q, k, v from the first one on;
         as T x T scores, those.
         """
         s = self.shape
         heads = s.num_heads * s.head_dim
         kv_heads = s.num_kv_heads * s.head_dim
-        floats = self.columns * (5 * s.intermediate_size + 4 * s.hidden_size + 3 * heads + 2 * kv_heads)
-        if self.gathers:
-            floats += self.response * (heads + 2 * kv_heads)
+        wide = (5 if s.activation == "silu" else 7) * s.intermediate_size
+        wide += (8 if s.post_norms else 4) * s.hidden_size
+        wide += (2 * (heads + kv_heads) if s.qk_norm else 0) + 3 * heads + 2 * kv_heads
+        floats = self.columns * wide
+        segments = self.segments_within(window)
+        if segments is not None and self.gathers(segments):
+            floats += max(self.columns - segments.first, 0) * (heads + 2 * kv_heads)
         scores = SCORE_COPIES * s.num_heads * self.columns**2 * WIDE if self.squares else 0
         # One float32 a query and head, the log of its softmax's denominator: with it the backward pass makes the
         # weights once more from the scores.
         denominators = self.columns * s.num_heads * WIDE
         return self.rows * (floats * self.itemsize + denominators + scores)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether attention goes by segments."""
+    def gathers(self, segments: Segments | None) -> bool:
+        """Whether attention goes by these segments."""
         # The same decision as attention's own, so that the plan counts what will run.
-        if self.squares or self.segments is None or self.model.impl == "interval":
+        if self.squares or segments is None or self.model.impl == "interval":
             return False
-        return self.model.impl == "segments" or pays(self.segments, self.columns)
+        return self.model.impl == "segments" or pays(segments, self.columns)
 
     def products(self) -> int:
         """Bytes of one layer's products with weights: q, k, v, the output of attention and of the MLP, gate and up."""
@@ -119,7 +136,9 @@ class LearnerPass:
         if self.squares or (in_kernel and self.model.impl in (None, "mosaic_gpu", "mosaic_tpu")):
             return 0
         sizes = self.model.sizes or (CPU_SIZES if self.platform == "cpu" else ACCELERATOR_SIZES)
-        keys = self.segments.budget + self.segments.length if self.segments and self.gathers else self.columns
+        layers = [self.segments_within(window) for window in set(self.windows)]
+        # Layers are worked on one after another: that whose queries meet most keys decides.
+        keys = max(x.budget + x.length if x and self.gathers(x) else self.columns for x in layers)
         scores = min(sizes.scores, self.rows * s.num_heads * self.columns * keys)
         # The five arrays of an MLP that `saved` counts: their memory is free while attention has its scores.
         freed = 5 * self.rows * self.columns * s.intermediate_size * self.itemsize
@@ -128,14 +147,20 @@ class LearnerPass:
     def activations(self) -> int:
         """Bytes at the end of the forward pass."""
         layers = self.shape.num_layers
+        always = layers * self.between_layers() + self.outside_layers() + self.tiles()
+        if self.remat == "none":
+            return sum(self.saved(window) for window in self.windows) + always
         # Where layers are recomputed, all that a backward pass reads exists for one of them at a time.
-        kept = {"none": self.saved(), "full": 0, "dots": self.products()}[self.remat]
-        again = 0 if self.remat == "none" else self.saved() - kept
-        return layers * (kept + self.between_layers()) + again + self.outside_layers() + self.tiles()
+        kept = self.products() if self.remat == "dots" else 0
+        return layers * kept + self.largest_layer() - kept + always
+
+    def largest_layer(self) -> int:
+        """The most that the backward pass reads of one layer."""
+        return max(self.saved(window) for window in set(self.windows))
 
     def last_layer(self) -> int:
         """Bytes at the end of the backward pass, when all gradients exist."""
-        return self.shape.num_layers * self.between_layers() + self.saved() + self.outside_layers()
+        return self.shape.num_layers * self.between_layers() + self.largest_layer() + self.outside_layers()
 
     def logits(self, positions: float = 1.0, policies: int = 1) -> int:
         """Logits of a block of the response's columns, recomputed in the backward pass but alive while it begins; and,

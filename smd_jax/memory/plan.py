@@ -34,6 +34,7 @@ from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
 from smd_jax.learner.storage import widened
+from smd_jax.learner.trained import trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
@@ -48,6 +49,7 @@ from smd_jax.memory.sampler import (
     tree_bytes,
 )
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
@@ -92,7 +94,7 @@ class Workload:
       prompt_width: columns of the prompt.
       rows: rows of a rollout, on all devices together.
       optimizer: the learner's optimizer; None: nothing is learnt.
-      reference: whether parameters of a frozen policy are kept.
+      reference: whether parameters of a frozen policy are kept; beside adapters there are none, see `init_state`.
       prefill_rows: prompts read at once; None: as many as are decoded at once.
       minibatches: optimizer steps that share the rows.
       microbatch_size: rows of one forward and backward pass.
@@ -211,7 +213,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     """What a step will hold.
 
     Args:
-      params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
+      params: parameters, or their shapes (`jax.ShapeDtypeStruct`); with adapters, where adapters are trained.
       decode_rows: rows decoded at once, refilled as they finish; None: all in one program.
     """
     config = work.config
@@ -226,13 +228,12 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
-    # What an optimizer sees, whatever the parameters are stored in.
-    wide = jax.eval_shape(widened, params)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
-        optimizer=0 if work.optimizer is None else tree_bytes(jax.eval_shape(work.optimizer.init, wide), mesh),
-        reference=tree_bytes(params, mesh) if work.reference else 0,
+        optimizer=_optimizer_bytes(work, params),
+        # Adapters' reference is the base that they stand on, which is counted among the weights.
+        reference=tree_bytes(params, mesh) if work.reference and not has_lora(params) else 0,
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
         rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None),
@@ -242,6 +243,15 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         decode_rows=decoded,
         microbatch=_microbatch(work) if work.updates else 0,
     )
+
+
+def _optimizer_bytes(work: Workload, params: Params) -> int:
+    """Bytes of the optimizer's state, which with adapters is for those alone."""
+    if work.optimizer is None:
+        return 0
+    # What an optimizer sees, whatever the parameters are stored in.
+    wide = jax.eval_shape(widened, trained_params(params))
+    return tree_bytes(jax.eval_shape(work.optimizer.init, wide), work.mesh)
 
 
 def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int, one_program: bool) -> int:
@@ -267,9 +277,10 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         more = learner.teacher(work.distill)
         activations = activations + more[0]
         logits = logits + more[1]
+    trained = trained_params(params)
     # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
-    gradients = tree_bytes(jax.eval_shape(widened, params), work.mesh)
-    new = largest_part(params, work.mesh)
+    gradients = tree_bytes(jax.eval_shape(widened, trained), work.mesh)
+    new = largest_part(trained, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits
     # The plan adds gradients to activations. At the end few activations are left beside all gradients: what they are

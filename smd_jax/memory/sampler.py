@@ -24,6 +24,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.eviction.statistics import CacheShape
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LORA, has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.quantization import packed_size
@@ -98,7 +99,10 @@ def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int
 
 def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
     """Bytes of the gradients that are on their way at once: of one layer, or of the widest other module."""
-    return max(tree_bytes({name: part}, mesh) for name, part in params.items())
+    parts = {name: part for name, part in params.items() if name != LORA}
+    # Adapters are layers, too.
+    parts |= params[LORA].matrices if has_lora(params) else {}
+    return max(tree_bytes({name: part}, mesh) for name, part in parts.items())
 
 
 def trajectory_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int) -> int:

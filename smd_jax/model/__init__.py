@@ -1,5 +1,5 @@
-"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Qwen2, Qwen3 by
-configuration) with its weights on disk, and the attention of all of them.
+"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Mistral, Qwen2,
+Qwen3, Gemma 3 by configuration) with its weights on disk, adapters of low rank (LoRA), and the attention of all.
 
 Pure functions of a plain parameter pytree, which take the attention as an argument.
 """
@@ -16,5 +16,11 @@ from smd_jax.model.attention import BlockSizes as BlockSizes
 from smd_jax.model.attention import attend as attend
 from smd_jax.model.weights import load_checkpoint as load_checkpoint
 from smd_jax.model.weights import save_checkpoint as save_checkpoint
+from smd_jax.model.lora import LoraConfig as LoraConfig
+from smd_jax.model.lora import add_lora as add_lora
+from smd_jax.model.lora import base_params as base_params
+from smd_jax.model.lora import merge_lora as merge_lora
+from smd_jax.model.peft_format import load_peft as load_peft
+from smd_jax.model.peft_format import save_peft as save_peft
 from smd_jax.model.value_head import add_value_head as add_value_head
 from smd_jax.model.value_head import drop_value_head as drop_value_head

@@ -1,11 +1,15 @@
-"""A Flax Linen decoder that is Llama 2/3, Qwen2/2.5 or Qwen3 by configuration (RMSNorm, RoPE, GQA, SwiGLU).
+"""A Flax Linen decoder that is Llama 2/3, Mistral, Qwen2/2.5, Qwen3 or Gemma 3 by configuration.
+
+All of them are RMSNorm, RoPE, grouped queries and a gated MLP. They differ in fields of `ModelConfig`, each of which is
+one line here: values, no other order of things, so that one class says it more plainly than one for each family.
 
 Pure functions of a plain parameter pytree:
 
     model = Decoder(config)
     logits = model.apply({"params": params}, tokens, positions, mask)    # teacher forced, explicit mask
 
-and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler and learner use it. The parameters:
+and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler and learner use it. These also take
+parameters with adapters, see `smd_jax.model.lora`. The parameters:
 
     embed/embedding                                          [vocab, hidden]
     layers_0/attention_norm/scale                            [hidden]
@@ -13,9 +17,13 @@ and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler
     layers_0/attention/{q_proj,k_proj,v_proj}/bias           [heads * head_dim], …                      with qkv_bias
     layers_0/attention/{q_norm,k_norm}/scale                 [head_dim]                                 with qk_norm
     layers_0/attention/o_proj/kernel                         [heads * head_dim, hidden]
+    layers_0/attention/o_proj/bias                           [hidden]                                   with o_bias
+    layers_0/attention_post_norm/scale                       [hidden]                                   with post_norms
     layers_0/mlp_norm/scale                                  [hidden]
     layers_0/mlp/{gate_proj,up_proj}/kernel                  [hidden, intermediate]
     layers_0/mlp/down_proj/kernel                            [intermediate, hidden]
+    layers_0/mlp/{gate_proj,up_proj,down_proj}/bias          [intermediate], …                          with mlp_bias
+    layers_0/mlp_post_norm/scale                             [hidden]                                   with post_norms
     layers_1/…
     norm/scale                                               [hidden]
     lm_head/kernel                                           [hidden, vocab]                            unless tied
@@ -35,27 +43,40 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
+from smd_jax.model.lora import LORA, variables_of
+from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
-from smd_jax.model.rope import rope_tables, rotate
+from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_jax.sharding import constrain, gathered_embedding
 from smd_kernels.reference import product_precision
 
-Rope = tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]  # cos and sin
+Ropes = tuple[Rope, ...]  # of all layers; or of those that see all, and of those with a window
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale; statistics in float32 or wider."""
+    """x / rms(x) * scale, or times 1 + scale; statistics in float32 or wider."""
 
     epsilon: float
+    plus_one: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        # The norm of a fresh model changes no size in either form.
+        fresh = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        scale = self.param("scale", fresh, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if self.plus_one:
+            # Added in float32: a stored bfloat16 would lose what distinguishes the sum from one.
+            scale = 1 + scale.astype(wide.dtype)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         # Scaled in float32, too, so that there is one rounding to the dtype of x and not two.
         return (normed * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def norm_of(config: ModelConfig) -> RMSNorm:
+    """A norm as all of this model's are."""
+    return RMSNorm(config.norm_eps, config.norm_plus_one)
 
 
 def flat(x: Float[Array, "batch tokens width"]) -> Float[Array, "batch*tokens width"]:
@@ -70,25 +91,34 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
+        dense = partial(Projection, dtype=c.dtype, precision=product_precision(c.dtype))
         self.q_proj = dense(c.num_heads * c.head_dim, use_bias=c.qkv_bias)
         self.k_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
         self.v_proj = dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
-        self.o_proj = dense(c.hidden_size, use_bias=False)
+        self.o_proj = dense(c.hidden_size, use_bias=c.o_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.norm_eps)
-            self.k_norm = RMSNorm(c.norm_eps)
+            self.q_norm = norm_of(c)
+            self.k_norm = norm_of(c)
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         tokens = flat(x)
         q, k, v = (self._split(proj(tokens), x.shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.config.qk_norm:
-            # Over each head by itself and before RoPE, as in Qwen3.
+            # Over each head by itself and before RoPE.
             q = self.q_norm(q)
             k = self.k_norm(k)
         # Rotated before the library sees them: a cache keeps keys at their original positions.
-        out, layer = attend(rotate(q, rope), rotate(k, rope), v, layer)
+        out, layer = attend(rotate(q, self._scaled(rope)), rotate(k, rope), v, layer)
         return self.o_proj(out.swapaxes(1, 2).reshape(len(tokens), -1)).reshape(x.shape), layer
+
+    def _scaled(self, rope: Rope) -> Rope:
+        """What queries are turned with. Attention divides scores by sqrt(head_dim): where the model divides by
+        something else, the tables carry the ratio, so that queries of 16 bits are rounded once."""
+        scalar = self.config.query_pre_attn_scalar
+        if scalar is None or scalar == self.config.head_dim:
+            return rope
+        scale = (self.config.head_dim / scalar) ** 0.5
+        return scale * rope[0], scale * rope[1]
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
         """`[batch * tokens, heads * head_dim]` -> `[batch, heads, tokens, head_dim]`."""
@@ -96,20 +126,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU."""
 
     config: ModelConfig
 
     def setup(self) -> None:
         c = self.config
-        dense = partial(nn.Dense, dtype=c.dtype, precision=product_precision(c.dtype))
-        self.gate_proj = dense(c.intermediate_size, use_bias=False)
-        self.up_proj = dense(c.intermediate_size, use_bias=False)
-        self.down_proj = dense(c.hidden_size, use_bias=False)
+        dense = partial(Projection, dtype=c.dtype, precision=product_precision(c.dtype))
+        self.gate_proj = dense(c.intermediate_size, use_bias=c.mlp_bias)
+        self.up_proj = dense(c.intermediate_size, use_bias=c.mlp_bias)
+        self.down_proj = dense(c.hidden_size, use_bias=c.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         tokens = flat(x)
-        return self.down_proj(nn.silu(self.gate_proj(tokens)) * self.up_proj(tokens)).reshape(x.shape)
+        return self.down_proj(self._activated(self.gate_proj(tokens)) * self.up_proj(tokens)).reshape(x.shape)
+
+    def _activated(self, gate: Array) -> Array:
+        return nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else nn.silu(gate)
 
 
 class Layer(nn.Module):
@@ -118,16 +151,21 @@ class Layer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
-        self.attention_norm = RMSNorm(self.config.norm_eps)
-        self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.norm_eps)
-        self.mlp = MLP(self.config)
+        c = self.config
+        self.attention_norm = norm_of(c)
+        self.attention = Attention(c)
+        self.mlp_norm = norm_of(c)
+        self.mlp = MLP(c)
+        if c.post_norms:
+            self.attention_post_norm = norm_of(c)
+            self.mlp_post_norm = norm_of(c)
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         """The residual stream behind this layer, and the layer's new state."""
         out, layer = self.attention(self.attention_norm(x), rope, attend, layer)
-        x = x + out
-        return constrain(x + self.mlp(self.mlp_norm(x))), layer
+        x = x + (self.attention_post_norm(out) if self.config.post_norms else out)
+        out = self.mlp(self.mlp_norm(x))
+        return constrain(x + (self.mlp_post_norm(out) if self.config.post_norms else out)), layer
 
 
 # What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
@@ -187,7 +225,7 @@ class Decoder(nn.Module):
             layer = Layer  # under nn.jit, Flax would derive other keys: a seed's parameters would be others
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
         self.layers = [layer(c) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps)
+        self.norm = norm_of(c)
         if not c.tie_embeddings:
             self.lm_head = Head(c.hidden_size, c.vocab_size)
 
@@ -204,16 +242,26 @@ class Decoder(nn.Module):
           ValueError: if the mask has another shape, or there are more tokens than the model has positions.
         """
         layers = layer_masks(self.shape, tokens, mask)
-        rope = rope_tables(self.config, positions)
-        return self._logits(self._hidden(tokens, rope, TeacherForced(self.shape.attention), layers)[0])
+        ropes = self.encode_positions(positions)
+        return self._logits(self._hidden(tokens, ropes, TeacherForced(self.shape.attention), layers)[0])
 
     def _hidden(
-        self, tokens: Int[Array, "batch tokens"], rope: Rope, attend: Attend, layers: tuple[LayerState, ...]
+        self, tokens: Int[Array, "batch tokens"], ropes: Ropes, attend: Attend, layers: tuple[LayerState, ...]
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
+        if self.has_variable("params", LORA):
+            raise ValueError(
+                f"expected adapters in a collection of their own: apply(smd_jax.model.lora.variables_of(params), …); "
+                f"got {LORA!r} among the parameters"
+            )
+        c = self.config
         # The table is cast after the look-up, a few rows in place of a whole vocabulary.
-        x = constrain(gathered_embedding(self.embed.embedding)[tokens].astype(self.config.dtype))
+        x = constrain(gathered_embedding(self.embed.embedding)[tokens].astype(c.dtype))
+        if c.scale_embeddings:
+            # The factor itself in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
+            x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)
         new = []
-        for layer, state in zip(self.layers, layers, strict=True):
+        for index, (layer, state) in enumerate(zip(self.layers, layers, strict=True)):
+            rope = ropes[0] if c.window(index) is None else ropes[-1]
             x, state = layer(x, rope, attend, state)
             new.append(state)
         return self.norm(x), tuple(new)
@@ -252,16 +300,19 @@ class Decoder(nn.Module):
         )
 
     @nn.nowrap
-    def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Rope:
-        """cos and sin of RoPE's angles."""
-        return rope_tables(self.config, positions)
+    def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Ropes:
+        """cos and sin of RoPE's angles; twice, if layers with a window have a base of their own."""
+        tables = rope_tables(self.config, positions)
+        if self.config.local_rope_theta is None:
+            return (tables,)
+        return tables, rope_tables(self.config, positions, local=True)
 
     @nn.nowrap
     def hidden(
         self,
         params: Params,
         tokens: Int[Array, "batch tokens"],
-        positions: Rope,
+        positions: Ropes,
         attend: Attend,
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
@@ -275,7 +326,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def _apply(self, params: Params, method: Callable[..., Any], *args: Any) -> Any:
-        return self.apply({"params": params}, *args, method=method)
+        return self.apply(variables_of(params), *args, method=method)
 
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:

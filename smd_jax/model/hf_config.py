@@ -1,4 +1,4 @@
-"""Hugging Face's config.json <-> ModelConfig, for the Llama 2/3, Qwen2/2.5 and Qwen3 dense families.
+"""Hugging Face's config.json <-> ModelConfig, for the dense families of `FAMILIES`.
 
 What a config.json asks for and the decoder does not do is refused here: a silent difference would show up only as a
 worse model. The defaults of absent keys are those of transformers' own configuration classes.
@@ -6,15 +6,14 @@ worse model. The defaults of absent keys are those of transformers' own configur
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Any
 
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import FloatName, LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
-
-ModelType = Literal["llama", "qwen2", "qwen3"]
+from smd_jax.config import FloatName, ModelConfig, RopeScaling, YarnRope, check_whole
+from smd_jax.model.families import FAMILIES, SET_BY_FAMILY, Family, ModelType, model_type_of
+from smd_jax.model.hf_rope import LAYER_TYPES, LOCAL_THETA, read_rope, read_two_ropes, required_int, rope_to_hf
 
 _FLOAT_NAMES: dict[str, FloatName] = {
     "float32": "float32",
@@ -22,30 +21,19 @@ _FLOAT_NAMES: dict[str, FloatName] = {
     "float16": "float16",
     "float64": "float64",
 }
-_ARCHITECTURES: dict[ModelType, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# The one value that the decoder can do; absent and null mean the same to transformers.
+
+
 _ONLY_SUPPORTED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "num_experts": None,
     "num_local_experts": None,
 }
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
+FULL, SLIDING = LAYER_TYPES
+# transformers' own, of every family that has windows.
+_DEFAULT_WINDOW = 4096
+_GEMMA_PATTERN = 6  # every sixth layer sees all
+_QWEN_WINDOW_LAYERS = 28  # layers from this one on have a window
 
 
 def float_name(dtype: DTypeLike) -> FloatName:
@@ -60,147 +48,87 @@ def float_name(dtype: DTypeLike) -> FloatName:
     return _FLOAT_NAMES[name]
 
 
+# Reading
+
+
 def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -> ModelConfig:
     """Reads a parsed config.json.
 
     Args:
-      config: the parsed file, of model_type llama, qwen2 or qwen3; rope as transformers 4 (`rope_theta`,
-        `rope_scaling`) or transformers 5 (`rope_parameters`) spells it.
+      config: the parsed file, of a model_type in `FAMILIES`; rope as transformers 4 (`rope_theta`, `rope_scaling`) or
+        transformers 5 (`rope_parameters`) spells it.
       dtype: the compute dtype to put into the result; the file's own says only how the weights are stored.
 
     Raises:
       ValueError: a key is missing, or asks for something that the decoder does not do.
     """
     model_type = _model_type(config)
+    family = FAMILIES[model_type]
     _refuse_unsupported(config, model_type)
-    num_heads = _required(config, "num_attention_heads")
+    num_heads = required_int(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads")
-    rope_theta, rope_scaling = _rope(config)
+    head_dim = _head_dim(config, family)
+    windows = _windows(config, model_type)
+    local_theta = None
+    if model_type == "gemma3_text":
+        rope_theta, rope_scaling, local_theta = read_two_ropes(config)
+    else:
+        rope_theta, rope_scaling = read_rope(config)
+    attention_bias = family.attention_bias and bool(config.get("attention_bias"))
     return ModelConfig(
-        vocab_size=_required(config, "vocab_size"),
-        hidden_size=_required(config, "hidden_size"),
-        intermediate_size=_required(config, "intermediate_size"),
-        num_layers=_required(config, "num_hidden_layers"),
+        vocab_size=required_int(config, "vocab_size"),
+        hidden_size=required_int(config, "hidden_size"),
+        intermediate_size=required_int(config, "intermediate_size"),
+        num_layers=required_int(config, "num_hidden_layers"),
         num_heads=num_heads,
         # Absent or null: every query head has a KV head of its own.
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=_head_dim(config, model_type),
+        head_dim=head_dim,
         max_positions=_max_positions(config, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
+        # A Gemma all of whose layers see all has no use for the other base.
+        local_rope_theta=local_theta if windows else None,
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        o_bias=attention_bias,
+        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
+        query_pre_attn_scalar=_query_scalar(config, head_dim) if model_type == "gemma3_text" else None,
+        sliding_windows=windows,
+        tie_embeddings=config.get("tie_word_embeddings", family.tie_embeddings),
         dtype=dtype,
+        **{"qkv_bias": attention_bias, **SET_BY_FAMILY, **family.always},
     )
-
-
-def model_type_of(config: ModelConfig) -> ModelType:
-    """The transformers model type that expresses `config`.
-
-    Raises:
-      ValueError: none does.
-    """
-    if config.sliding_windows:
-        raise ValueError(
-            f"expected a model without sliding windows, which is all that config.json is written for here; got "
-            f"sliding_windows={config.sliding_windows}"
-        )
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            "no Hugging Face model type of Llama, Qwen2 and Qwen3 has both q/k/v biases and q/k norms; "
-            "expected qkv_bias or qk_norm or neither, got both"
-        )
-    if config.qk_norm:
-        return "qwen3"
-    if config.qkv_bias:
-        return "qwen2"
-    if config.hidden_size % config.num_heads:
-        raise ValueError(
-            "transformers expects a Llama's hidden_size to be a multiple of num_heads; "
-            f"got {config.hidden_size} and {config.num_heads}"
-        )
-    return "llama"
-
-
-def hf_config_from_model(config: ModelConfig, dtype: FloatName) -> dict[str, Any]:
-    """The config.json of `config`, with weights stored as `dtype`, for transformers 4 and 5 alike.
-
-    Raises:
-      ValueError: no model type of transformers expresses `config`.
-    """
-    model_type = model_type_of(config)
-    rope = _rope_to_hf(config.rope_scaling)
-    family: dict[str, Any] = {
-        "llama": {"attention_bias": False, "mlp_bias": False},
-        "qwen2": {"use_sliding_window": False, "sliding_window": None},
-        "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
-    }[model_type]
-    return {
-        "architectures": [_ARCHITECTURES[model_type]],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        # transformers 4 reads the first two, transformers 5 writes the third and reads all.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        # Llama's defaults of 1 and 2 would be wrong for most tokenizers: say that we do not know.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        **family,
-    }
 
 
 def _model_type(config: dict[str, Any]) -> ModelType:
     model_type = config.get("model_type")
-    for known in _ARCHITECTURES:
+    for known in FAMILIES:
         if model_type == known:
             return known
-    raise ValueError(f"model_type must be one of {', '.join(_ARCHITECTURES)} (dense models); got {model_type!r}")
+    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (dense models of text); got {model_type!r}")
 
 
 def _refuse_unsupported(config: dict[str, Any], model_type: ModelType) -> None:
-    supported = dict(_ONLY_SUPPORTED)
-    if model_type != "qwen2":  # Qwen2's q/k/v biases are fixed; in the others this key also gives o_proj a bias.
+    family = FAMILIES[model_type]
+    supported = {**_ONLY_SUPPORTED, **family.only}
+    # Qwen2's biases are fixed, and it does not read the key.
+    if not family.attention_bias and model_type != "qwen2":
         supported["attention_bias"] = False
+    if not family.mlp_bias:
+        supported["mlp_bias"] = False
     for key, value in supported.items():
         got = config.get(key)
         if got is not None and got != value:
             raise ValueError(f"{model_type} with {key}={got!r} is not supported; only {key}={value!r} is")
-    # Newer files name the kind of every layer; absent, all are full attention.
-    layer_types = set(config.get("layer_types") or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ValueError(f"layer_types must all be 'full_attention'; got {sorted(layer_types)}")
 
 
-def _required(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise ValueError(f"config.json must give {key} as an integer; got {value!r}")
-    return value
-
-
-def _head_dim(config: dict[str, Any], model_type: ModelType) -> int:
+def _head_dim(config: dict[str, Any], family: Family) -> int:
     if config.get("head_dim") is not None:
-        return _required(config, "head_dim")
-    if model_type == "qwen3":
-        return 128  # Qwen3Config's default, whatever the hidden size
-    hidden = _required(config, "hidden_size")
-    heads = _required(config, "num_attention_heads")
+        return required_int(config, "head_dim")
+    if family.head_dim is not None:
+        return family.head_dim  # whatever the hidden size
+    hidden = required_int(config, "hidden_size")
+    heads = required_int(config, "num_attention_heads")
     if hidden % heads:
         raise ValueError(
             f"hidden_size must be a multiple of num_attention_heads, or head_dim given; got {hidden}, {heads}"
@@ -208,106 +136,150 @@ def _head_dim(config: dict[str, Any], model_type: ModelType) -> int:
     return hidden // heads
 
 
+def _query_scalar(config: dict[str, Any], head_dim: int) -> float | None:
+    """None where it is head_dim, which every other family divides by."""
+    scalar = config.get("query_pre_attn_scalar", 256)
+    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+        raise ValueError(f"expected query_pre_attn_scalar to be a number > 0; got {scalar!r}")
+    return None if scalar == head_dim else float(scalar)
+
+
 def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
     """The context. Under YaRN it may be longer than the file says: Qwen2.5's cards tell users to add `rope_scaling`
     with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before."""
-    given = _required(config, "max_position_embeddings")
+    given = required_int(config, "max_position_embeddings")
     if not isinstance(rope_scaling, YarnRope):
         return given
     # The larger, because a file may give either context, the trained or the stretched one.
     return max(given, int(rope_scaling.factor * rope_scaling.original_max_positions))
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies and their scaling. As in transformers 5, `rope_scaling` comes before
-    `rope_parameters`."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    # Older files say `type` where newer ones say `rope_type`.
-    legacy_type = rope.pop("type", "default")
-    rope_type = rope.pop("rope_type", legacy_type)
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    partial = rope.pop("partial_rotary_factor", None)
-    if rope_type not in _ROPE_KEYS:
-        raise ValueError(f"rope type must be one of {', '.join(_ROPE_KEYS)}; got {rope_type!r}")
-    if partial is not None and partial != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1.0 or absent; got {partial!r}")
-    unknown = sorted(set(rope) - set(_ROPE_KEYS[rope_type]))
+def _windows(config: dict[str, Any], model_type: ModelType) -> tuple[int | None, ...]:
+    """The window of every layer; empty if none has one."""
+    layers = required_int(config, "num_hidden_layers")
+    window = _window(config, model_type)
+    kinds = config.get("layer_types") or _layer_types(config, model_type, window)
+    possible = (FULL,) if FAMILIES[model_type].windows == "none" else LAYER_TYPES
+    unknown = sorted({str(kind) for kind in kinds} - set(possible))
     if unknown:
-        known = ", ".join(_ROPE_KEYS[rope_type]) or "no further keys"
-        raise ValueError(f"rope type {rope_type!r} takes {known}; got also {', '.join(unknown)}")
-    return float(theta), _rope_scaling(rope_type, rope, config)
-
-
-def _rope_scaling(rope_type: str, rope: dict[str, Any], config: dict[str, Any]) -> RopeScaling | None:
-    if rope_type == "default":
-        return None
-    if rope_type == "linear":
-        return LinearRope(factor=_rope_number(rope, "factor", rope_type))
-    # A length outside the dictionary wins, and the context length stands in for an absent one, as in transformers.
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = int(original or _required(config, "max_position_embeddings"))
-    if rope_type == "llama3":
-        return Llama3Rope(
-            factor=_rope_number(rope, "factor", rope_type),
-            low_freq_factor=_rope_number(rope, "low_freq_factor", rope_type),
-            high_freq_factor=_rope_number(rope, "high_freq_factor", rope_type),
-            original_max_positions=original,
+        raise ValueError(f"layer_types of {model_type} must be {' or '.join(possible)}; got {unknown}")
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types must name the kind of each of {layers} layers; got {len(kinds)}")
+    # transformers' Mistral does not read the key: where it says something else, another model is meant.
+    if model_type == "mistral" and kinds != _layer_types(config, model_type, window):
+        raise ValueError(f"mistral has windows in all layers or in none; got sliding_window={window} and {kinds}")
+    if SLIDING not in kinds:
+        return ()
+    if window is None:
+        raise ValueError(
+            f"{model_type} with layers of {SLIDING!r} needs a sliding_window that is in use; got "
+            f"sliding_window={config.get('sliding_window')!r}, use_sliding_window={config.get('use_sliding_window')!r}"
         )
-    if rope.get("truncate") is False:
-        raise ValueError("yarn with truncate=False is not supported; only truncate=True is")
-    # An absent factor is the ratio of the two contexts.
-    factor = float(rope.get("factor") or _required(config, "max_position_embeddings") / original)
-    return YarnRope(
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        attention_factor=_yarn_attention_factor(rope, factor),
-    )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _rope_number(rope: dict[str, Any], key: str, rope_type: str) -> float:
-    value = rope.get(key)
-    if not isinstance(value, int | float):
-        raise ValueError(f"rope type {rope_type!r} needs a number {key}; got {value!r}")
-    return float(value)
+def _window(config: dict[str, Any], model_type: ModelType) -> int | None:
+    """The size of the windows, None if there are none."""
+    if FAMILIES[model_type].windows == "none":
+        return None
+    # Qwen's files give a size also where it is not used.
+    if model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+        return None
+    # Null turns windows off; an absent key leaves them at the default.
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if window is not None:
+        check_whole("sliding_window", window, 1, "or null, for none")
+    return window
 
 
-def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float | None:
-    """Explicit, or from DeepSeek's two mscales, or None where the default `0.1 ln(factor) + 1` holds."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    # Nothing is stretched, so scores keep their size.
-    if factor <= 1:
-        return 1.0
-    mscale = rope.get("mscale")
-    mscale_all_dim = rope.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
-    return None
+def _layer_types(config: dict[str, Any], model_type: ModelType, window: int | None) -> list[str]:
+    """The kind of every layer where the file does not name it: older files have a rule for each family."""
+    layers = range(required_int(config, "num_hidden_layers"))
+    if model_type == "gemma3_text":
+        pattern = config.get("sliding_window_pattern", _GEMMA_PATTERN)
+        check_whole("sliding_window_pattern", pattern, 1)
+        return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
+    if window is None:
+        return [FULL for _ in layers]
+    # All layers of a Mistral; of a Qwen those from a certain one on.
+    first = 0 if model_type == "mistral" else config.get("max_window_layers", _QWEN_WINDOW_LAYERS)
+    check_whole("max_window_layers", first, 0)
+    return [SLIDING if layer >= first else FULL for layer in layers]
 
 
-def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
-    match scaling:
-        case None:
-            return {"rope_type": "default"}
-        case LinearRope():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case Llama3Rope():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-        case YarnRope():
-            yarn = {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-            }
-            given = scaling.attention_factor is not None
-            return {**yarn, "attention_factor": scaling.attention_factor} if given else yarn
+# Writing
+
+
+def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str | None = None) -> dict[str, Any]:
+    """The config.json of `config`, with weights stored as `dtype`, for transformers 4 and 5 alike.
+
+    Args:
+      model_type: the one to write where several express `config` (Llama and Mistral do, without windows and biases).
+
+    Raises:
+      ValueError: no model type of transformers expresses `config`.
+    """
+    chosen = model_type_of(config, model_type)
+    return {
+        "architectures": [FAMILIES[chosen].architecture],
+        "model_type": chosen,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        **_family_keys(config, chosen),
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        # Llama's defaults of 1 and 2 would be wrong for most tokenizers: say that we do not know.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _family_keys(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+    """What every family has keys of its own for: rope, activation, biases, windows."""
+    rope = rope_to_hf(config.rope_scaling)
+    # transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and reads all.
+    ropes = {
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+    }
+    biases = {"attention_bias": config.o_bias}
+    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
+    window = next((window for window in config.sliding_windows if window is not None), None)
+    if model_type == "llama":
+        return ropes | {"hidden_act": "silu", **biases, "mlp_bias": config.mlp_bias}
+    if model_type == "mistral":
+        return ropes | {"hidden_act": "silu", "sliding_window": window}
+    if model_type == "gemma3_text":
+        local_theta = LOCAL_THETA if config.local_rope_theta is None else config.local_rope_theta
+        scalar = config.head_dim if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar
+        ropes["rope_parameters"] = {
+            "full_attention": ropes["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        }
+        return {
+            **ropes,
+            **biases,
+            "rope_local_base_freq": local_theta,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": int(scalar),
+            "sliding_window": _DEFAULT_WINDOW if window is None else window,
+            "layer_types": kinds,
+        }
+    qwen: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": window is not None, "sliding_window": window}
+    if model_type == "qwen3":
+        qwen |= biases
+    if window is None:
+        return ropes | qwen
+    # Older readers know no `layer_types`, but this: the layers from here on have a window.
+    first = kinds.index(SLIDING)
+    return ropes | qwen | {"layer_types": kinds, "max_window_layers": first}

@@ -10,11 +10,19 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 
+Rope = tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]  # cos and sin
 
-def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`)."""
+
+def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`).
+
+    Args:
+      local: those of layers with a sliding window, where these have a base of their own.
+    """
     # In float64 on the host: sizes are static, and the result is a constant of the program.
     half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    if local and config.local_rope_theta is not None:
+        return 1.0 / config.local_rope_theta**half, 1.0
     plain = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
     if scaling is None:
@@ -52,11 +60,9 @@ def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig)
     return plain / scaling.factor * ramp + plain * (1 - ramp), factor
 
 
-def rope_tables(
-    config: ModelConfig, positions: Int[Array, "batch tokens"]
-) -> tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]:
-    """cos and sin of every token's angles, `[batch, tokens, head_dim / 2]` in float32 or wider."""
-    frequencies, factor = inverse_frequencies(config)
+def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, local: bool = False) -> Rope:
+    """cos and sin of every token's angles, `[batch, tokens, head_dim / 2]` in float32 or wider; `local` as above."""
+    frequencies, factor = inverse_frequencies(config, local=local)
     wide = jnp.promote_types(config.dtype, jnp.float32)
     # Whatever the compute dtype: bfloat16 does not tell all positions above 256 apart.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
@@ -64,10 +70,7 @@ def rope_tables(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(
-    x: Float[Array, "batch heads tokens head_dim"],
-    rope: tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]],
-) -> Float[Array, "batch heads tokens head_dim"]:
+def rotate(x: Float[Array, "batch heads tokens head_dim"], rope: Rope) -> Float[Array, "batch heads tokens head_dim"]:
     """Applies RoPE in the dtype of the tables; first and second half of head_dim are the pairs (Hugging Face)."""
     cos = rope[0][:, None]
     sin = rope[1][:, None]

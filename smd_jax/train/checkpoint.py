@@ -148,6 +148,31 @@ def restore(
     return Restored(step=step, state=state, data_position=meta["data_position"], noted=meta.get("noted"))
 
 
+def restore_part(directory: str | Path, like: dict[str, Any], step: int | None = None) -> dict[str, Any]:
+    """Reads some fields of a checkpoint's state, such as its parameters without the optimizer's state.
+
+    Args:
+      like: for each field a pytree as `restore` takes it: `{"params": ...}`.
+      step: which checkpoint; None means the newest.
+
+    Raises:
+      FileNotFoundError, DamagedCheckpointError: as `restore`.
+      ValueError: these fields have another structure in the checkpoint.
+    """
+    step = _existing_step(directory, step)
+    with _damage_named(directory, step):
+        _check_files(_folder(directory, step))
+        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        _check_keys(meta)
+    saved = {name: what for name, what in meta["leaves"].items() if name.partition("/")[0] in like}
+    _check_leaves(saved, _leaf_table(like))
+    target = jax.tree.map(_placed, like)
+    part = ocp.args.PyTreeRestore(
+        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+    )
+    return _read_item(directory, step, ocp.args.Composite(state=part))["state"]
+
+
 def all_steps(directory: str | Path) -> list[int]:
     """Steps of the finished checkpoints in `directory`, ascending; unfinished temporary directories do not count."""
     if not Path(directory).is_dir():

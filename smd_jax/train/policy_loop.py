@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.prepare import counted_tokens
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
 from smd_jax.learner.step import skip_step
 from smd_jax.learner.update import Update, make_update
 from smd_jax.losses.distillation import has_whole_share
@@ -124,7 +124,7 @@ class PolicyLoop(Loop):
         update = self.config.update
         if not update.kl_in_reward:
             return None, {}
-        reference = self.reference_replay(state.reference, trajectory)
+        reference = self.reference_replay(reference_params(state), trajectory)
         policy = trajectory.logprobs if takes_sampler_for_old(update) else self.replay(state.params, trajectory)
         mask = counted_tokens(update, trajectory, counted_rows)
         penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)

@@ -2,7 +2,8 @@
 
 directory/metrics.jsonl       one row a rollout, with the evaluation after it where there was one
 directory/evaluations.jsonl   one row an evaluation; "step" counts finished rollouts, so that 0 is the start
-directory/checkpoints/        the newest: parameters, optimizer, PRNG key, step, data position, resolved configuration
+directory/checkpoints/        the newest: parameters, optimizer, PRNG key, step, data position, resolved configuration;
+                              of a model with adapters those, without their base
 directory/best/               the one with the best value of the objective, if there is one
 """
 
@@ -23,6 +24,7 @@ from smd_jax.monitor.panel import training_panel
 from smd_jax.sharding import shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.disk import check_space, check_writable, stored_bytes
+from smd_jax.train.frozen_base import with_base, without_base
 from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
 from smd_jax.train.loop import Loop
 from smd_jax.train.objective import Objective
@@ -83,7 +85,8 @@ def train(
     RunStoppedError; a second one ends the process at once.
 
     Args:
-      state: where to start; where there is a checkpoint to resume from, only its structure and sharding count.
+      state: where to start; where there is a checkpoint to resume from, only its structure and sharding count, and
+        the base where there are adapters.
       directory: where this run is kept; a new run must not find another one there.
       config: what decides the result, kept with every checkpoint; a resume under another one is refused.
       noted: settings that are kept, too, and may differ at a resume, which prints the differences: plans of memory,
@@ -97,19 +100,21 @@ def train(
     Raises:
       FileExistsError: a new run in a directory that has one.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
-      ValueError: a resume whose configuration differs, or an objective that names no metric of the run.
+      ValueError: a resume whose configuration differs, or the base that adapters stand on; an objective that names no
+        metric of the run.
       RunStoppedError: a signal stopped the run; what it had done is saved.
     """
     directory = Path(directory)
     check_directory(directory, resume)
-    check_room(directory, stored_bytes(state), run)
+    check_room(directory, stored_bytes(without_base(state)), run)
     evaluates = evaluate is not None and run.evaluate_every > 0
     _check_objective(run.objective, evaluates)
     state = shard_tree(state, loop.mesh)
     # Without `resume` there is none: `check_directory` has seen to that.
     if checkpoint.latest_step(directory / CHECKPOINTS) is not None:
-        restored = checkpoint.restore(directory / CHECKPOINTS, state, config=config)
-        state = restored.state
+        # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
+        restored = checkpoint.restore(directory / CHECKPOINTS, without_base(state), config=config)
+        state = with_base(restored.state, state)
         _say_differences(restored.noted, noted)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = saved = int(state.step) // loop.config.steps_per_rollout
@@ -117,7 +122,13 @@ def train(
     def save(folder: str, keep: int) -> None:
         position = {"rollouts": done, "seed": loop.config.seed}
         checkpoint.save(
-            directory / folder, done, state, data_position=position, config=config, noted=noted, max_to_keep=keep
+            directory / folder,
+            done,
+            without_base(state),
+            data_position=position,
+            config=config,
+            noted=noted,
+            max_to_keep=keep,
         )
 
     def save_best() -> None:

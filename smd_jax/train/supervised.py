@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.state import TrainState
 from smd_jax.learner.step import take_step
+from smd_jax.learner.trained import trained_params, with_trained
 from smd_jax.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
@@ -86,7 +87,10 @@ def make_supervised_update(
     """The jitted step `(state, examples) -> (state, loss)`; the old state's buffers are donated."""
 
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
-        loss, grads = jax.value_and_grad(lambda params: cross_entropy(model, params, examples))(state.params)
+        def objective(trained: Params) -> Float[Array, ""]:
+            return cross_entropy(model, with_trained(state.params, trained), examples)
+
+        loss, grads = jax.value_and_grad(objective)(trained_params(state.params))
         return take_step(state, optimizer, grads)[0], loss
 
     return jax.jit(update, donate_argnums=0)

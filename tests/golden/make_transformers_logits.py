@@ -13,8 +13,9 @@ makes, for every case below, `hf/<name>/` with config.json and safetensors as tr
     padded_logits     float32 [2, 20, 96]  meaningful at real tokens only
 
 Weights are drawn with standard deviation 0.2, biases are not zero and norm scales are not one, so that a tensor put in
-the wrong place, or transposed, shows. Rope scaling acts within 40 positions; the script checks that.
-Logits are computed in float32. `qwen2_yarn` is stored in bfloat16, `llama3` in shards with an index.
+the wrong place, or transposed, shows. Rope scaling acts within 40 positions, sliding windows hold 6; the script checks
+that both matter. Logits are computed in float32. `qwen2_yarn` and most of those with windows are stored in bfloat16,
+`llama3` in shards with an index.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -61,19 +66,77 @@ YARN_ROPE = {
     "beta_slow": 0.25,
     "original_max_position_embeddings": 16,
 }
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+WINDOW = 6
+NO_WINDOW = 64  # as long as the context
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     model: PreTrainedModel
-    plain_rope: PreTrainedModel | None = None  # the same shapes without rope scaling: its logits must differ
+    without: PreTrainedModel | None = None  # the same shapes without rope scaling or windows: its logits must differ
     stored: torch.dtype = torch.float32
     max_shard_size: str = "5GB"
 
 
+def mistral(window: int) -> PreTrainedModel:
+    return MistralForCausalLM(
+        MistralConfig(**SHAPE, num_key_value_heads=2, rope_parameters=PLAIN_ROPE, sliding_window=window)
+    )
+
+
+def qwen2(window: int) -> PreTrainedModel:
+    """The second layer has a window."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            **SHAPE,
+            num_key_value_heads=2,
+            rope_parameters=PLAIN_ROPE,
+            use_sliding_window=True,
+            sliding_window=window,
+            max_window_layers=1,
+        )
+    )
+
+
+def qwen3(window: int) -> PreTrainedModel:
+    """The first layer has a window; biases on all projections of attention."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            **SHAPE,
+            num_key_value_heads=2,
+            head_dim=8,
+            rope_parameters=PLAIN_ROPE,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=window,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    )
+
+
+def gemma3(window: int) -> PreTrainedModel:
+    """Two layers with a window and a base of RoPE of their own, one that sees all and is stretched."""
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **{**SHAPE, "num_hidden_layers": 3},
+            num_key_value_heads=1,
+            head_dim=12,
+            query_pre_attn_scalar=20,
+            rope_parameters=GEMMA3_ROPE,
+            sliding_window=window,
+            sliding_window_pattern=3,
+        )
+    )
+
+
 def cases() -> list[Case]:
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = PLAIN_ROPE
     llama3 = {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
     yarn = {**SHAPE, "num_key_value_heads": 1}
     return [
@@ -108,6 +171,17 @@ def cases() -> list[Case]:
             Qwen2ForCausalLM(Qwen2Config(**yarn, rope_parameters={"rope_type": "default", "rope_theta": 1000.0})),
             stored=torch.bfloat16,
         ),
+        Case(
+            "llama_bias",
+            LlamaForCausalLM(
+                LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=plain, attention_bias=True, mlp_bias=True)
+            ),
+            stored=torch.bfloat16,
+        ),
+        Case("mistral", mistral(WINDOW), mistral(NO_WINDOW), stored=torch.bfloat16),
+        Case("qwen2_window", qwen2(WINDOW), qwen2(NO_WINDOW), stored=torch.bfloat16),
+        Case("qwen3_bias", qwen3(WINDOW), qwen3(NO_WINDOW)),
+        Case("gemma3", gemma3(WINDOW), gemma3(NO_WINDOW), stored=torch.bfloat16),
     ]
 
 
@@ -115,8 +189,10 @@ def cases() -> list[Case]:
 def randomise(model: PreTrainedModel, seed: int, stored: torch.dtype) -> None:
     """Draws every parameter, rounded to what the file will hold."""
     generator = torch.Generator().manual_seed(seed)
+    # Gemma's norms multiply by one more than what is stored.
+    norm = 0.0 if isinstance(model, Gemma3ForCausalLM) else 1.0
     for name, parameter in model.named_parameters():
-        centre = 1.0 if "norm" in name else 0.0
+        centre = norm if "norm" in name else 0.0
         value = centre + 0.2 * torch.randn(parameter.shape, generator=generator)
         parameter.copy_(value.to(stored).float())
 
@@ -151,11 +227,11 @@ def write(case: Case, seed: int) -> None:
     arrays["padded_logits"] = logits(
         case.model, arrays["padded_tokens"], arrays["padded_mask"], arrays["padded_positions"]
     )
-    if case.plain_rope is not None:
-        case.plain_rope.load_state_dict(case.model.state_dict())
-        unscaled = logits(case.plain_rope, arrays["tokens"], np.ones((2, 40), bool), positions)
-        difference = np.abs(unscaled - arrays["logits"]).max()
-        assert difference > 0.1, f"rope scaling of {case.name} changes logits by {difference} only"
+    if case.without is not None:
+        case.without.load_state_dict(case.model.state_dict())
+        other = logits(case.without, arrays["tokens"], np.ones((2, 40), bool), positions)
+        difference = np.abs(other - arrays["logits"]).max()
+        assert difference > 0.1, f"rope scaling or windows of {case.name} change logits by {difference} only"
     directory = HERE / "hf" / case.name
     shutil.rmtree(directory, ignore_errors=True)
     case.model.to(case.stored).save_pretrained(directory, max_shard_size=case.max_shard_size)

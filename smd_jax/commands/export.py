@@ -1,0 +1,92 @@
+"""smd-export: the model of any checkpoint of a run, for transformers, vLLM or PEFT.
+
+smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
+smd-export runs/train --out my-model --step 40 --dtype bfloat16
+smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+
+from smd_jax.commands.arguments import Common
+from smd_jax.commands.command_line import parse
+from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.commands.model_source import model_directory
+from smd_jax.commands.prepare import lora_config, shapes, with_parts
+from smd_jax.config import ModelConfig
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import has_lora, merge_lora
+from smd_jax.model.peft_format import save_peft
+from smd_jax.model.protocol import Params
+from smd_jax.model.value_head import drop_value_head
+from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint
+from smd_jax.train import checkpoint
+from smd_jax.train.disk import check_export
+from smd_jax.train.frozen_base import params_with_base, params_without_base
+from smd_jax.train.run import BEST, CHECKPOINTS
+
+
+@dataclass(frozen=True)
+class Args:
+    """Writes the model of a run's checkpoint."""
+
+    run: tyro.conf.Positional[Path]  # directory of the run
+    out: Path  # directory to write; one that is there must hold an older export and nothing else
+    step: int | None = None  # rollouts after which the checkpoint was saved; by default the newest
+    best: bool = False  # the one with the best metric
+    format: Literal["hf", "peft"] = "hf"  # hf: whole weights, adapters merged; peft: adapters alone
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 loses small steps
+    debug: bool = False  # show the traceback of every error
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script."""
+    given = list(sys.argv[1:] if words is None else words)
+    args = tyro.cli(Args, prog="smd-export", description=__doc__, args=given)
+    with reported(args.debug), users_mistakes():
+        run(args)
+
+
+def run(args: Args) -> None:
+    """Writes the model, and says where.
+
+    Raises:
+      UserError, ValueError, OSError: a directory that is no run, a checkpoint that is not there, no room to write.
+    """
+    check_export(args.out, 0)
+    settings = args.run / "config.yaml"
+    if not settings.is_file():
+        raise UserError(f"expected a run with its config.yaml in {args.run}; found none")
+    _, trained = parse(["--config", str(settings)])
+    directory = model_directory(trained.model.model)
+    config = read_config(directory)
+    params = trained_model(args, trained, directory, config)
+    if args.format == "peft":
+        if not has_lora(params):
+            raise UserError(f"expected a run with --lora-r for --format peft; {args.run} has no adapters")
+        save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.dtype)
+    else:
+        merged = merge_lora(params) if has_lora(params) else params
+        save_checkpoint(args.out, jax.device_get(merged), config, dtype=args.dtype, tokenizer_from=directory)
+    print(args.out)
+
+
+def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
+    """The parameters of the checkpoint, without a critic; adapters on the base that they were trained on."""
+    place = args.run / (BEST if args.best else CHECKPOINTS)
+    key = jax.random.key(0)
+    if lora_config(trained.model) is None:
+        like = shapes(trained, Decoder(config))
+        return drop_value_head(checkpoint.restore_part(place, {"params": like}, args.step)["params"])
+    _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
+    whole = with_parts(trained, base, config, key)
+    saved = checkpoint.restore_part(place, {"params": params_without_base(whole)}, args.step)["params"]
+    return drop_value_head(params_with_base(saved, whole))

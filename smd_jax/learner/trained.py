@@ -1,0 +1,84 @@
+"""Which parameters an optimizer step changes: all of them; with adapters those and the critic's head, never the base.
+
+state.params    embed … norm      lora      value_head
+                └─ frozen ─┘      └──── trained ─────┘      gradients, moments, updates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from smd_jax.learner.accumulation import Objective
+from smd_jax.model.lora import LORA, base_params, has_lora
+from smd_jax.model.protocol import Params
+from smd_jax.model.value_head import VALUE_HEAD, drop_value_head
+
+TRAINED_BESIDE_A_BASE = (LORA, VALUE_HEAD)
+
+
+def trained_params(params: Params) -> Params:
+    """What has gradients and optimizer state: `params` themselves where there are no adapters. No copies."""
+    if not has_lora(params):
+        return params
+    return {name: params[name] for name in TRAINED_BESIDE_A_BASE if name in params}
+
+
+def frozen_params(params: Params) -> Params | None:
+    """What no step changes: the base below the adapters; None where all is trained. No copies."""
+    return drop_value_head(base_params(params)) if has_lora(params) else None
+
+
+def with_trained(params: Params, trained: Params) -> Params:
+    """The parameters with `trained`, as `trained_params` gave them, in the place of what they had."""
+    return {**params, **trained} if has_lora(params) else trained
+
+
+def of_trained(objective: Objective, params: Params) -> Objective:
+    """The objective as a function of the trained parameters. The frozen ones have no gradient, so no memory for it."""
+
+    def of(trained: Params, part: Any) -> Any:
+        return objective(with_trained(params, trained), part)
+
+    return of
+
+
+def shared_reference(reference: Params | None, params: Params) -> Params | None:
+    """What of a reference policy has to be kept beside `params`. Where it stands on the same base, the very same
+    arrays, these are its adapters alone, or nothing; otherwise all of it."""
+    base = frozen_params(params)
+    if base is None or reference is None or not _same_arrays(drop_value_head(base_params(reference)), base):
+        return reference
+    return {LORA: reference[LORA]} if has_lora(reference) else None
+
+
+def whole_reference(reference: Params | None, params: Params) -> Params | None:
+    """The reference policy as the model takes it. Without one, parameters with adapters have their base for it."""
+    base = frozen_params(params)
+    if base is None or reference is None:
+        return base if reference is None else reference
+    # Adapters by themselves stand on the policy's base.
+    return {**base, **reference} if set(reference) == {LORA} else reference
+
+
+def followed_params(params: Params) -> Params:
+    """What a reference that follows the policy is mixed with: of adapters those, A with A and B with B. A mixture of
+    their products would have the rank of both together."""
+    return {LORA: params[LORA]} if has_lora(params) else params
+
+
+def check_followable(reference: Params | None, params: Params) -> None:
+    """Raises ValueError for adapters whose reference is no set of adapters on the same base: it could not follow."""
+    adapters_alone = isinstance(reference, Mapping) and set(reference) == {LORA}
+    if has_lora(params) and not adapters_alone:
+        raise ValueError(
+            "expected adapters as the reference that follows adapters, init_state(params, …, reference=params); got "
+            + ("their base" if reference is None else "whole parameters")
+        )
+
+
+def _same_arrays(left: Params, right: Params) -> bool:
+    same_structure = jax.tree.structure(left) == jax.tree.structure(right)
+    return same_structure and all(a is b for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))

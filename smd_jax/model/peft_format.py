@@ -1,0 +1,212 @@
+"""Adapters in PEFT's format <-> the adapters of `smd_jax.model.lora`.
+
+    adapter_config.json          rank, alpha, targets
+    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     [rank, in]
+                                 base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out, rank]
+
+Names come from the decoder's table of tensors; as kernels, A and B are transposed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from smd_jax.config import FloatName, ModelConfig
+from smd_jax.model.hf_config import float_name
+from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
+from smd_jax.model.weights import tensor_table
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MATRICES = ("lora_A", "lora_B")
+_SHOWN = 4
+
+# Options of PEFT that make another function of the same tensors, and what they are where they do nothing. What a
+# config does not name is at its default.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "target_parameters": ([], None),
+    "layer_replication": ([], None),
+    "alora_invocation_tokens": ([], None),
+}
+
+
+def save_peft(
+    directory: str | Path,
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    *,
+    base_model: str | Path | None = None,
+    dtype: FloatName = "float32",
+) -> None:
+    """Writes the adapters so that PEFT opens them beside the base: `PeftModel.from_pretrained(base, directory)`.
+
+    Other files in `directory` stay. A value head and the base itself are not written.
+
+    Args:
+      params: with adapters, see `add_lora`; each of them addressable from this process.
+      config: of the decoder.
+      base_model: where the base is, a directory or a name on a hub, for `AutoPeftModelForCausalLM`.
+      dtype: how the adapters are stored.
+
+    Raises:
+      ValueError: if there are no adapters, or they belong to another decoder.
+    """
+    if not has_lora(params):
+        raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
+    adapters: Adapters = params[LORA]
+    paths = {path: name for name, path in _modules(config, adapters.config).items()}
+    pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
+    if pairs.keys() != paths.keys():
+        wrong = sorted(pairs.keys() ^ paths.keys())
+        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {_some(wrong)}")
+    kind = jnp.dtype(float_name(dtype))
+    tensors = {
+        _tensor_name(paths[path], matrix): np.ascontiguousarray(np.asarray(pair[matrix]).astype(kind).T)
+        for path, pair in pairs.items()
+        for matrix in _MATRICES
+    }
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_peft_config(adapters.config, base_model), indent=2, sort_keys=True) + "\n"
+    # Written beside and renamed: whoever looks sees the old file or the new one, never half of it.
+    with_pid = f".new-{os.getpid()}"
+    save_file(tensors, directory / (TENSOR_FILE + with_pid), metadata={"format": "pt"})
+    (directory / (CONFIG_FILE + with_pid)).write_text(text, encoding="utf-8")
+    for name in (TENSOR_FILE, CONFIG_FILE):
+        (directory / (name + with_pid)).replace(directory / name)
+
+
+def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The parameters of a base with the adapters in `directory`, as PEFT wrote them; in float32 or wider.
+
+    Args:
+      params: of the base; its leaves stay the same objects.
+      config: of the decoder.
+
+    Raises:
+      FileNotFoundError: one of PEFT's two files is not there.
+      ValueError: they are no LoRA, or one with options that would be another function (DoRA, biases, ranks by layer,
+        modules saved whole); tensors missing, left over or of the wrong shape.
+    """
+    if has_lora(params):
+        raise ValueError("expected the parameters of a base; got some with adapters: merge_lora(params) keeps them")
+    directory = Path(directory)
+    for name in (CONFIG_FILE, TENSOR_FILE):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"expected adapters with {name} in {directory}; there is no such file")
+    content = _read_config(directory / CONFIG_FILE)
+    tensors = _read_tensors(directory / TENSOR_FILE)
+    lora = _lora_config(content, tensors, directory)
+    flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
+    matrices: dict[str, Any] = {}
+    for name, path in _modules(config, lora).items():
+        kernel = flat[f"{path}/kernel"]
+        shapes = {"lora_A": (lora.rank, kernel.shape[0]), "lora_B": (kernel.shape[1], lora.rank)}
+        for matrix, shape in shapes.items():
+            tensor = _taken(tensors, _tensor_name(name, matrix), shape, directory)
+            # A copy, so that JAX never aliases a buffer that belongs to safetensors.
+            wide = jnp.promote_types(kernel.dtype, jnp.float32)
+            matrices[f"{path}/{matrix}"] = jnp.array(tensor.T.astype(wide))
+    if tensors:
+        raise ValueError(f"expected adapters of whole layers in {directory}; got {_some(sorted(tensors))}, too")
+    return {**params, LORA: Adapters(unflatten_dict(matrices, sep="/"), lora)}
+
+
+def _modules(config: ModelConfig, lora: LoraConfig) -> dict[str, str]:
+    """Module in transformers (`model.layers.0.self_attn.q_proj`) -> path here (`layers_0/attention/q_proj`)."""
+    modules = {
+        name.removesuffix(".weight"): leaf.path.removesuffix("/kernel")
+        for name, leaf in tensor_table(config).items()
+        if leaf.is_transposed
+    }
+    return {name: path for name, path in modules.items() if path.split("/")[-1] in lora.targets}
+
+
+def _tensor_name(module: str, matrix: str) -> str:
+    return f"{_PREFIX}{module}.{matrix}.weight"
+
+
+def _peft_config(lora: LoraConfig, base_model: str | Path | None) -> dict[str, Any]:
+    # PEFT's own alpha is an integer in its annotations, and any number where it computes.
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base_model is None else str(base_model),
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "use_rslora": lora.rank_stabilised,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        kind = content.get("peft_type") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"expected peft_type 'LORA' in {file}; got {kind!r}")
+    odd = [f"{name} {content[name]!r}" for name, none in _NOTHING.items() if content.get(name) not in none]
+    if odd:
+        raise ValueError(f"expected plain LoRA in {file}, because these make another function of it; got {_some(odd)}")
+    return content
+
+
+def _read_tensors(file: Path) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], directory: Path) -> LoraConfig:
+    """Rank and alpha as they are said; the targets from the tensors, because PEFT may name those by a pattern."""
+    # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
+    there = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
+    targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in there)
+    if not targets or there - set(targets):
+        raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {_some(sorted(there))}")
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise ValueError(f"expected r and lora_alpha in {directory / CONFIG_FILE}; got {rank} and {alpha}")
+    return LoraConfig(rank, float(alpha), targets, bool(content.get("use_rslora")))
+
+
+def _taken(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], directory: Path) -> np.ndarray:
+    if name not in tensors:
+        raise ValueError(f"expected {name} in {directory}, because its target has adapters in every layer; got none")
+    tensor = tensors.pop(name)
+    if tensor.shape != shape:
+        raise ValueError(f"expected {name} of shape {list(shape)} in {directory}; got {list(tensor.shape)}")
+    return tensor
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")

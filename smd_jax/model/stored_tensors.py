@@ -1,0 +1,196 @@
+"""The safetensors of a checkpoint directory: which there are, what their headers say, and any part of one of them.
+
+Only safetensors files are read, never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import Sharding
+from safetensors import SafetensorError, safe_open
+
+from smd_jax.config import FloatName, ModelConfig
+from smd_jax.model.tensor_table import Leaf
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+STORED_DTYPES = ("F32", "BF16", "F16", "F64")
+# Of a tensor this much is read at once, or a 32nd of what is wanted of it, if that is less.
+BLOCK_BYTES = 8 * 2**20
+
+Bounds = tuple[tuple[int, int], ...]  # begin and end along each axis
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, as its header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that must hold a JSON object."""
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a checkpoint with {path.name} in {path.parent}; there is no such file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object; got {type(content).__name__}")
+    return content
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory."""
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    if (directory / INDEX_FILE).is_file():
+        return _shards(directory / INDEX_FILE)
+    # Only to say in the error what is there; nothing of it is opened.
+    pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"expected {SINGLE_FILE} or {INDEX_FILE} in {directory}; got {', '.join(pickles)}. Pickle files can run "
+            "code and are never read: open the checkpoint where you trust it with transformers, and save it again"
+        )
+    raise FileNotFoundError(f"expected {SINGLE_FILE} or {INDEX_FILE} in {directory}; there is neither")
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} must hold weight_map, an object of tensor name -> file name; got {weight_map!r}")
+    files = []
+    for name in sorted({str(value) for value in weight_map.values()}):
+        # An index is part of a download: it must not name files elsewhere on this machine.
+        if name != os.path.basename(name) or "\\" in name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} must name safetensors files in its own directory; got {name!r}")
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index} names the shard {name}; there is no such file in {index.parent}")
+        files.append(index.parent / name)
+    return files
+
+
+def read_headers(files: list[Path]) -> dict[str, Stored]:
+    """Names, shapes and dtypes of all tensors, and no weights."""
+    stored: dict[str, Stored] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                header = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+        for name, tensor in header.items():
+            if name in stored:
+                raise ValueError(f"expected every tensor once; {name} is in {stored[name].file.name} and {file.name}")
+            stored[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
+    return stored
+
+
+def is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that older transformers wrote and that carry nothing: rope's buffers, the copy of a tied embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def check_stored(table: dict[str, Leaf], stored: dict[str, Stored]) -> None:
+    """Raises ValueError for tensors of another shape than the table's, or whose numbers are no floats."""
+    wrong = [
+        f"{name}: expected {list(leaf.hf_shape)}, got {list(stored[name].shape)}"
+        for name, leaf in table.items()
+        if stored[name].shape != leaf.hf_shape
+    ]
+    if wrong:
+        raise ValueError(f"tensors of the wrong shape for config.json: {some(wrong)}")
+    odd = [f"{name}: {stored[name].dtype}" for name in table if stored[name].dtype not in STORED_DTYPES]
+    if odd:
+        raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
+
+
+# Parts of tensors
+
+
+def load_parameter(tensor: Any, leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
+    """A parameter on the devices of this process, whose parts are read one after the other.
+
+    Args:
+      tensor: what `safe_open(...).get_slice(name)` gives.
+      sharding: where the parts belong; None: the whole, uncommitted, on JAX's default device.
+    """
+    if sharding is None:
+        whole = read_part(tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)
+        (array,) = _put(whole, [None])
+        del whole
+        jax.device_put(np.int8(0))  # see below
+        return array
+    devices_of: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None
+        ends = [part.indices(side) for part, side in zip(index, leaf.shape, strict=True)]
+        devices_of.setdefault(tuple((begin, end) for begin, end, _ in ends), []).append(device)
+    arrays: list[jax.Array] = []
+    for bounds, devices in devices_of.items():
+        arrays += _put(read_part(tensor, leaf, bounds, dtype), devices)
+        # JAX lets go of what it has copied at its next call: here, and not when another part was read already.
+        jax.device_put(np.int8(0), devices[0])
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+
+
+def read_part(tensor: Any, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+    """A part of a parameter, converted; of what is stored no more than a block exists besides.
+
+    Args:
+      bounds: of the part, in the parameter's own order of axes.
+    """
+    part = host_array(tuple(end - begin for begin, end in bounds), dtype)
+    # In the order of the file, a view into the part.
+    there = part.T if leaf.is_transposed else part
+    (first, last), *others = bounds[::-1] if leaf.is_transposed else bounds
+    rest = tuple(slice(begin, end) for begin, end in others)
+    step = max(min(BLOCK_BYTES, part.nbytes // 32) * len(there) // max(part.nbytes, 1), 1)
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
+        there[begin - first : end - first] = tensor[(slice(begin, end), *rest)]
+    return part
+
+
+def host_array(shape: tuple[int, ...], dtype: FloatName) -> np.ndarray:
+    """Memory for a part."""
+    return np.empty(shape, jnp.dtype(dtype))
+
+
+def _put(part: np.ndarray, devices: list[Any]) -> list[jax.Array]:
+    """On every one of the devices; of None uncommitted on the default one. On a CPU it may be the same memory, which
+    nobody else has."""
+    # Waited for: parts that are still on their way would fill the host.
+    return jax.block_until_ready([jax.device_put(part, device) for device in devices])
+
+
+# Messages
+
+
+def check_names(missing: Iterable[str], extra: Iterable[str], where: str) -> None:
+    """Raises ValueError if there are any."""
+    problems = [
+        f"{word} {some(sorted(names))}" for word, names in (("missing", missing), ("unexpected", extra)) if names
+    ]
+    if problems:
+        raise ValueError(f"tensors in {where} do not fit its configuration: {'; '.join(problems)}")
+
+
+def some(words: list[str], limit: int = 8) -> str:
+    """The first words of a list, and how many more there are."""
+    more = f", and {len(words) - limit} more" if len(words) > limit else ""
+    return ", ".join(words[:limit]) + more

@@ -1,0 +1,101 @@
+"""Checkpoints of adapters: the base, which no step changes, is left out; a fingerprint of it is kept in its place.
+
+    saved = checkpoint.save(directory, step, without_base(state), …)
+    state = with_base(checkpoint.restore(directory, without_base(state), …).state, state)
+
+A state without adapters goes through both as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from smd_jax.learner.state import TrainState
+from smd_jax.learner.trained import frozen_params, trained_params
+from smd_jax.model.lora import LORA
+from smd_jax.model.protocol import Params
+
+BASE = "base"  # beside the trained parameters of a saved state
+_SHOWN = 4
+
+
+def without_base(state: TrainState) -> TrainState:
+    """The state to save: its parameters are the trained ones and `base`, the fingerprint of the others."""
+    return state.replace(params=params_without_base(state.params))
+
+
+def with_base(saved: TrainState, state: TrainState) -> TrainState:
+    """The saved state as a run takes it, on the base of `state`; errors as `params_with_base`."""
+    return saved.replace(params=params_with_base(saved.params, state.params))
+
+
+def params_without_base(params: Params) -> Params:
+    """What a checkpoint holds of these parameters."""
+    frozen = frozen_params(params)
+    if frozen is None:
+        return params
+    kept = {"fingerprint": fingerprint(frozen), "scale": _scale(params)}
+    return {**trained_params(params), BASE: kept}
+
+
+def params_with_base(saved: Params, params: Params) -> Params:
+    """The saved parameters on the base of `params`.
+
+    Raises:
+      ValueError: if the adapters belong to another base, or had another scale.
+    """
+    frozen = frozen_params(params)
+    if frozen is None:
+        return saved
+    trained = dict(saved)
+    kept = trained.pop(BASE)
+    _check_same_base(np.asarray(kept["fingerprint"]), frozen)
+    if kept["scale"] != _scale(params):
+        raise ValueError(
+            f"expected adapters scaled by {kept['scale']}, as in the checkpoint (alpha over rank); got {_scale(params)}"
+        )
+    return {**frozen, **trained}
+
+
+def _scale(params: Params) -> np.ndarray:
+    return np.array(params[LORA].config.scale, np.float32)
+
+
+def fingerprint(params: Params) -> UInt32[np.ndarray, "leaves 2"]:
+    """Two sums of the bits of every leaf, the second weighted by place, modulo 2^32: the same on every mesh, because
+    integers may be added in any order."""
+    return np.stack([np.asarray(_sums(leaf)) for leaf in jax.tree.leaves(params)])
+
+
+@jax.jit
+def _sums(leaf: Array) -> UInt32[Array, 2]:
+    size = leaf.dtype.itemsize
+    # Of 64 bits there are two numbers of 32, along an axis of their own.
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if size >= 4 else jnp.uint16 if size == 2 else jnp.uint8)
+    bits = bits.astype(jnp.uint32)
+    place = jnp.zeros_like(bits)
+    # Row by row as in memory, and no reshape, which would gather a sharded matrix onto every device.
+    for axis, side in enumerate(bits.shape):
+        place = place * np.uint32(side) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * (2 * place + 1)).sum(dtype=jnp.uint32)])
+
+
+def _check_same_base(saved: np.ndarray, frozen: Params) -> None:
+    differs = np.any(saved != fingerprint(frozen), axis=1)
+    if not differs.any():
+        return
+    names: list[Any] = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, _), other in zip(jax.tree_util.tree_leaves_with_path(frozen), differs, strict=True)
+        if other
+    ]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise ValueError(
+        "expected the base that the checkpoint's adapters were trained on; got one that differs in "
+        f"{', '.join(names[:_SHOWN])}{more}"
+    )

@@ -1,0 +1,45 @@
+"""Parameters with adapters that do something, for every test of LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.model.lora import LORA, Adapters, LoraConfig, add_lora, by_module
+from smd_jax.model.protocol import Params
+
+# An alpha over the root of the rank that no power of two is: a scale that were forgotten, or rounded, would be seen.
+SMALL = LoraConfig(rank=3, alpha=2.0, rank_stabilised=True)
+
+
+def adapted(params: Params, config: LoraConfig = SMALL, seed: int = 0, size: float = 0.3) -> dict[str, Any]:
+    """The parameters with adapters whose B is not zero; the base's leaves are the same objects."""
+    grown = add_lora(params, config, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+
+    def filled(path: Any, leaf: jax.Array) -> jax.Array:
+        if path[-1].key == "lora_A":
+            return leaf
+        return jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return {**grown, LORA: jax.tree_util.tree_map_with_path(filled, grown[LORA])}
+
+
+def merged_in_float64(params: Params) -> dict[str, Any]:
+    """W + scale * A B, module by module in NumPy, rounded to float32 at the end."""
+    adapters: Adapters = params[LORA]
+    base: dict[str, Any] = jax.tree.map(np.asarray, {name: part for name, part in params.items() if name != LORA})
+    for path, pair in by_module(adapters).items():
+        module = base
+        for name in path:
+            module = module[name]
+        a, b = np.float64(pair["lora_A"]), np.float64(pair["lora_B"])
+        module["kernel"] = np.float32(np.float64(module["kernel"]) + scale_of(adapters.config) * a @ b)
+    return jax.tree.map(jnp.asarray, base)
+
+
+def scale_of(config: LoraConfig) -> Any:
+    return np.float64(config.alpha / (config.rank**0.5 if config.rank_stabilised else config.rank))

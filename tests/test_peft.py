@@ -1,0 +1,149 @@
+"""PEFT's format: names, shapes and fields as PEFT writes them, round trips, refusals; and PEFT itself, where it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.masks import dense_mask, positions
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LORA, LoraConfig, base_params, by_module, merge_lora
+from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft
+from smd_jax.model.teacher_forced import apply_model
+from smd_jax.model.value_head import add_value_head
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.testing import random_params, tiny_model_config
+from tests.adapted import SMALL, adapted
+from tests.bitwise import assert_bitwise_equal
+
+CONFIG = tiny_model_config()
+PARAMS = adapted(random_params(CONFIG))
+
+
+def written(directory: Path, params: Any = PARAMS, **options: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    save_peft(directory, params, CONFIG, **options)
+    return json.loads((directory / CONFIG_FILE).read_text()), load_file(directory / TENSOR_FILE)
+
+
+def test_names_shapes_and_fields_are_pefts(tmp_path: Path):
+    config, tensors = written(tmp_path, base_model="models/base")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, TENSOR_FILE]
+    assert len(tensors) == 2 * 7 * CONFIG.num_layers
+    name = "base_model.model.model.layers.1.self_attn.k_proj"
+    # PEFT's are torch.nn.Linear's: [out, in].
+    pair = PARAMS[LORA].matrices["layers_1"]["attention"]["k_proj"]
+    np.testing.assert_array_equal(tensors[f"{name}.lora_A.weight"], np.asarray(pair["lora_A"]).T)
+    np.testing.assert_array_equal(tensors[f"{name}.lora_B.weight"], np.asarray(pair["lora_B"]).T)
+    assert tensors[f"{name}.lora_A.weight"].shape == (3, 32)
+    assert tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (32, 3)
+    assert config["peft_type"] == "LORA" and config["task_type"] == "CAUSAL_LM"
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 2, True)
+    assert config["base_model_name_or_path"] == "models/base"
+    assert set(config["target_modules"]) == {path[-1] for path in by_module(PARAMS[LORA])}
+    assert (config["bias"], config["lora_dropout"], config["fan_in_fan_out"]) == ("none", 0.0, False)
+
+
+@pytest.mark.parametrize("config", [SMALL, LoraConfig(2, 3.5, ("q_proj", "down_proj"))], ids=["all", "some"])
+def test_a_round_trip(tmp_path: Path, config: LoraConfig):
+    params = adapted(base_params(PARAMS), config)
+    (tmp_path / "README.md").write_text("mine")
+    save_peft(tmp_path, add_value_head(params, CONFIG), CONFIG)
+    save_peft(tmp_path, params, CONFIG)  # over the first
+    loaded = load_peft(tmp_path, base_params(PARAMS), CONFIG)
+    assert loaded[LORA].config == config
+    assert_bitwise_equal(loaded, params)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
+    save_peft(tmp_path, PARAMS, CONFIG, dtype="bfloat16")
+    loaded = load_peft(tmp_path, base_params(PARAMS), CONFIG)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), PARAMS[LORA])
+    assert_bitwise_equal(jax.device_get(loaded[LORA]), jax.device_get(rounded))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, r"expected peft_type 'LORA' in .*; got 'IA3'"),
+        ({"use_dora": True}, "expected plain LoRA in .*; got use_dora True"),
+        ({"bias": "all"}, "expected plain LoRA in .*; got bias 'all'"),
+        ({"rank_pattern": {"q_proj": 2}}, "expected plain LoRA in .*; got rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, r"expected plain LoRA in .*; got modules_to_save \['lm_head'\]"),
+        ({"r": 4}, r"lora_A.weight of shape \[4, 32\] in .*; got \[3, 32\]"),
+        ({"r": None}, r"expected r and lora_alpha in .*; got None and 2"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    config, _ = written(tmp_path)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+
+
+def test_tensors_that_are_refused(tmp_path: Path):
+    _, tensors = written(tmp_path)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / TENSOR_FILE)
+    with pytest.raises(ValueError, match=rf"expected {name} in .*, because its target has adapters in every layer"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+    save_file(tensors | {"base_model.model.model.embed_tokens.weight": tensors[name]}, tmp_path / TENSOR_FILE)
+    with pytest.raises(ValueError, match="expected adapters of whole layers in .*; got .*embed_tokens.weight, too"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+    save_file({"base_model.model.lm_head.lora_A.weight": tensors[name]}, tmp_path / TENSOR_FILE)
+    with pytest.raises(ValueError, match="expected adapters of q_proj, .*; got lm_head"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+    (tmp_path / TENSOR_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+
+
+def test_files_that_are_not_there(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=rf"expected adapters with {CONFIG_FILE} in"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+
+
+def test_parameters_that_do_not_fit(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"expected parameters with adapters \(smd\.model\.add_lora\)"):
+        save_peft(tmp_path / "a", base_params(PARAMS), CONFIG)
+    with pytest.raises(ValueError, match=r"in every layer of the config; got others at layers_2/attention/k_proj"):
+        save_peft(tmp_path / "a", PARAMS, tiny_model_config(num_layers=3))
+    assert not (tmp_path / "a").exists()
+    save_peft(tmp_path / "b", PARAMS, CONFIG)
+    with pytest.raises(ValueError, match="expected the parameters of a base; got some with adapters"):
+        load_peft(tmp_path / "b", PARAMS, CONFIG)
+
+
+# With PEFT at hand
+
+
+@pytest.mark.filterwarnings("default")  # PEFT's own, about what transformers is going to rename
+def test_peft_opens_what_we_save(tmp_path: Path):
+    """The same logits as ours, from adapters and merged; and we open what PEFT saves."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(tmp_path / "base", base_params(PARAMS), CONFIG, dtype="float32")
+    save_peft(tmp_path / "adapters", PARAMS, CONFIG, base_model=tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters")).eval()
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40), dtype=np.int32)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens).long()).logits.numpy()
+        with model.disable_adapter():
+            of_base = model(torch.from_numpy(tokens).long()).logits.numpy()
+    valid = jnp.ones(tokens.shape, bool)
+    for params in (PARAMS, merge_lora(PARAMS)):
+        actual = apply_model(Decoder(CONFIG), params, jnp.asarray(tokens), positions(valid), dense_mask(valid))
+        np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
+    assert np.abs(expected - of_base).max() > 0.05, "the adapters must do something"
+    model.save_pretrained(str(tmp_path / "again"))
+    assert_bitwise_equal(load_peft(tmp_path / "again", base_params(PARAMS), CONFIG), PARAMS)
