@@ -23,11 +23,11 @@ export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 COMPILERS := .venv-compilers
 COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 
-.PHONY: help setup run study smollm2 test docs lint wheel compile-kernels clean
+.PHONY: help setup run study smollm2 test notebooks docs lint wheel compile-kernels clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study smollm2 test docs lint wheel compile-kernels clean"
+	@echo "Targets: setup run study smollm2 test notebooks docs lint wheel compile-kernels clean"
 
 setup: $(STAMP)
 
@@ -67,6 +67,11 @@ smollm2: $(STAMP)
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# Every notebook from top to bottom, on CPU, against the sources as they are.
+notebooks: export JAX_PLATFORMS ?= cpu
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --nbmake --nbmake-timeout=300 notebooks $(ARGS)
 
 # Pages of docs/ and a reference from the docstrings, into site/. Strict: a broken link or reference is an error.
 docs: export NO_MKDOCS_2_WARNING := 1

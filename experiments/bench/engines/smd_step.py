@@ -1,11 +1,11 @@
-"""A whole GRPO step of smd_jax: `smd_jax.GRPOLoop.step`, which `experiments/gsm8k.py` runs. Started by `bench/step.py`.
+"""A whole GRPO step of smd_jax: `smd_jax.GRPOLoop.step`, which `smd-train` runs. Started by `bench/step.py`.
 
 Command    python experiments/bench/engines/smd_step.py --model runs/smollm2 --data train.jsonl --threads 2 \
                   --completions 16 --new-tokens 32                                   (dense)
            python experiments/bench/engines/smd_step.py --model runs/smollm2 --data train.jsonl --threads 2 \
                   --completions 16 --new-tokens 32 --budget 128 --buffer 32
 
-With a budget: R-KV in the sampler (the default of gsm8k.py) and shadow masks in the learner. Without: a dense cache and
+With a budget: R-KV in the sampler (as in the preset gsm8k) and shadow masks in the learner. Without: a dense cache and
 a dense learner. Activations are kept, not computed again. No second track.
 """
 
