@@ -187,7 +187,7 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert len(list((run / "completions").glob("*.parquet"))) == 2
     assert "expected no earlier run" in error_of(["grpo", *words], capsys)
     # More steps are no other mathematics, and neither is how much is said; another seed is.
-    main(["--config", str(run / "config.yaml"), "--max-steps", "3", "--resume", "--completions-steps", "0"])
+    main(["--config", str(run / "config.yaml"), "--max-steps", "3", "--resume", "--memory", "64MiB"])
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     said = error_of(["--config", str(run / "config.yaml"), "--resume", "--seed", "1"], capsys)
     assert "seed: expected 0, got 1" in said

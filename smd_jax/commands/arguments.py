@@ -28,7 +28,7 @@ class ModelArgs:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
-    lora_r: int | None = None  # rank of adapters, which alone are trained; by default everything is
+    lora_r: int | None = None  # rank of adapters, which alone are trained; None: everything is
     lora_alpha: float = 32.0  # what adapters add is scaled by alpha / rank
     lora_target_modules: tuple[LoraTarget, ...] = ALL_TARGETS  # projections of every layer that have adapters
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
@@ -45,10 +45,10 @@ class DataArgs:
     dataset_streaming: bool = False  # read rows one after the other, not all of them before the start
     dataset_size: int = 10_000  # rows of a procedural dataset
     dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
-    prompt_column: str | None = None  # text or chat messages; by default "prompt"
+    prompt_column: str | None = None  # text or chat messages; None: "prompt"
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
-    max_prompt_length: int | None = None  # tokens; by default those of the longest prompt
+    max_prompt_length: int | None = None  # tokens; None: those of the longest prompt
     long_prompts: Literal["drop", "refuse"] = "drop"  # what happens to longer ones
 
 
@@ -58,9 +58,9 @@ class RewardArgs:
 
     reward: tuple[str, ...] = ()  # names of docs/rewards.md, or path/to/file.py:function; TRL's signature
     reward_weights: tuple[float, ...] = ()  # one for each; 1 by default
-    reward_timeout: float = 60.0  # seconds of one call, after which it has failed
+    reward_timeout: float = 60.0  # seconds of one call of these functions, after which it has failed
     max_failed_rewards: float = 0.25  # share of a rollout's completions without a reward that stops the run
-    overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; by default a fifth of it
+    overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; None: a fifth of it
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class EvaluationArgs:
 
     eval_steps: int = 0  # rollouts between two evaluations; 0: none at all
     eval_rows: int = 256  # prompts, at most
-    eval_dataset: str | None = None  # by default the rows that the dataset holds back
+    eval_dataset: str | None = None  # None: the rows that the dataset holds back
     eval_source: str | None = None  # as --dataset-source
     eval_split: str | None = None  # as --dataset-split
     eval_decode: tuple[str, ...] = ("sampler", "dense")  # sampler: as in training; dense; or policy:budget[+buffer]
-    eval_temperature: float | None = None  # 0: greedy; by default the sampler's
+    eval_temperature: float | None = None  # 0: greedy; None: the sampler's
     metric_for_best_model: str | None = None  # a metric such as eval/dense/reward, whose best checkpoint is kept
     early_stopping_patience: int | None = None  # evaluations without a gain of that metric after which the run ends
 
@@ -86,7 +86,7 @@ class SamplerArgs:
     num_generations: int = 8  # completions per prompt
     max_completion_length: int = 256  # tokens
     min_completion_length: int = 0  # tokens
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the sampler; the learner's log-probabilities are those at this temperature
     top_k: int = 0  # draw from so many tokens; 0: from all. The learner replays this filter, and the two below
     top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
     min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
@@ -96,9 +96,9 @@ class SamplerArgs:
     buffer: int = 128  # tokens between two compressions
     sinks: int = 4  # first keys of a sequence that are always kept, because models look at them for want of others
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
-    prefill_chunk: int | None = None  # tokens of a prompt read at once; all by default
-    quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; full precision by default
-    decode_rows: int | None = None  # completions decoded at once, others move up; all by default
+    prefill_chunk: int | None = None  # tokens of a prompt read at once; None: all
+    quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; None: full precision
+    decode_rows: int | None = None  # completions decoded at once, others move up; None: all
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class LossArgs:
     distill: Distillation = "auto"  # auto: anchor (a frozen dense teacher) with shadow masks, else none
     distill_coef: float = 0.1  # weight of the distillation in the loss
     distill_fraction: float = 1.0  # share of the rows that the teacher reads
-    loss_type: LossName = "grpo"
-    epsilon: float | None = None  # lower bound of the ratio's clipping; by default the paper's
-    epsilon_high: float | None = None  # upper bound; by default the paper's
+    loss_type: LossName = "grpo"  # with its paper's weighting of tokens and bounds
+    epsilon: float | None = None  # lower bound of the ratio's clipping; None: the paper's
+    epsilon_high: float | None = None  # upper bound; None: the paper's
     entropy_coef: float = 0.0  # weight of the entropy bonus
     top_entropy_quantile: float = 1.0  # share of the tokens, those with the highest entropy, that are learnt from
     minibatches: int = 1  # optimizer steps per pass over a rollout
@@ -137,8 +137,8 @@ class OptimizerArgs:
     """The optimizer, and its learning rate."""
 
     optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs the memory of the weights alone
-    learning_rate: float = 1e-6
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate: float = 1e-6  # the highest of the run
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # what follows the warm-up
     warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
     min_lr_rate: float = 0.0  # where linear and cosine end, as a share of the learning rate
     weight_decay: float = 0.0  # of matrices; norms and biases do not decay
@@ -174,7 +174,7 @@ class DeviceArgs:
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
     memory: str | None = None  # of a device, as 80GiB: chooses microbatch and decode_rows
-    microbatch: int | None = None  # rows of one forward and backward pass; all by default
+    microbatch: int | None = None  # rows of one forward and backward pass; None: all
     data_parallel: int = 1  # mesh axis "data"
     fsdp: int = 1  # mesh axis "fsdp"
     tensor: int = 1  # mesh axis "tensor"

@@ -18,7 +18,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.plan import MemoryPlan, fit_loop, param_shapes, parse_bytes
+from smd_jax.memory.plan import MemoryPlan, fit_evaluator, fit_loop, param_shapes, parse_bytes
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
@@ -75,7 +75,10 @@ def prepare(args: Common) -> Prepared:
         loop, plan = fit_loop(loop, shapes(args, model), memory)
     elif memory is not None:
         raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
-    return Prepared(directory, config, tokenizer, data, loop, plan, make_evaluator(args, loop, data))
+    evaluator = make_evaluator(args, loop, data)
+    if evaluator is not None and isinstance(loop, PolicyLoop):
+        evaluator = fit_evaluator(evaluator, shapes(args, model), memory, loop)
+    return Prepared(directory, config, tokenizer, data, loop, plan, evaluator)
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
