@@ -154,6 +154,7 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "no/such/model"], "expected a checkpoint directory in Hugging Face's format, or an id on the Hub"),
         (["--dataset", "rows.jsonl", "--dataset-parameters"], "expected a file or a folder at"),
         (["--reward", "nonsense"], "expected --reward as one of"),
+        (["--dataset", "ROWS", "--dataset-parameters"], "Name one: --reward path/to/file.py:function"),
         (["--eval-steps", "1", "--eval-decode", "snapkv"], "expected a budget of keys, as in snapkv:512"),
         (["--dataset", "reasoning_gym:chain_summ"], "near: ['chain_sum'"),
         (["--max-steps", "0"], "got 0"),
@@ -169,6 +170,9 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_users_mistake_is_one_box(
     more: list[str], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    more = [str(rows) if word == "ROWS" else word for word in more]
     words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(tmp_path / "run"), *more]
     assert said in error_of(words, capsys)
     assert not (tmp_path / "run").exists(), "nothing is left of a run that could not begin"

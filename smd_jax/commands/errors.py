@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -71,6 +72,17 @@ def users_mistakes() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings in one line, without the place in our code that says them."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, filename, lineno, line=None: f"{category.__name__}: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def with_flags(message: str) -> str:

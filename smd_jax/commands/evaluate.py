@@ -18,10 +18,10 @@ import tyro
 
 from smd_jax.commands.arguments import RewardArgs
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import reported, users_mistakes
+from smd_jax.commands.errors import plain_warnings, reported, users_mistakes
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import parameter, rewards_of
+from smd_jax.commands.task_source import check_has_reward, parameter, rewards_of
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
@@ -30,7 +30,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
-from smd_jax.tasks.dataset_task import first_rows, own_reward
+from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts
 from smd_jax.tasks.task import prompt_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     args = tyro.cli(Args, prog="smd-eval", description=__doc__, args=given)
-    with reported(args.debug):
+    with reported(args.debug), plain_warnings():
         run(args)
 
 
@@ -112,7 +112,7 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
     rewards = rewards_of(RewardArgs(args.reward), args.max_completion_length)
     whole: Any = build_task(choice)
     if rewards is None:
-        own_reward(whole)  # for its error, before a weight is read
+        check_has_reward(whole)
     task = first_rows(whole, args.rows)
     lengths = prompt_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())

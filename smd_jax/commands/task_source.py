@@ -52,7 +52,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         choice = replace(choice, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
     task: Any = build_task(choice)
     if not args.rewards.reward:
-        own_reward(task)  # for its error, before anything is trained
+        check_has_reward(task)
     counts = []
     width = data.max_prompt_length
     if not isinstance(task, StreamTask):
@@ -67,6 +67,14 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         width = max(width or 0, wide)
     assert width is not None
     return Data(task, held_out, width, counts)
+
+
+def check_has_reward(task: Any) -> None:
+    """Raises UserError for data without a reward of its own, where no flag names one."""
+    try:
+        own_reward(task)
+    except ValueError as error:
+        raise UserError(f"{error}. Name one: --reward path/to/file.py:function, or one of {list(READY)}") from error
 
 
 def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:

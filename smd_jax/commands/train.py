@@ -25,7 +25,7 @@ from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import UserError, print_box, reported, users_mistakes
+from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
       words: the command line behind the command's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given):
+    with reported("--debug" in given), plain_warnings():
         algorithm, args = parse(given)
         try:
             run(algorithm, args)
