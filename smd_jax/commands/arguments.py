@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "dense"]
-LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
+LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
 CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
 ]

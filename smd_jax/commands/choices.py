@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from smd_jax.commands.arguments import CorrectionName, LossArgs, LossName, PolicyName, ReferenceArgs, SamplerArgs
+from smd_jax.commands.arguments import CorrectionName, LossArgs, LossName, ReferenceArgs, SamplerArgs
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
 from smd_jax.corrections.rejection import GeometricRejection
@@ -22,18 +22,7 @@ from smd_jax.losses.policy import LossConfig
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
-
-POLICIES: Mapping[PolicyName, EvictionPolicy] = {
-    "snapkv": policies.SnapKV(),
-    "rkv": policies.RKV(),
-    "h2o": policies.H2O(),
-    "tova": policies.TOVA(),
-    "keydiff": policies.KeyDiff(),
-    "knorm": policies.Knorm(),
-    "streaming_llm": policies.StreamingLLM(),
-    "random": policies.Random(),
-    "dense": policies.Dense(),
-}
+from smd_jax.train.decoding import POLICIES
 
 CORRECTIONS: Mapping[CorrectionName, Correction] = {
     "shadow": Shadow(),
@@ -56,6 +45,7 @@ LOSSES: Mapping[LossName, Callable[..., LossConfig]] = {
     "gspo": named.gspo,
     "cispo": named.cispo,
     "sapo": named.sapo,
+    "luspo": named.luspo,
 }
 
 BOTH = frozenset({"epsilon", "epsilon_high"})
