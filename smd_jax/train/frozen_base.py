@@ -26,12 +26,14 @@ _SHOWN = 4
 
 def without_base(state: TrainState) -> TrainState:
     """The state to save: its parameters are the trained ones and `base`, the fingerprint of the others."""
-    return state.replace(params=params_without_base(state.params))
+    params = params_without_base(state.params)
+    return state if params is state.params else state.replace(params=params)
 
 
 def with_base(saved: TrainState, state: TrainState) -> TrainState:
     """The saved state as a run takes it, on the base of `state`; errors as `params_with_base`."""
-    return saved.replace(params=params_with_base(saved.params, state.params))
+    params = params_with_base(saved.params, state.params)
+    return saved if params is saved.params else saved.replace(params=params)
 
 
 def params_without_base(params: Params) -> Params:
