@@ -63,8 +63,10 @@ def h2o(policy: H2O, row: Row) -> np.ndarray:
 
 def tova(policy: TOVA, row: Row) -> np.ndarray:
     newest = int(np.argmax(row.query_positions))
-    mean = sum(row.attention(head, newest) for head in range(len(row.queries))) / len(row.queries)
-    return np.stack([mean] * len(row.keys))
+    weights = np.stack([row.attention(head, newest) for head in range(len(row.queries))])
+    if policy.shared:
+        return np.stack([weights.mean(axis=0)] * len(row.keys))
+    return np.stack([weights[h * row.group : (h + 1) * row.group].mean(axis=0) for h in range(len(row.keys))])
 
 
 def snapkv(policy: SnapKV, row: Row) -> np.ndarray:

@@ -33,6 +33,7 @@ from tests.numpy_policies import FORMULAS, Row
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params
 
 BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
+BY_FORMULA["TOVA of each head"] = TOVA(shared=False)
 BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
 EMPTY_SLOTS = [0, 3, 5, 12]  # of each row; the last row has two keys and is shorter than every window
 

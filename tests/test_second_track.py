@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.corrections.uncorrected import Naive
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.forward import response_hidden
 from smd_jax.losses.distillation import Direction, DistillConfig, Estimator
@@ -153,6 +155,26 @@ def test_all_rows_and_positions(direction):
     each, slopes = exact(direction)
     np.testing.assert_allclose(value, (WEIGHTS * each).sum(), rtol=1e-4)
     assert distance(grads, expected(direction, WEIGHTS[..., None] * slopes)) < 1e-4
+
+
+def test_a_dense_student_of_the_anchor():
+    """What a learner without masks is held to: the divergence of two dense policies."""
+
+    def value(params):
+        dense = TRAJECTORY.dense_mask()
+        hidden = response_hidden(MODEL, params, TRAJECTORY, dense)
+        part = jnp.asarray(WEIGHTS, jnp.float32)
+        return distill_term(MODEL, DistillConfig("anchor"), params, REFERENCE, jnp.int32(0), TRAJECTORY, hidden, part)[
+            0
+        ]
+
+    teacher = policies("anchor")[0]
+    student = np.asarray(plain_logprobs(PARAMS, TRAJECTORY.dense_mask()), np.float64)
+    each = (np.exp(teacher) * (teacher - student)).sum(-1)
+    np.testing.assert_allclose(jax.jit(value)(PARAMS), (WEIGHTS * each).sum(), rtol=1e-4)
+    UpdateConfig("dense", correction=Naive(), distill=DistillConfig("anchor"))
+    with pytest.raises(ValueError, match="whose teacher is the dense policy itself.*got 'dense' with"):
+        UpdateConfig("dense", correction=Naive(), distill=DistillConfig("forward"))
 
 
 @pytest.mark.parametrize(

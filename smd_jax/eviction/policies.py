@@ -115,16 +115,24 @@ class TOVA(EvictionPolicy):
 
     As in the paper, the newest key is scored like any other and may be the one to go; kvpress always keeps it, which
     here is `Protect(TOVA(), recent=1)`.
+
+    Attributes:
+      shared: whether all heads of a layer keep the same keys, as in the paper; False: every KV head chooses by the mean
+        over its own query heads.
     """
+
+    shared: bool = True
 
     @property
     def statistics(self) -> tuple[NewestQueries]:
         return (NewestQueries(1),)
 
     def score(self, view: CacheView) -> Scores:
-        # The one query of the window; the mean is over KV heads and the query heads of each.
-        mean = window_weights(view, NewestQueries(1))[:, :, :, 0].mean((1, 2))
-        return jnp.broadcast_to(mean[:, None], view.valid.shape)
+        # The one query of the window; the mean is over the query heads of each KV head.
+        of_heads = window_weights(view, NewestQueries(1))[:, :, :, 0].mean(2)
+        if not self.shared:
+            return of_heads
+        return jnp.broadcast_to(of_heads.mean(1, keepdims=True), view.valid.shape)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class UpdateConfig:
         (`takes_sampler_for_old`); others need a forward pass of their own.
       correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
         none; every other one runs under either visibility, and has nothing to do under "shadow".
-      distill: the second track, or None.
+      distill: the second track, or None. Under "dense" the student sees everything, and its teacher must be another
+        policy: "anchor" or "ema".
       value: PPO's critic, or None. It judges from the learner's hidden states, so it sees what the learner sees.
       reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
       kl_in_reward: whether the KL, times `loss.beta`, is taken off the rewards instead of being added to the loss; see
@@ -66,8 +67,13 @@ class UpdateConfig:
         check_visibilities(self.visibility, self.reference_visibility)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
-        if self.distill is not None and self.visibility == "dense":
-            raise ValueError("expected visibility 'shadow' with distillation, whose student is masked; got 'dense'")
+        # A dense student can be held to a reference, but from itself it learns nothing.
+        teaches_itself = self.distill is not None and self.distill.direction not in REFERENCE_TEACHERS
+        if self.visibility == "dense" and teaches_itself:
+            raise ValueError(
+                "expected visibility 'shadow' with distillation whose teacher is the dense policy itself, or a "
+                f"direction of {REFERENCE_TEACHERS}; got 'dense' with {self.distill}"
+            )
         if self.policy_coef < 0 or (self.policy_coef == 0 and self.distill is None):
             raise ValueError(
                 f"expected policy_coef > 0, or 0 with a distillation to learn from; got {self.policy_coef} and "

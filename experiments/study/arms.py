@@ -1,0 +1,81 @@
+"""The arms: whom the learner takes for the sampler, and what it does about the difference.
+
+Three policies are in play, see `smd_jax/corrections`. What an arm is made of stands here; everything else is the same
+for all arms of a study.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import smd_jax as smd
+from smd_jax.losses.distillation import Direction
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the tables.
+
+    Attributes:
+      teacher: the second track: which divergence pulls the learner to a policy with its full context; None: none.
+      teacher_coef: its weight in the loss.
+      policy_coef: weight of the policy loss; 0 leaves the teacher alone.
+      full_cache: the sampler evicts nothing: what an unlimited cache would have given.
+      trains: False: the start, as it is.
+    """
+
+    name: str
+    visibility: Literal["shadow", "dense"]
+    correction: smd.corrections.Correction
+    teacher: Direction | None = None
+    teacher_coef: float = 0.1
+    policy_coef: float = 1.0
+    full_cache: bool = False
+    trains: bool = True
+
+    @property
+    def update(self) -> smd.UpdateConfig:
+        distill = None if self.teacher is None else smd.DistillConfig(self.teacher, self.teacher_coef)
+        return smd.UpdateConfig(
+            self.visibility, policy_coef=self.policy_coef, correction=self.correction, distill=distill
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether learner and sampler are to be one policy, which every rollout then shows."""
+        return self.visibility == "shadow" or self.full_cache
+
+
+ARMS = (
+    Arm("untrained", "shadow", smd.corrections.Shadow(), trains=False),
+    Arm("full-cache", "shadow", smd.corrections.Shadow(), full_cache=True),
+    Arm("naive", "dense", smd.corrections.Naive()),
+    Arm("bypass", "dense", smd.corrections.Bypass()),
+    Arm("tis", "dense", smd.corrections.TIS()),
+    Arm("tis-sequence", "dense", smd.corrections.TIS(level="sequence")),
+    Arm("mis-sequence", "dense", smd.corrections.MIS(level="sequence")),  # TRL's default
+    Arm("icepop", "dense", smd.corrections.IcePop()),
+    Arm("sparse-rl", "dense", smd.corrections.SparseRL()),  # as released, without its KL of 1e-4 to a reference
+    Arm("shadow", "shadow", smd.corrections.Shadow()),
+    Arm("naive-anchor", "dense", smd.corrections.Naive(), "anchor"),
+    Arm("tis-anchor", "dense", smd.corrections.TIS(), "anchor"),
+    Arm("shadow-anchor", "shadow", smd.corrections.Shadow(), "anchor"),
+    Arm("shadow-forward", "shadow", smd.corrections.Shadow(), "forward"),
+    Arm("shadow-reverse", "shadow", smd.corrections.Shadow(), "reverse"),
+    Arm("shadow-published", "shadow", smd.corrections.Shadow(), "published"),
+    Arm("anchor-alone", "shadow", smd.corrections.Shadow(), "anchor", policy_coef=0.0),  # distillation without reward
+    Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
+)
+
+
+def arms_of(names: Sequence[str], among: Sequence[Arm] = ARMS) -> tuple[Arm, ...]:
+    """The arms of these names, in the order of `among`.
+
+    Raises:
+      ValueError: for a name of none; says which there are.
+    """
+    if unknown := sorted(set(names) - {arm.name for arm in among}):
+        raise ValueError(f"expected arms from {[arm.name for arm in among]}; got {unknown}")
+    return tuple(arm for arm in among if arm.name in names)

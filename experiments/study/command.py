@@ -1,0 +1,93 @@
+"""The command line that the studies share: which part of a study is run, where rows are kept, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from study.arms import arms_of
+from study.files import RESULTS, ROOT
+from study.grid import Cell, Grid
+from study.problems import problem_of
+from study.runs import Sizes
+from study.samplers import sampler_of
+
+# A few rollouts, to see that all of it works.
+QUICK = Sizes(rollouts=2, prompts=4, group=4, warmup=1, evaluate_every=1, evaluation_rows=16, dense_start=0.02)
+
+
+@dataclass(frozen=True)
+class StudyArgs:
+    """Runs the study, or the part of it that is asked for. Rows that are kept under --runs are not made again."""
+
+    tasks: tuple[str, ...] | None = None  # such as sums-12; default: the study's
+    samplers: tuple[str, ...] | None = None  # such as tova:14+2; default: the study's
+    arms: tuple[str, ...] | None = None  # by name; default: the study's
+    seeds: tuple[int, ...] | None = None  # reported ones; default: the study's
+    learning_rates: tuple[float, ...] | None = None  # to choose from; a single one is taken without a pilot
+    runs: Path | None = None  # folder of all studies' runs; default: runs
+    results: Path | None = None  # file of the rows; default: experiments/results for the study's own cells and rates
+    workers: int = 2  # processes, one core each
+    minutes: float | None = None  # begin no run later than this; what is left is for the next call
+    quick: bool = False  # a few small rollouts, under runs/NAME-quick
+    collect: bool = False  # run nothing: write the rows that are kept
+
+
+def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[float, ...], sizes: Sizes) -> Grid:
+    """The part of a study that is asked for.
+
+    Args:
+      name: of the script in experiments/, without its ending.
+
+    Raises:
+      ValueError: for a task, sampler or arm that no cell has; says which there are.
+    """
+    whole = (args.learning_rates, args.seeds, args.tasks, args.samplers, args.quick) == (None, None, None, None, False)
+    folder = f"{name}-quick" if args.quick else name
+    runs = (ROOT / "runs" if args.runs is None else args.runs) / folder
+    results = args.results or (RESULTS / f"{name}.json" if whole else runs / f"{name}.json")
+    return Grid(
+        script=f"experiments/{name}.py",
+        cells=tuple(narrowed(args, cells)),
+        rates=args.learning_rates or rates,
+        sizes=QUICK if args.quick else sizes,
+        runs=runs.absolute(),
+        results=results,
+        workers=args.workers,
+        minutes=args.minutes,
+    )
+
+
+def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of the tasks and samplers asked for, with the arms and seeds asked for.
+
+    Seeds may be others than the study's: the rows of more seeds are more of the same.
+    """
+    tasks = None if args.tasks is None else {problem_of(label).label for label in args.tasks}
+    samplers = None if args.samplers is None else {sampler_of(label).label for label in args.samplers}
+    kinds = [
+        ("tasks", tasks, {cell.problem.label for cell in cells}),
+        ("samplers", samplers, {cell.sampler.label for cell in cells}),
+    ]
+    for kind, wanted, there in kinds:
+        if wanted is not None and wanted - there:
+            raise ValueError(f"expected {kind} of {sorted(there)}; got {sorted(wanted - there)}")
+    if args.arms is not None:
+        known = {arm.name: arm for cell in cells for arm in cell.arms}
+        arms_of(args.arms, tuple(known.values()))  # for its error
+    found = []
+    for cell in cells:
+        if tasks is not None and cell.problem.label not in tasks:
+            continue
+        if samplers is not None and cell.sampler.label not in samplers:
+            continue
+        arms = cell.arms if args.arms is None else tuple(arm for arm in cell.arms if arm.name in args.arms)
+        if arms:
+            found.append(replace(cell, arms=arms, seeds=args.seeds or cell.seeds))
+    return found
+
+
+def run(grid: Grid, args: StudyArgs) -> list[dict[str, object]]:
+    """The rows: made, or with `--collect` those that are kept."""
+    return grid.collect() if args.collect else grid.run()

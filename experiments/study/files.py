@@ -1,0 +1,39 @@
+"""Rows of a study as JSON: a list, one row a line, written in one move."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiments" / "results"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, none if it is not there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A JSON list, one row a line."""
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    write_text(path, f"[\n{lines}\n]\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """In one move: what is there is whole, whenever the study is stopped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def number(value: float) -> float | None:
+    """With six significant digits; None for what JSON does not have."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

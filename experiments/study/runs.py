@@ -1,0 +1,295 @@
+"""One run of a study: from the start that all arms of a seed share, train, evaluate, keep one row.
+
+A row that is kept is not made again; one that was made with other settings is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import smd_jax as smd
+from provenance import provenance
+from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
+from smd_jax.sampling import SamplingConfig
+from smd_jax.tasks.task import batch_indices
+from smd_jax.testing import random_params
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train import checkpoint
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.supervised import encode_examples, make_supervised_update
+from study.arms import Arm
+from study.files import Row, number, write_text
+from study.problems import Problem, Split, tokenizer
+from study.samplers import FULL_CACHE, Sampler
+
+# Of every rollout, where learner and sampler are one policy: nats, float32.
+MAX_MISMATCH_KL = 1e-6
+# Ways of decoding an evaluation has: under the budget and with the full cache, at the sampler's temperature and greedy.
+DECODINGS = ("sparse", "dense", "sparse_greedy", "dense_greedy")
+# Means over the rollouts of a run go into its row.
+MEASURED = (
+    "reward",
+    "entropy",
+    "grad_norm",
+    "clip_ratio/region_mean",
+    "mismatch_kl",
+    "rollout_corr/chi2_token",
+    "rollout_corr/eff_sample_size",
+    "rollout_corr/rollout_rs_masked_fraction",
+    "sampling/sampling_logp_difference/max",
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run costs, and how it learns.
+
+    Attributes:
+      dense_start: dense reward at temperature 1 at which the supervised start ends: a sharp one leaves no gain to a
+        lower entropy alone.
+      start_steps: supervised steps after which a start that is not there yet is given up.
+      warmup: rollouts over which the learning rate rises.
+      minibatches: optimizer steps per rollout.
+    """
+
+    rollouts: int = 100
+    prompts: int = 32
+    group: int = 8
+    minibatches: int = 1
+    warmup: int = 10
+    evaluate_every: int = 25
+    evaluation_rows: int = 512
+    dense_start: float = 0.97
+    start_steps: int = 4_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. Equal jobs make equal rows on one kind of machine.
+
+    Attributes:
+      pilot: its row chooses a learning rate, and is judged on validation rows; nothing is ever chosen on the rows that
+        the others are evaluated on.
+    """
+
+    problem: Problem
+    sampler: Sampler
+    arm: Arm
+    learning_rate: float
+    seed: int
+    pilot: bool
+    sizes: Sizes
+
+    @property
+    def split(self) -> Split:
+        return "validation" if self.pilot else "evaluation"
+
+    @property
+    def settings(self) -> str:
+        """Everything that the numbers of the run depend on, but for the code."""
+        return repr((self, self.sampler.eviction, self.problem.model_config()))
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        return self.problem.label, self.sampler.label
+
+    def folder(self, runs: Path) -> Path:
+        of_seed = f"{'pilot-' if self.pilot else ''}seed-{self.seed}"
+        return runs.joinpath(*self.cell, self.arm.name, f"lr-{self.learning_rate:g}", of_seed)
+
+    @property
+    def identity(self) -> Row:
+        """What the row says of the job."""
+        return {
+            "arm": self.arm.name,
+            "seed": self.seed,
+            "task": self.problem.label,
+            "policy": self.sampler.policy,
+            "budget": self.sampler.budget,
+            "buffer": self.sampler.buffer,
+            "length": self.problem.prompt_width + self.problem.response_width,
+            "learning_rate": self.learning_rate,
+            "rollouts": self.sizes.rollouts,
+            "minibatches": self.sizes.minibatches,
+            "prompts": self.sizes.prompts,
+            "pilot": self.pilot,
+        }
+
+
+def kept_row(job: Job, runs: Path) -> Row | None:
+    """The row of a job that has been run, None of one that has not.
+
+    Raises:
+      ValueError: if it was run with other settings.
+    """
+    kept = job.folder(runs) / "run.json"
+    if not kept.exists():
+        return None
+    stored = json.loads(kept.read_text(encoding="utf-8"))
+    if stored["settings"] != job.settings:
+        raise ValueError(
+            f"expected in {kept} a run of the present settings {job.settings}; got {stored['settings']}. Remove the "
+            "folder, or name another one with --runs"
+        )
+    return stored["row"]
+
+
+def finished(job: Job, runs: Path, command: str) -> Row:
+    """The row as it was kept, or else made now. `command` makes this row alone."""
+    row = kept_row(job, runs)
+    if row is not None:
+        return row
+    row = execute(job, runs) | {"command": command}
+    write_text(job.folder(runs) / "run.json", json.dumps({"settings": job.settings, "row": row}, allow_nan=False))
+    rewards = ", ".join(f"{kind} {row[f'{kind}_before']:.3f} -> {row[kind]:.3f}" for kind in DECODINGS)
+    print(f"{'/'.join(job.folder(Path()).parts)}: {rewards} ({row['cpu_seconds']:.0f} s)", flush=True)
+    return row
+
+
+def execute(job: Job, runs: Path) -> Row:
+    """Trains from the seed's start, and evaluates on the way.
+
+    Raises:
+      RuntimeError: learner and sampler are to be one policy, and a rollout shows that they are not.
+    """
+    began = time.process_time()
+    sizes = job.sizes
+    loop = make_loop(job)
+    params = start(job.problem, job.seed, sizes, runs.parent / "starts")
+    reference = params if loop.config.update.needs_reference else None
+    state = smd.init_state(params, loop.optimizer, jax.random.key(job.seed), reference)
+    evaluator = make_evaluator(loop, job.problem, job.sampler, job.split, sizes.evaluation_rows)
+    before = evaluated(evaluator, state.params)
+    curve = [{"step": 0} | before]
+    path = job.folder(runs) / "metrics.jsonl"
+    rollouts = sizes.rollouts if job.arm.trains else 0
+    with MetricsWriter(path, next_step=0) as writer:  # a run that was stopped begins anew
+        for done in range(1, rollouts + 1):
+            state, metrics = loop.step(state)
+            if job.arm.is_exact and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL:
+                raise RuntimeError(
+                    f"expected mismatch_kl <= {MAX_MISMATCH_KL} in rollout {done} of {job.arm.name}, whose learner "
+                    f"replays what its sampler saw; got {metrics['mismatch_kl']}"
+                )
+            writer.write(done, metrics)
+            if done == rollouts or done % sizes.evaluate_every == 0:
+                curve.append({"step": done} | evaluated(evaluator, state.params))
+    after = curve[-1]
+    row = job.identity | {kind: number(after[kind]) for kind in DECODINGS}
+    row |= {f"{kind}_before": number(before[kind]) for kind in DECODINGS}
+    row |= measured(read_metrics(path)) if rollouts else {}
+    row["curve"] = [{name: number(value) for name, value in point.items()} for point in curve]
+    origin = provenance()
+    row |= {name: origin[name] for name in ("date", "commit", "cpu", "versions")}
+    return row | {"cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def measured(history: Sequence[Row]) -> Row:
+    """Means over the rollouts, and over their last tenth as `name/end`."""
+    row: Row = {}
+    for name in MEASURED:
+        values = np.array([metrics[name] for metrics in history if name in metrics])
+        if len(values):
+            row |= {name: number(values.mean()), f"{name}/end": number(values[-max(len(values) // 10, 1) :].mean())}
+    return row
+
+
+def make_loop(job: Job) -> smd.GRPOLoop:
+    sizes = job.sizes
+    tokens = tokenizer()
+    config = smd.GRPOConfig(
+        prompts_per_step=sizes.prompts,
+        group_size=sizes.group,
+        prompt_width=job.problem.prompt_width,
+        policy=FULL_CACHE if job.arm.full_cache else job.sampler.eviction,
+        rollout=job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens)),
+        update=job.arm.update,
+        minibatches=sizes.minibatches,
+        seed=job.seed,
+    )
+    model = smd.Decoder(job.problem.model_config())
+    return smd.GRPOLoop(model, job.problem.rows("train"), tokens, make_optimizer(job), config)
+
+
+def make_optimizer(job: Job) -> optax.GradientTransformation:
+    """Adam after a warm-up. The rate lies in the state, not in the program, which is compiled once for all rates."""
+    steps = job.sizes.warmup * job.sizes.minibatches
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=job.learning_rate)
+    rise = optax.scale_by_schedule(optax.linear_schedule(1 / steps, 1.0, steps - 1))
+    return optax.chain(optax.clip_by_global_norm(1.0), adam, rise)
+
+
+def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int) -> Evaluator:
+    """Under the sampler's budget and with the full cache, at the sampler's temperature and greedy."""
+    greedy = SamplingConfig(temperature=0.0)
+    decodes = (
+        Decode("sparse", sampler.eviction),
+        Decode("dense", FULL_CACHE),
+        Decode("sparse_greedy", sampler.eviction, sampling=greedy),
+        Decode("dense_greedy", FULL_CACHE, sampling=greedy),
+    )
+    config = EvaluationConfig(decodes, loop.config.rollout, problem.prompt_width, rows=rows, seed=7)
+    return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
+
+
+def evaluated(evaluator: Evaluator, params: Any) -> dict[str, float]:
+    """Mean rewards by way of decoding."""
+    return {result.name: result.reward for result in evaluator.run(params)}
+
+
+def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
+    """Parameters of a policy whose dense reward on validation rows has just reached `dense_start`.
+
+    Supervised, with the full cache. Kept, so that all arms of all studies begin there.
+
+    Raises:
+      RuntimeError: if it does not get there.
+    """
+    folder = starts / problem.label / f"dense-{sizes.dense_start:g}" / f"seed-{seed}"
+    settings = (problem, problem.model_config(), sizes.dense_start, sizes.evaluation_rows, sizes.start_steps)
+    schedule = optax.linear_schedule(0.0, problem.learning_rate, 30)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    config = problem.model_config()
+    state = smd.init_state(random_params(config, seed), optimizer, jax.random.key(seed))
+    if checkpoint.latest_step(folder) is not None:
+        return checkpoint.restore(folder, state, config=settings).state.params
+    model = smd.Decoder(config)
+    tokens = tokenizer()
+    width = problem.prompt_width + problem.response_width
+    rollout = smd.RolloutConfig(problem.response_width, width, 1, eos_token_id(tokens), pad_token_id(tokens))
+    evaluation = EvaluationConfig(
+        (Decode("dense", FULL_CACHE),), rollout, problem.prompt_width, rows=sizes.evaluation_rows, seed=7
+    )
+    evaluator = Evaluator(model, problem.rows("validation", sizes.evaluation_rows), tokens, evaluation)
+    rows = problem.rows("train")
+    update = make_supervised_update(model, optimizer)
+    reward = 0.0
+    for step in range(sizes.start_steps):
+        # Other rows than those of the rollouts' first steps, which go by the seed itself.
+        batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, 10_000 + seed)]
+        pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
+        state, _ = update(state, encode_examples(tokens, *pairs, width=width))
+        if step % 20 == 19:
+            reward = evaluated(evaluator, state.params)["dense"]
+            if reward >= sizes.dense_start:
+                checkpoint.save(folder, step + 1, state, data_position={}, config=settings)
+                return state.params
+    raise RuntimeError(
+        f"expected a dense reward of {sizes.dense_start} of {problem.label} within {sizes.start_steps} supervised "
+        f"steps of seed {seed}; got {reward:.3f}"
+    )
+
+
+def of_pilot(job: Job, seed: int) -> Job:
+    """The same job on a seed that is not reported."""
+    return replace(job, seed=seed, pilot=True)

@@ -1,0 +1,60 @@
+"""Samplers of the studies: an eviction policy with its budget and buffer, by a name that fits on a command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import smd_jax as smd
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, SnapKV, StreamingLLM
+
+# Windows and sinks fit budgets of some ten keys.
+POLICIES: dict[str, EvictionPolicy] = {
+    "tova": TOVA(),  # one choice for all heads, as in the paper
+    "tova-heads": TOVA(shared=False),  # every KV head chooses for itself
+    "h2o": H2O(),
+    "snapkv": SnapKV(window=4, kernel=1),
+    "streaming": StreamingLLM(),
+    "random": Random(),
+    "knorm": Knorm(),
+}
+# Whose choice of keys depends on the parameters: the sampler changes what it forgets while it learns.
+LEARNS_WHAT_TO_FORGET = ("tova", "tova-heads", "h2o", "snapkv", "knorm")
+
+_TEXT = re.compile(r"(?P<policy>[a-z0-9-]+):(?P<budget>\d+)\+(?P<buffer>\d+)")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A cache of `budget` + `buffer` slots per layer and KV head, and what it drops."""
+
+    policy: str
+    budget: int
+    buffer: int
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        return POLICIES[self.policy]
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy}:{self.budget}+{self.buffer}"
+
+    def config(self, response_width: int, eos: int, pad: int) -> smd.RolloutConfig:
+        return smd.RolloutConfig(response_width, self.budget, self.buffer, eos, pad)
+
+
+FULL_CACHE = Dense()
+
+
+def sampler_of(label: str) -> Sampler:
+    """ "tova:14+2" -> Sampler("tova", 14, 2).
+
+    Raises:
+      ValueError: for what is no sampler, or a policy that is none of these; says which there are.
+    """
+    found = _TEXT.fullmatch(label)
+    if found is None or found["policy"] not in POLICIES:
+        raise ValueError(f"expected a sampler as POLICY:BUDGET+BUFFER with one of {sorted(POLICIES)}; got {label!r}")
+    return Sampler(found["policy"], int(found["budget"]), int(found["buffer"]))
