@@ -12,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 from study import grid, runs
 from study.arms import ARMS, arms_of
 from study.command import QUICK, StudyArgs, grid_of, narrowed
