@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
+from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
@@ -38,15 +39,6 @@ from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.loop import Loop, encode_rows, grade
 from smd_jax.trajectory import Trajectory, check_finite
-
-# What an evaluation logs of each way of decoding, as `eval/{name}/{metric}`.
-EVALUATION_METRICS: dict[str, str] = {
-    "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
-    "reward_low": "lower end of its 95 % interval, over prompts",
-    "reward_high": "upper end of the same",
-    "mean_length": "mean length of a completion, tokens",
-    "clipped_ratio": "share of completions that hit the length limit before EOS",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class Evaluated:
             "mean_length": float(self.lengths.mean()),
             "clipped_ratio": float(self.clipped.mean()),
         }
-        return {f"eval/{self.name}/{name}": value for name, value in values.items()}
+        return {f"eval/{self.name}/{name}": values[name] for name in EVALUATION_METRICS}
 
     @property
     def row(self) -> dict[str, str | int | float | None]:
