@@ -94,7 +94,7 @@ class SamplerArgs:
     eviction: PolicyName = "snapkv"  # which keys the cache drops; dense keeps all
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # tokens between two compressions
-    sinks: int = 4  # first keys of a sequence that are always kept, because models look at them for want of others
+    sinks: int = 4  # first keys that are always kept, as models look at them for want of others; in --eval-decode, too
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # tokens of a prompt read at once; None: all
     quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; None: full precision

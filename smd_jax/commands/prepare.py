@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
-from smd_jax.commands.choices import eviction_policy, rollout_config, update_config
+from smd_jax.commands.choices import eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
@@ -232,6 +232,10 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
 def decoding(args: Common, text: str, loop: Loop) -> Decode:
     """One way of decoding: "sampler", or what `parse_decode` reads."""
     config = loop.config
-    found = as_trained(config.policy, config.rollout) if text == "sampler" else parse_decode(text)
+    if text == "sampler":
+        found = as_trained(config.policy, config.rollout)
+    else:
+        found = parse_decode(text)
+        found = replace(found, policy=with_sinks(found.policy, args.sampler.sinks))
     temperature = args.evaluation.eval_temperature
     return found if temperature is None else replace(found, sampling=SamplingConfig(temperature))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -194,14 +194,19 @@ class Evaluator:
             plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
-        """Every way of decoding, in their order.
+        """Every way of decoding, in their order; arguments as `each`."""
+        return list(self.each(params, report))
+
+    def each(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> Iterator[Evaluated]:
+        """Every way of decoding, in their order, as it is done.
 
         Args:
           params: of the model alone, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
         """
         params = shard_tree(params, self.mesh)
-        return [self._run_one(params, decode, report) for decode in self.config.decodes]
+        for decode in self.config.decodes:
+            yield self._run_one(params, decode, report)
 
     @property
     def prompts_at_once(self) -> int:
