@@ -25,6 +25,7 @@ class ModelArgs:
     """The model, how its numbers are stored, and what of it is trained."""
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
@@ -72,6 +73,7 @@ class EvaluationArgs:
     eval_dataset: str | None = None  # None: the rows that the dataset holds back
     eval_source: str | None = None  # as --dataset-source
     eval_split: str | None = None  # as --dataset-split
+    eval_seed: int | None = None  # of a procedural dataset's rows, so that runs of all seeds share them; None: --seed
     eval_decode: tuple[str, ...] = ("sampler", "dense")  # sampler: as in training; dense; or policy:budget[+buffer]
     eval_temperature: float | None = None  # 0: greedy; None: the sampler's
     metric_for_best_model: str | None = None  # a metric such as eval/dense/reward, whose best checkpoint is kept

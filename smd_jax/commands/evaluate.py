@@ -45,6 +45,7 @@ class Args:
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
     task: str  # as --dataset of smd-train: gsm8k, reasoning_gym:NAME, …
+    tokenizer: str | None = None  # a directory, or an id on the Hub; by default the model's own
     source: str | None = None  # with a ready task: rows from elsewhere in its layout, a Hub id, file or folder
     split: str | None = None  # by default the rows that the task holds back
     task_parameters: tuple[str, ...] = ()  # of a procedural task, as min_terms=2
@@ -86,7 +87,7 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_platform(args.platform)
         directory = model_directory(args.model)
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, args.tokenizer)
         evaluator, dropped = make_evaluator(args, directory, tokenizer)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)
     print(dropped, file=sys.stderr)

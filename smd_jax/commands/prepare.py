@@ -65,7 +65,7 @@ def prepare(args: Common) -> Prepared:
     check_platform(args.device.platform)
     directory = model_directory(args.model.model)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, args.model.tokenizer)
     data = load_data(args, tokenizer)
     model = Decoder(config, remat=args.model.gradient_checkpointing)
     loop = make_loop(args, model, data, tokenizer)
