@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import smd_jax as smd
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, OnlineDpo, ReferenceArgs, SamplerArgs
-from smd_jax.commands.choices import eviction_policy, loss_config, update_config
+from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
@@ -24,7 +24,7 @@ from smd_jax.commands.export import main as export
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.task_source import held_out_choice, task_choice
 from smd_jax.commands.train import main
-from smd_jax.eviction.policies import Dense, StreamingLLM
+from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
@@ -166,6 +166,9 @@ def test_what_a_file_gets_wrong(text: str | None, said: str, tmp_path: Path, cap
 def test_names_become_the_librarys_objects():
     assert isinstance(eviction_policy(SamplerArgs(eviction="dense")), Dense)
     assert eviction_policy(SamplerArgs(eviction="streaming_llm", sinks=2)) == StreamingLLM(2)
+    # What an evaluation names is protected as in training.
+    assert with_sinks(SnapKV(), 3) == Protect(SnapKV(), sinks=3) and with_sinks(SnapKV(), 0) == SnapKV()
+    assert with_sinks(StreamingLLM(), 0) == StreamingLLM(0) and with_sinks(Dense(), 4) == Dense()
     policy = eviction_policy(SamplerArgs(pyramid=True))
     assert isinstance(policy, Pyramid) and isinstance(policy.inner, Protect) and policy.inner.sinks == 4
     reference = ReferenceArgs()
