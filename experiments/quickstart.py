@@ -33,7 +33,8 @@ from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.losses.distillation import Direction
 from smd_jax.memory.compiled import loop_memory
-from smd_jax.memory.plan import fit_loop, param_shapes, parse_bytes
+from smd_jax.memory.fit import fit_evaluation, fit_loop
+from smd_jax.memory.plan import param_shapes, parse_bytes
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import summary_table, training_progress
@@ -141,7 +142,7 @@ def run_seed(args: Args, seed: int) -> Result:
         config=(model.config, compared, args.learning_rate, args.steps, args.warm_start_steps),
         noted=noted,
         resume=args.resume,
-        evaluate=lambda now: dict(zip(names, evaluate(loop, now.params), strict=True)),
+        evaluate=lambda now: dict(zip(names, evaluate(loop, now.params, memory), strict=True)),
         label=f"{name_of(args)}, seed {seed}",
     )
     evaluations = read_metrics(directory / EVALUATIONS_FILE)
@@ -237,12 +238,15 @@ def warm_start(args: Args, model: smd.Decoder, seed: int) -> Any:
     return state.params
 
 
-def evaluate(loop: smd.GRPOLoop, params: Any) -> tuple[float, float]:
-    """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature."""
+def evaluate(loop: smd.GRPOLoop, params: Any, memory: int | None) -> tuple[float, float]:
+    """Mean reward under the budget and with the full cache, on rows of their own and at the sampler's temperature;
+    as many rows at once as fit."""
     held_out = task(99, EVALUATION_ROWS)
     sampler = smd.eviction.H2O()
     decode = [
-        loop.evaluate(params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout)
+        fit_evaluation(loop, params, memory, policy=policy, config=loop.config.rollout).evaluate(
+            params, held_out, jax.random.key(7), policy=policy, config=loop.config.rollout
+        )
         for policy in (sampler, smd.eviction.Dense())
     ]
     return decode[0], decode[1]
