@@ -12,7 +12,7 @@ from smd_jax.eviction.policies import H2O, RKV, Dense
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory import fit
-from smd_jax.memory.fit import fit_decode_rows, fit_evaluation, fit_loop
+from smd_jax.memory.fit import fit_decode_rows, fit_evaluation, fit_loop, usable_memory
 from smd_jax.memory.plan import Workload, check_memory, parse_bytes, plan_memory, show_bytes, workload_of
 from smd_jax.sharding import make_mesh
 from tests.test_memory import MODEL, SIZES, WORK, FakeDevice, param_shapes
