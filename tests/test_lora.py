@@ -29,6 +29,7 @@ from smd_jax.memory.plan import param_shapes, plan_memory
 from smd_jax.memory.sampler import tree_bytes
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of
+from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
 from smd_jax.model.weights import save_checkpoint
