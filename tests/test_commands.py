@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 import smd_jax as smd
-from smd_jax.commands import config_file
+from smd_jax.commands import config_file, fitting
 from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, OnlineDpo, ReferenceArgs, SamplerArgs
 from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
@@ -22,14 +22,18 @@ from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
 from smd_jax.commands.plot import main as plot
+from smd_jax.commands.prepare import prepare
 from smd_jax.commands.task_source import held_out_choice, task_choice
-from smd_jax.commands.train import main
+from smd_jax.commands.train import main, run_settings
 from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.memory.plan import show_bytes
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from smd_jax.train import checkpoint
+from smd_jax.train.policy_loop import PolicyLoop
 from tests.hub_files import questions, write_lines
 
 NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
@@ -256,6 +260,53 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert jax.tree.structure(first) == jax.tree.structure(after)
     plot([str(run), "--out", str(tmp_path / "page.html")])
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
+
+
+def planned_words(model: Path, run: Path, *more: str) -> list[str]:
+    words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"]
+    return [*words, "--eval-steps", "1", "--eval-rows", "4", *more]
+
+
+def test_without_memory_a_run_takes_what_there_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    _, args = parse(planned_words(model, run, "--dry-run"))
+    whole = prepare(args)
+    assert whole.plan is not None and whole.chosen is not None and whole.chosen.startswith("everything fits as it is")
+    assert isinstance(whole.loop, PolicyLoop)
+    assert (whole.loop.config.update.microbatch_size, whole.loop.config.decode_rows) == (None, None)
+    less = whole.plan.total - 1
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: less)
+    main(planned_words(model, run, "--dry-run"))
+    said = capsys.readouterr().out
+    assert f"microbatch 4 of 8 rows, so that an update fits into {show_bytes(less)}" in said
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 1000)
+    assert "expected a plan of at most 1000 B" in error_of(planned_words(model, run, "--dry-run"), capsys)
+    main(planned_words(model, run, "--dry-run", "--memory", "1GiB"))
+    assert "everything fits as it is into 1.00 GiB" in capsys.readouterr().out
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: None)
+    assert prepare(args).chosen is None
+
+
+def test_a_run_goes_on_with_its_microbatch_on_another_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where it decides which rows the teacher reads."""
+    words = planned_words(model, tmp_path, "--distill", "anchor", "--distill-fraction", "0.5")
+    _, args = parse(words)
+    ready = prepare(args)
+    assert isinstance(ready.loop, PolicyLoop)
+    update = dataclasses.replace(ready.loop.config.update, microbatch_size=4)
+    loop = dataclasses.replace(ready.loop, config=dataclasses.replace(ready.loop.config, update=update))
+    checkpoint.save(
+        tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop)[0]
+    )
+    _, again = parse([*words, "--resume"])
+    # Here all rows fit.
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 2**40)
+    resumed = prepare(again).loop
+    assert run_settings(again, resumed)[0] == run_settings(args, loop)[0]
 
 
 def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[str]):

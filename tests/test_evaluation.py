@@ -15,7 +15,8 @@ import pytest
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.plan import Workload, fit_evaluator, plan_memory
+from smd_jax.memory.fit import fit_evaluator
+from smd_jax.memory.plan import Workload, plan_memory
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.monitor.metrics_log import METRICS, meaning
 from smd_jax.quantization import QuantConfig

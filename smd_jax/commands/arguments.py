@@ -100,7 +100,7 @@ class SamplerArgs:
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # tokens of a prompt read at once; None: all
     quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; None: full precision
-    decode_rows: int | None = None  # completions decoded at once, others move up; None: all
+    decode_rows: int | None = None  # completions decoded at once, others move up; None: as many as fit
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,10 @@ class DeviceArgs:
     """Devices, and what they hold."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
-    memory: str | None = None  # of a device, as 80GiB: chooses microbatch and decode_rows
-    microbatch: int | None = None  # rows of one forward and backward pass; None: all
+    memory: str | None = (
+        None  # of a device, as 80GiB; None: all of it, of a CPU 0.8 of the machine's. What does not fit gets smaller
+    )
+    microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
     data_parallel: int = 1  # mesh axis "data"
     fsdp: int = 1  # mesh axis "fsdp"
     tensor: int = 1  # mesh axis "tensor"

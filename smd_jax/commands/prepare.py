@@ -11,6 +11,7 @@ import jax
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
 from smd_jax.commands.choices import eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -18,7 +19,8 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.plan import MemoryPlan, fit_evaluator, fit_loop, param_shapes, parse_bytes
+from smd_jax.memory.fit import fit_evaluator
+from smd_jax.memory.plan import MemoryPlan, param_shapes
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
@@ -44,6 +46,7 @@ class Prepared(NamedTuple):
       directory: of the model.
       loop: with microbatch and decode rows as they fit into the memory.
       plan: of a device's memory; None for an algorithm that has none.
+      chosen: what was made smaller to fit, in one line; None where it is not known what there is, or without a plan.
       evaluator: None: nothing is evaluated.
     """
 
@@ -53,6 +56,7 @@ class Prepared(NamedTuple):
     data: Data
     loop: Loop
     plan: MemoryPlan | None
+    chosen: str | None
     evaluator: Evaluator | None
 
 
@@ -69,16 +73,15 @@ def prepare(args: Common) -> Prepared:
     data = load_data(args, tokenizer)
     model = Decoder(config, remat=args.model.gradient_checkpointing)
     loop = make_loop(args, model, data, tokenizer)
-    memory = None if args.device.memory is None else parse_bytes(args.device.memory)
-    plan = None
-    if isinstance(loop, PolicyLoop):
-        loop, plan = fit_loop(loop, shapes(args, model), memory)
-    elif memory is not None:
-        raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
-    evaluator = make_evaluator(args, loop, data)
-    if evaluator is not None and isinstance(loop, PolicyLoop):
-        evaluator = fit_evaluator(evaluator, shapes(args, model), memory, loop)
-    return Prepared(directory, config, tokenizer, data, loop, plan, evaluator)
+    memory = memory_of_device(args, loop)
+    if not isinstance(loop, PolicyLoop):
+        return Prepared(directory, config, tokenizer, data, loop, None, None, make_evaluator(args, loop, data))
+    params = shapes(args, model)
+    fits, plan = fitted(args, loop, params, memory)
+    wanted = make_evaluator(args, fits, data)
+    evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
+    chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
+    return Prepared(directory, config, tokenizer, data, fits, plan, chosen, evaluator)
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:

@@ -165,6 +165,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     """What is about to happen: memory, mesh, and the first prompts as the model reads them."""
     if ready.plan is not None:
         summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
+    if ready.chosen is not None:
+        print(ready.chosen)
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     available = device_memory()
