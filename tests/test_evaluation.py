@@ -34,7 +34,7 @@ from smd_jax.train.evaluation import (
     every_evaluation,
     mean_interval,
 )
-from smd_jax.train.loop import encode_rows
+from smd_jax.train.grading import encode_rows
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
 
 GREEDY = SamplingConfig(temperature=0.0)

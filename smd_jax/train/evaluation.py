@@ -37,7 +37,8 @@ from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.loop import Loop, encode_rows, grade
+from smd_jax.train.grading import encode_rows, grade
+from smd_jax.train.loop import Loop
 from smd_jax.trajectory import Trajectory, check_finite
 
 
