@@ -5,7 +5,7 @@ Question   SmolLM2-135M-Instruct reads a prompt that is longer than the budget a
            it writes still text?
 Command    make smollm2
            python experiments/readable_text.py --out experiments/results/readable_text.json
-Cost       about ten minutes on two CPU cores
+Cost       about a quarter of an hour on two CPU cores; rows are written as they come
 Result     experiments/results/readable_text.json
 
 Prompts    Three of four passages (experiments/passages.py), cut so that the prompt has --prompt-tokens tokens, and a
@@ -197,6 +197,7 @@ def evicted_share(trajectory: smd.Trajectory) -> float:
 
 def main(args: Args) -> None:
     keep_programs()
+    origin = provenance()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = long_prompts(tokenizer, args.prompts, args.prompt_tokens)
     shape, params = smd.load_checkpoint(args.model)
@@ -221,6 +222,9 @@ def main(args: Args) -> None:
         )
         if args.json:
             print(json.dumps(asdict(rows[-1])), flush=True)
+        if args.out is not None:  # after every row: what is done is not lost when the rest is stopped
+            more = {"prompt_tokens": args.prompt_tokens, "seed": args.seed, "rows": [asdict(row) for row in rows]}
+            args.out.write_text(json.dumps(origin | more, indent=1) + "\n", encoding="utf-8")
 
     for temperature in args.temperature:
         for case in cases(args):
@@ -246,9 +250,6 @@ def main(args: Args) -> None:
             for row in rows
         ]
         summary_table(f"{args.response_tokens} tokens behind {args.prompt_tokens}", columns, cells)
-    if args.out is not None:
-        more = {"prompt_tokens": args.prompt_tokens, "seed": args.seed, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(provenance() | more, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
