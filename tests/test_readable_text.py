@@ -13,20 +13,19 @@ import readable_text
 import smd_jax as smd
 
 MODEL = Path(__file__).resolve().parents[1] / "runs" / "smollm2"
+USUAL = readable_text.SamplerArgs()
+DEFAULT = readable_text.Case(USUAL.eviction, USUAL.sinks, USUAL.budget, USUAL.buffer)
 
 
 @pytest.mark.skipif(not MODEL.is_dir(), reason="expected SmolLM2 under runs/smollm2: make smollm2")
 def test_text_stays_text_under_the_default_policy():
     """The dense model finds it as likely as text of its own, and tokens in another order impossible."""
     args = readable_text.Args(prompts=1, prompt_tokens=600, response_tokens=48)
-    (default,) = (
-        case for case in readable_text.cases(args) if (case.eviction, case.sinks, case.budget) == ("snapkv", 4, 512)
-    )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     shape, params = smd.load_checkpoint(MODEL)
     model = smd.Decoder(shape)
     prompts = readable_text.long_prompts(tokenizer, 1, args.prompt_tokens)
-    trajectory = readable_text.write(model, params, prompts, tokenizer.eos_token_id, default, 0.0, args)
+    trajectory = readable_text.write(model, params, prompts, tokenizer.eos_token_id, DEFAULT, 0.0, args)
     assert readable_text.evicted_share(trajectory) > 0.1
     texts = np.asarray(trajectory.response).tolist()
     found = readable_text.measure(model, params, prompts, texts)
@@ -35,7 +34,5 @@ def test_text_stays_text_under_the_default_policy():
 
 
 def test_the_default_case_is_that_of_smd_train():
-    usual = readable_text.SamplerArgs()
-    wanted = readable_text.Case(usual.eviction, usual.sinks, usual.budget, usual.buffer)
-    assert wanted in readable_text.cases(readable_text.Args())
-    assert dataclasses.replace(wanted, sinks=0) in readable_text.cases(readable_text.Args())
+    assert DEFAULT in readable_text.cases(readable_text.Args())
+    assert dataclasses.replace(DEFAULT, sinks=0) in readable_text.cases(readable_text.Args())
