@@ -40,6 +40,7 @@ NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
 SORT = ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
 SMALL = ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "5", "--budget", "12"]
 SMALL += ["--buffer", "2", "--eviction", "h2o", "--dataset-size", "20"]
+SMALL += ["--reward-timeout", "None"]  # no process for the reward, which takes seconds to start
 
 
 @pytest.fixture(scope="module")

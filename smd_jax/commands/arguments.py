@@ -59,7 +59,9 @@ class RewardArgs:
 
     reward: tuple[str, ...] = ()  # names of docs/rewards.md, or path/to/file.py:function; TRL's signature
     reward_weights: tuple[float, ...] = ()  # one for each; 1 by default
-    reward_timeout: float = 60.0  # seconds of one call of these functions, after which it has failed
+    reward_timeout: float | None = (
+        60.0  # seconds of one call, after which it has failed; None: no limit, no own process
+    )
     max_failed_rewards: float = 0.25  # share of a rollout's completions without a reward that stops the run
     overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; None: a fifth of it
 

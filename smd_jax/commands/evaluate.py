@@ -22,7 +22,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import plain_warnings, reported, users_mistakes
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import check_has_reward, parameter, rewards_of
+from smd_jax.commands.task_source import parameter, rewards_of
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
@@ -32,8 +32,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
-from smd_jax.tasks.lengths import select_prompts
-from smd_jax.tasks.task import prompt_lengths
+from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import parse_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
@@ -52,6 +51,7 @@ class Args:
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
     rows: int = 256  # prompts, at most
     reward: tuple[str, ...] = ()  # in place of the task's own: names of docs/rewards.md, or path/to/file.py:function
+    reward_timeout: float | None = 60.0  # seconds of one call of a reward; None: in this process, without a limit
     decode: str = "dense"  # ways of decoding: dense, or policy:budget or policy:budget+buffer, with commas between
     sinks: int = 4  # first keys of a sequence that every policy keeps, as in smd-train
     num_generations: int = 1  # completions per prompt
@@ -119,12 +119,11 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
         system_prompt=args.system_prompt,
         parameters=tuple(parameter(text) for text in args.task_parameters),
     )
-    rewards = rewards_of(RewardArgs(args.reward), args.max_completion_length)
     whole: Any = build_task(choice)
-    if rewards is None:
-        check_has_reward(whole)
+    limits = RewardArgs(args.reward, reward_timeout=args.reward_timeout)
+    rewards = rewards_of(limits, args.max_completion_length, whole, args.task)
     task = first_rows(whole, args.rows)
-    lengths = prompt_lengths(task, tokenizer)
+    lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
     task, counts = select_prompts(task, lengths, width)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)

@@ -128,7 +128,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     policy = eviction_policy(args.sampler)
     shared = loop_options(args, policy, tokenizer, data.width)
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
-    rewards = rewards_of(args.rewards, args.sampler.max_completion_length)
+    rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
     microbatch = args.device.microbatch
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
@@ -220,6 +220,8 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     config = loop.config
     rows = config.decode_rows or config.completions_per_step
     ways = tuple(decoding(args, text, loop) for text in args.evaluation.eval_decode)
+    length = args.sampler.max_completion_length
+    name = args.evaluation.eval_dataset or args.data.dataset
     return Evaluator(
         loop.model,
         data.held_out,
@@ -228,7 +230,8 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
             ways, config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
         ),
         loop.mesh,
-        rewards=loop.rewards,
+        # Its own where no flag names one: the held-out rows may be another task's.
+        rewards=loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name),
     )
 
 

@@ -26,6 +26,8 @@ from smd_jax.commands.arguments import Common
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
+from smd_jax.commands.limits import check_numbers
+from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
@@ -43,16 +45,18 @@ from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.sharding import shard_tree
 from smd_jax.tasks.dataset_task import first_rows
+from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
-from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
+from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError, to_jsonable
 from smd_jax.train.disk import check_export, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
-from smd_jax.train.objective import Objective
+from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.run import RunConfig, check_directory, train
-from smd_jax.train.settings import split_settings
+from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
+from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
 
@@ -79,6 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if words is None else words)
     with reported("--debug" in given), plain_warnings():
         algorithm, args = parse(given)
+        args = from_the_root(args)
         try:
             run(algorithm, args)
         except RunStoppedError as stopped:
@@ -91,14 +96,26 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     """One run from start to end; None if it was only to be planned."""
     keep_programs()
     directory = args.run.output_dir
-    with users_mistakes():
+    with users_mistakes(), troubles():
         settings = run_config(args)
+        check_numbers(args)
         check_directory(directory, args.run.resume)
+        check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
+        if args.run.resume:
+            # Before config.yaml is written: a refused resume must leave the run as it was.
+            checkpoint.check_config(directory / CHECKPOINTS, run_settings(args, ready.loop)[0])
     print_plan(args, ready)
     if args.run.dry_run:
         return None
+    with only_process(directory):
+        return run_prepared(algorithm, args, settings, ready)
+
+
+def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared) -> Outcome:
+    """The run itself, from the weights on."""
+    directory = args.run.output_dir
     with users_mistakes():
         state = first_state(args, ready)
         with written(directory / "config.yaml"):
@@ -142,6 +159,8 @@ def run_config(args: Common) -> RunConfig:
     name = evaluation.metric_for_best_model
     if name is None and evaluation.early_stopping_patience is not None:
         raise UserError("expected --metric-for-best-model with --early-stopping-patience, which waits for its gains")
+    if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
+        raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
     objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
     run = args.run
     return RunConfig(run.max_steps, run.save_steps, evaluation.eval_steps, run.save_total_limit, objective)
@@ -152,12 +171,23 @@ def kept_config(algorithm: str, args: Common) -> str:
     return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False)))
 
 
+def check_there(directory: Path, resume: bool) -> None:
+    """Raises UserError if a run is to go on of which there is no trace."""
+    if resume and not (directory / "config.yaml").is_file():
+        raise UserError(
+            f"expected a run to go on with in {directory}; got none. To begin one, leave --resume out; a run that was "
+            "moved needs its new --output-dir"
+        )
+
+
 @contextmanager
 def troubles() -> Iterator[None]:
     """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint."""
     try:
         yield
-    except (OtherConfigError, DamagedCheckpointError, TooManyFailures, OSError) as error:
+    except (OtherConfigError, DamagedCheckpointError, NoSuchMetricError) as error:
+        raise UserError(str(error)) from error
+    except (TooManyFailures, UnloadableRewardError, OSError) as error:
         raise UserError(str(error)) from error
 
 
@@ -231,18 +261,16 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     runs, how it is reported, and how it fits into memory."""
     compared, noted = split_settings(loop.config)
     # A path is the same however it is spelled.
-    model = replace(args.model, model=spelled(args.model.model), tokenizer=spelled(args.model.tokenizer))
+    model = from_the_root(args).model
     optimizer = args.optimizer
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
-    same = {"model": model, "data": args.data, "rewards": args.rewards, "optimizer": optimizer, "loop": compared}
+    # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
+    rewards, limits = taken_out(to_jsonable(args.rewards, "rewards"), ("reward_timeout", "max_failed_rewards"))
+    same = {"model": model, "data": args.data, "rewards": rewards, "optimizer": optimizer, "loop": compared}
     run = replace(args.run, resume=False, dry_run=False, debug=False)
-    return same | {"steps": run.max_steps if to_the_end else None}, {"loop": noted, "run": run, "eval": args.evaluation}
-
-
-def spelled(name: str | None) -> str | None:
-    """A path as it is from the root; an id on the Hub as it is."""
-    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+    free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits}
+    return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
 def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:

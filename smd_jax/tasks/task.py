@@ -53,6 +53,11 @@ def question_of(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
+def says_nothing(prompt: Prompt) -> bool:
+    """Whether a prompt has no text, or white space alone; a chat template makes tokens of it all the same."""
+    return not question_of(prompt).strip()
+
+
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The fields of `rows` other than the prompt, one list each: what a reward takes as `**columns`.
 

@@ -192,6 +192,14 @@ def latest_step(directory: str | Path) -> int | None:
     return max(all_steps(directory), default=None)
 
 
+def check_config(directory: str | Path, config: object) -> None:
+    """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as `restore`
+    does, before anything is read that takes long."""
+    step = latest_step(directory)
+    if step is not None:
+        _check_config(saved_config(directory, step), to_jsonable(config), ())
+
+
 def discard_after(directory: str | Path, step: int) -> list[int]:
     """Deletes the checkpoints later than `step` and returns their steps.
 
