@@ -222,7 +222,7 @@ def test_answers():
 
 
 def test_walk_by_hand():
-    prompt = "abbccaacbbba=a"
+    prompt = "ab=bc=ca=ac=bb=ba=a"
     walk = Walk(4)
     assert walk.grade(prompt, "bcab", "") == 1.0
     assert walk.grade(prompt, "bcbc", "") == 0.75  # there is no edge from c to b

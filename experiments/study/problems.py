@@ -3,7 +3,7 @@
     sums     "3 8 2 … =" -> "3 1 3 …"          running sums modulo 10: the operands are needed once, in order
     sorting  "5 3 8 1 … =" -> "1 3 5 8 …"      every step looks at all operands again
     copy     "3 8 2 … =" -> "3 3 8 1 2 3 …"    each operand copied, then the sum so far: half of the steps look back
-    walk     "ab ac bd … =" -> "a b d …"       a walk along edges that stand in the prompt: any length, the same
+    walk     "ab=ac=bd=…=a" -> "b d …"         a walk along edges that stand in the prompt: any length, the same
                                                difficulty at every step
 
 A letter or digit is a token. Rows of the splits come from random streams of their own.
@@ -60,6 +60,16 @@ class Problem:
     name: ClassVar[str]
     learning_rate: ClassVar[float] = 1e-3  # of the supervised start
     hidden_size: ClassVar[int] = 64
+    start_every: ClassVar[int] = 20  # supervised steps between two looks at the start's reward
+
+    @property
+    def start_problem(self) -> Problem:
+        """Whose supervised start this one shares, with all its parameters."""
+        return self
+
+    def lesson(self, step: int) -> tuple[Problem, int]:
+        """What a supervised step of the start learns from: rows of which problem, and how many."""
+        return self, 128
 
     @property
     @abstractmethod
@@ -197,41 +207,55 @@ class CopySums(Problem):
 
 @dataclass(frozen=True)
 class Walk(Problem):
-    """A graph of `NODES` letters with `DEGREE` edges from each stands in the prompt; the response is a walk of
-    `length` steps along its edges, any of them, from the letter that ends the prompt.
+    """A graph of `NODES` letters with `DEGREE` edges from each stands in the prompt, "ab=ac=bd=…=a"; the response is a
+    walk of `length` steps along its edges, any of them, from the letter that ends the prompt.
 
     A step is right if it follows an edge from the letter before it, right or not: a mistake costs one step and not the
     rest, so that a step is as hard at the end of a walk as at its beginning. What is needed is the edges of one letter,
-    from the prompt or from an earlier visit.
+    from the prompt or from an earlier visit. Which edge is taken is drawn: a policy has a bit of entropy a
+    step.
     """
 
     name: ClassVar[str] = "walk"
+    learning_rate: ClassVar[float] = 3e-3
+    start_every: ClassVar[int] = 100
     NODES: ClassVar[int] = 6
     DEGREE: ClassVar[int] = 2
+    LONGEST: ClassVar[int] = 512
+
+    @property
+    def start_problem(self) -> Walk:
+        """One start for walks of all lengths: they differ in nothing else."""
+        return Walk(max(self.length, self.LONGEST))
+
+    def lesson(self, step: int) -> tuple[Walk, int]:
+        """Short walks and long ones in turn, about as many tokens of either."""
+        return (Walk(32), 64) if step % 2 == 0 else (self, max(4096 // self.length, 1))
 
     @property
     def prompt_width(self) -> int:
-        return 2 * self.NODES * self.DEGREE + 2
+        return 3 * self.NODES * self.DEGREE + 1
 
     @property
     def response_width(self) -> int:
         return self.length + 1
 
     def draw(self, random: np.random.Generator) -> Row:
-        letters = random.choice(list(string.ascii_lowercase), self.NODES, replace=False)
-        edges = [(a, b) for a in letters for b in random.choice(letters[letters != a], self.DEGREE, replace=False)]
-        follow = {a: [b for start, b in edges if start == a] for a in letters}
-        here = first = str(random.choice(letters))
+        letters = [string.ascii_lowercase[i] for i in random.permutation(26)[: self.NODES]]
+        # Row i has the letters that follow letter i: some of the others, in any order.
+        others = np.argsort(random.random((self.NODES, self.NODES - 1)), axis=1)[:, : self.DEGREE]
+        follow = others + (others >= np.arange(self.NODES)[:, None])
+        listed = [letters[a] + letters[b] for a in range(self.NODES) for b in follow[a]]
+        here = random.integers(self.NODES)
+        first = letters[here]
         walk = ""
-        for _ in range(self.length):
-            here = str(random.choice(follow[here]))
-            walk += here
-        listed = "".join(a + b for a, b in random.permutation(edges))
-        return {"prompt": f"{listed}={first}", "answer": walk}
+        for turn in random.integers(self.DEGREE, size=self.length):
+            here = follow[here, turn]
+            walk += letters[here]
+        return {"prompt": "=".join([*(listed[i] for i in random.permutation(len(listed))), first]), "answer": walk}
 
     def grade(self, prompt: str, completion: str, answer: str) -> float:
-        listed, first = prompt.split("=")
-        edges = {listed[i : i + 2] for i in range(0, len(listed), 2)}
+        *edges, first = prompt.split("=")
         steps = (first + completion)[: self.length + 1]
         return sum(steps[i : i + 2] in edges for i in range(len(steps) - 1)) / self.length
 
