@@ -51,16 +51,18 @@ ARMS = arms_of(
     )
 )
 LENGTHS = (16, 64, 256)
-SAMPLER = sampler_of("tova-heads:24+4")
+SAMPLER = sampler_of("tova-heads:20+4")
 RATES = (3e-5, 1e-4, 3e-4)
 SEEDS = (0, 1, 2)
 SIZES = Sizes(rollouts=60, prompts=16, group=8, evaluate_every=30, evaluation_rows=256)
 CELLS = tuple(Cell(Walk(length), SAMPLER, ARMS, SEEDS) for length in LENGTHS)
 
 # Without training.
-WEIGHT_SAMPLERS = tuple(sampler_of(f"{policy}:24+4") for policy in ("tova-heads", "h2o", "snapkv", "streaming"))
+WEIGHT_SAMPLERS = tuple(
+    sampler_of(f"{policy}:{budget}") for budget in ("20+4", "12+4") for policy in ("tova-heads", "h2o", "snapkv")
+)
 WEIGHT_LENGTHS = (16, 32, 64, 128, 256, 512)
-WEIGHT_ROWS = 512
+WEIGHT_ROWS = 256
 AT_ONCE = 32  # responses that the learner reads together
 VISIBILITIES: tuple[Visibility, ...] = ("dense", "shadow")
 
