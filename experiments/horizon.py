@@ -7,13 +7,15 @@ Task       Walks along the edges of a graph that stands in the prompt (`study.pr
 Start      Supervised with the full cache until 97 % of 512 steps are right at temperature 1; the same for all arms and
            lengths of a seed. The budget is the same for all lengths.
 Weights    Without training (--weights): how far a dense learner is from the sampler at the start; chi-square and
-           effective sample size of token weights and of the weights of whole responses, against the length.
+           effective sample size of token weights and of the weights of whole responses, against the length, beside the
+           sampler's reward so far ("sparse").
 Rewards    On held-out rows, under the budget and with the full cache, at temperature 1 and greedy.
 Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every length, the best mean of sparse and dense greedy reward on a
            pilot seed, which is not reported and judged on rows of its own.
 Command    python experiments/horizon.py --weights
            python experiments/horizon.py [--tasks walk-64] [--arms …] [--seeds …] [--minutes …] [--workers 1]
            Runs that have ended are kept, and not made again when the study goes on. --collect prints the table.
+Cost       not measured yet; every row has its own (cpu_seconds)
 Result     experiments/results/horizon_weights.json, a row per sampler, seed and length;
            experiments/results/horizon.json, a row a run, the pilot's included
 """
@@ -51,7 +53,7 @@ ARMS = arms_of(
     )
 )
 LENGTHS = (16, 64, 256)
-SAMPLER = sampler_of("tova-heads:20+4")
+SAMPLER = sampler_of("tova-heads:12+4")
 RATES = (3e-5, 1e-4, 3e-4)
 SEEDS = (0, 1, 2)
 SIZES = Sizes(rollouts=60, prompts=16, group=8, evaluate_every=30, evaluation_rows=256)
@@ -99,7 +101,10 @@ def weight_rows(
     drawn = [ids[kept] for ids, kept in zip(np.asarray(trajectory.response), mask, strict=True)]
     completions = tokens.batch_decode(drawn, skip_special_tokens=True)
     prompts, answers = ([row[name] for row in questions] for name in ("prompt", "answer"))
-    rewards = problem.rows("train").reward(prompts, completions, answer=answers)
+    rewards = {
+        length: Walk(length).rows("train").reward(prompts, completions, answer=answers)
+        for length in lengths  # a walk's grade looks at its first steps alone
+    }
     dense, shadow = (
         log_ratios(model, params, trajectory, visibility, min(rows, AT_ONCE)) for visibility in VISIBILITIES
     )
@@ -110,13 +115,15 @@ def weight_rows(
         "buffer": sampler.buffer,
         "seed": seed,
         "responses": rows,
-        "sparse": number(float(np.mean(rewards))),
         "entropy": number(float(np.asarray(trajectory.entropy)[mask].mean())),
         "shadow_max_abs_dlogp": number(float(np.abs(shadow[mask]).max())),
     }
     tokenwise = token_weights(dense, mask)
     whole |= {name: tokenwise[name] for name in ("mean_abs_dlogp", "p999_abs_dlogp", "outside")}
-    return [whole | row for row in response_weights(dense, mask, lengths)]
+    return [
+        whole | {"sparse": number(float(np.mean(rewards[row["tokens"]])))} | row
+        for row in response_weights(dense, mask, lengths)
+    ]
 
 
 def weights(args: Args) -> list[Row]:
@@ -132,8 +139,9 @@ def weights(args: Args) -> list[Row]:
             )
             made += [row | origin for row in rows]
             write_rows(out, made)
-            shown = [f"{row['tokens']}: {row['response_ess']:.3f}/{row['token_ess']:.3f}" for row in rows]
-            print(f"{sampler.label}, seed {seed}, sparse {rows[0]['sparse']:.3f}; ESS {', '.join(shown)}", flush=True)
+            for row in rows:
+                shown = ", ".join(f"{name} {row[name]:.3f}" for name in ("sparse", "response_ess", "token_ess"))
+                print(f"{sampler.label}, seed {seed}, {row['tokens']} tokens: {shown}", flush=True)
     return made
 
 
@@ -157,7 +165,7 @@ def table(rows: Sequence[Row], over: str = "untrained") -> list[str]:
 
 
 def study(args: Args) -> Grid:
-    """One pilot seed: at 256 tokens a run takes a quarter of an hour of a core."""
+    """One pilot seed: long walks are most of the cost, and two would double it."""
     return replace(grid_of(args, "horizon", CELLS, RATES, SIZES), pilot_seeds=(100,))
 
 

@@ -7,12 +7,12 @@ Question   SmolLM2-135M-Instruct answers GSM8K's questions under a cache budget.
 Command    make smollm2
            python experiments/mismatch.py --gsm8k FOLDER/test.jsonl          (openai/gsm8k, one JSON object a line)
            A row that is in the file of results is not made again: the same command goes on after a stop.
-Cost       a row of 32 prompts: three passes of 32 sequences of up to 900 tokens, 5 to 15 minutes of a core
+Cost       not measured yet: a row takes three passes of 32 sequences of up to 900 tokens each
 Result     experiments/results/mismatch_smollm2.json
 
 Rows       "mismatch": 32 responses of up to 256 tokens at temperature 1, float32, buffer 16. A prompt is a question in
-           the chat template, 70 to 180 tokens, so that a budget of 512 would evict nothing: the rows of that budget
-           have 3 solved questions of the training rows' style in front (`examples`), and so has one of 256 beside them.
+           the chat template, 71 to 155 tokens, so that a budget of 512 would evict nothing: the rows of that budget
+           have 3 solved questions of the same file in front (`examples`), and so has one of 256 beside them.
            "accuracy": reasoning-gym's chain_sum with two or three single digits, decoded at temperature 1 and greedy
            under the budget and with the full cache. Right is what ends in the right number.
 Fields     evicted_share: of the keys that the queries of the responses would see densely. mean, p999 and max of
@@ -61,7 +61,7 @@ POLICIES: dict[str, EvictionPolicy] = {
 }
 # Budget, and solved questions in front of the prompt.
 MISMATCH_CELLS = ((64, 0), (128, 0), (256, 0), (256, 3), (512, 3))
-PROMPT_WIDTHS = {0: 192, 3: 640}
+PROMPT_WIDTHS = {0: 160, 3: 528}
 ACCURACY_BUDGETS = (16, 32, 48)
 LENGTHS = (16, 32, 64, 128, 256)
 VISIBILITIES: tuple[Visibility, ...] = ("dense", "shadow")
