@@ -92,8 +92,8 @@ class Grid:
         keep_programs()  # before the workers do, so that one process says where
         pilot = list(self.pilot_jobs())
         with one_core_each(self.workers) as pool:
-            wanted = {(cell.problem, seed) for cell in self.cells for seed in cell.seeds}
-            wanted |= {(job.problem, job.seed) for job in pilot}
+            wanted = {(cell.problem.start_problem, seed) for cell in self.cells for seed in cell.seeds}
+            wanted |= {(job.problem.start_problem, job.seed) for job in pilot}
             work = [
                 functools.partial(start, *key, self.sizes, self.runs.parent / "starts")
                 for key in sorted(wanted, key=repr)
