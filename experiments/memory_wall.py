@@ -4,6 +4,8 @@ Question   Qwen2.5 with 0.5B, 1.5B and 7B parameters on GPUs of 80 GB: how many 
            time, as long as 2,048 to 32,768 tokens, with the whole cache, with the whole cache in 4 bits, and with 512,
            1,024 or 2,048 keys and a buffer of 128? While nothing is done but sampling, and with a learner beside?
 Command    python experiments/memory_wall.py --out experiments/results/memory_wall.json
+           python experiments/memory_wall.py --out experiments/results/memory_wall.json --collect \\
+               --table docs/memory_wall.md                                         the page, from the rows
 Cost       some minutes on one core; nothing is allocated, no accelerator is needed
 Result     experiments/results/memory_wall.json, a row for each setup, cache and length.
 
@@ -73,7 +75,13 @@ def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
 
 HEADING = """# How many rows fit into 80 GB
 
-Planned by `python experiments/memory_wall.py`, nothing of it measured; the script says what is counted.
+How many completions of Qwen2.5 can be sampled at the same time, by their length in tokens, the prompt's 512 included;
+in brackets, how many times as many as with the whole cache. Planned, not measured: `experiments/memory_wall.py` says
+what is counted, and how far a compiler's own figures are from such plans. With a budget no shorter than the sequence
+there is nothing to gain; 0 says that weights and optimizer alone do not fit.
+
+*sampling*: nothing else. *full*: all parameters are trained with AdamW in float32, beside the sampler. *lora*: adapters
+of rank 16 are. *full, fsdp 8*: eight devices, the rows of all together.
 """
 
 MODELS = {
