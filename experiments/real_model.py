@@ -7,7 +7,8 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py                           everything; the same line goes on after a stop
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one run
-Cost       a rollout and its update 20 to 60 s on two cores, a run of 40 half an hour; 13 runs. Three GB of memory.
+Cost       two runs of the pilot, one untrained, ten of the arms. A rollout and its update took 110 to 200 s on two
+           cores that ten others used as well (not measured on quiet ones), so a run of 40 two hours.
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on

@@ -91,7 +91,8 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
         seed=job.seed,
     )
     optimizer = OptimizerConfig(learning_rate=job.learning_rate, warmup_steps=sizes.warmup)
-    model = smd.Decoder(base.config, remat=True)
+    # Microbatches are so small that all activations fit: nothing is computed twice.
+    model = smd.Decoder(base.config)
     return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
 
 

@@ -36,7 +36,7 @@ class Sizes:
     pilot_rollouts: int = 15
     prompts: int = 4
     group: int = 8
-    microbatch: int = 16
+    microbatch: int = 4
     warmup: int = 5
     chunk: int = 5
     rank: int = 16
