@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from flags import explained
 
 import smd_jax as smd
-from flags import explained
 from provenance import provenance
 from real.execute import execute
 from real.job import SIZES, Base, Job, Sizes, is_finished, kept
