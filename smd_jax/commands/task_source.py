@@ -105,6 +105,10 @@ def task_choice(args: DataArgs, seed: int) -> TaskChoice:
 def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
     """The rows to evaluate on: in the layout of those to train on, unless it is another dataset."""
     own = replace(training, streaming=False, limit=None, held_out=True, split=args.eval_split, source=args.eval_source)
+    if args.eval_seed is not None:
+        if not (args.eval_dataset or training.name).startswith(PROCEDURAL):
+            raise UserError(f"expected --eval-seed with {PROCEDURAL}NAME alone, whose rows are made from it")
+        own = replace(own, seed=args.eval_seed)
     if args.eval_dataset is not None:
         return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
     holds_back = training.name in PRESETS or training.name.startswith(PROCEDURAL)

@@ -25,7 +25,7 @@ from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
+from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
@@ -128,7 +128,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     plot_training({algorithm: history}, directory / "training.png")
     export(args, ready, loop, state, directory)
     for line in verdict(history):
-        print_box("look at this", line)
+        print_box("look at this", with_flags(line))
     return Outcome(state, history, directory / "model")
 
 
@@ -165,6 +165,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     """What is about to happen: memory, mesh, and the first prompts as the model reads them."""
     if ready.plan is not None:
         summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
+    if ready.chosen is not None:
+        print(ready.chosen)
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     available = device_memory()
@@ -228,15 +230,19 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     """What a run that is resumed must share with the one that was begun, and what is only noted: where and how long it
     runs, how it is reported, and how it fits into memory."""
     compared, noted = split_settings(loop.config)
-    model = Path(args.model.model)
     # A path is the same however it is spelled.
-    model = replace(args.model, model=str(model.resolve()) if model.exists() else args.model.model)
+    model = replace(args.model, model=spelled(args.model.model), tokenizer=spelled(args.model.tokenizer))
     optimizer = args.optimizer
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     same = {"model": model, "data": args.data, "rewards": args.rewards, "optimizer": optimizer, "loop": compared}
     run = replace(args.run, resume=False, dry_run=False, debug=False)
     return same | {"steps": run.max_steps if to_the_end else None}, {"loop": noted, "run": run, "eval": args.evaluation}
+
+
+def spelled(name: str | None) -> str | None:
+    """A path as it is from the root; an id on the Hub as it is."""
+    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
 def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:
@@ -249,6 +255,11 @@ def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directo
         params = merge_lora(params)
     target = directory / "model"
     save_checkpoint(
-        target, jax.device_get(params), ready.config, dtype=args.run.export_dtype, tokenizer_from=ready.directory
+        target,
+        jax.device_get(params),
+        ready.config,
+        dtype=args.run.export_dtype,
+        tokenizer_from=ready.directory,
+        tokenizer=None if args.model.tokenizer is None else ready.tokenizer,
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")
