@@ -34,7 +34,9 @@ from study.token_rewards import token_rewards
 # Sums of arms, which follow from the products of the parts.
 MIXES: dict[str, dict[str, float]] = {
     "shadow-anchor": {"shadow": 1.0, "anchor": 0.1},
-    "shadow+tis": {"shadow": 1.0, "tis": 1.0},
+    "mixed-20": {"shadow": 0.8, "tis": 0.2},
+    "mixed-50": {"shadow": 0.5, "tis": 0.5},
+    "mixed-80": {"shadow": 0.2, "tis": 0.8},
     "to-go-oracle+anchor": {"to-go-oracle": 1.0, "anchor": 0.1},
 }
 ROWS = (*NAMES, *MIXES)
