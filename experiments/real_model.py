@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from flags import explained
 
 import smd_jax as smd
 from provenance import provenance
@@ -46,6 +45,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.train.stop import RunStoppedError
 from study.arms import Arm, arms_of
+from study.command import stopping
 from study.files import RESULTS, ROOT, Row, read_rows, write_rows
 from study.grid import best_rate
 
@@ -170,7 +170,7 @@ def arms_asked_for(names: Sequence[str] | None) -> tuple[Arm, ...]:
 
 def main(args: Args) -> None:
     keep_programs()
-    with explained(Args):
+    with stopping():
         arms = arms_asked_for(args.arms)
         if not (args.model / "config.json").exists():
             raise ValueError(f"expected a checkpoint in {args.model}, which `make smollm2` makes; got none")

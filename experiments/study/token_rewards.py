@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.losses.advantages import EPSILON
 from smd_jax.tasks.task import Row
-from study.problems import Problem, Walk, tokenizer
+from study.problems import WALK_ENDS, Problem, Walk, tokenizer
 
 
 def token_rewards(
@@ -40,12 +40,14 @@ def token_rewards(
 
 
 def _along_edges(prompt: str, response: np.ndarray) -> Bool[np.ndarray, " R"]:
-    tokens = tokenizer()
-    ids = np.array(tokens.encode(prompt, add_special_tokens=False))
-    edges = np.zeros((len(tokens), len(tokens)), bool)
-    listed = ids[:-2].reshape(-1, 2)  # "=" and the first letter end the prompt
-    edges[listed[:, 0], listed[:, 1]] = True
-    return edges[np.concatenate([ids[-1:], response[:-1]]), response]
+    """As `Walk.grade` counts them."""
+    graph, here = prompt[:-1], prompt[-1]
+    right = []
+    for step in tokenizer().convert_ids_to_tokens(response.tolist()):
+        start, end = WALK_ENDS.get(step, (None, None))
+        right.append(step in graph and start == here)
+        here = end
+    return np.array(right)
 
 
 def to_go(rewards: Float[Array, "batch R"]) -> Float[Array, "batch R"]:
