@@ -41,6 +41,7 @@ FLAGS: Mapping[str, str] = {
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",
     "microbatches": "--microbatch",
+    "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
     "learning_rate": "--learning-rate",
     "checkpoint_every": "--save-steps",
