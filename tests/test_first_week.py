@@ -103,6 +103,8 @@ def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--dataset-size", "0"], "expected --dataset-size >= 1; got 0"),
         (["--max-prompt-length", "0"], "expected --max-prompt-length >= 1; got 0"),
         (["--save-total-limit", "0"], "expected --save-total-limit >= 1; got 0"),
+        (["--max-completion-length", "5000"], "together, the model's context; got 20 and 5000"),
+        (["--top-entropy-quantile", "0"], "expected --top-entropy-quantile > 0"),
         (["--stop", ""], "expected texts behind --stop; got an empty one"),
         (["--metric-for-best-model", "eval/dense/reward"], "expected --eval-steps with --metric-for-best-model"),
         (["--resume"], "got none. To begin one, leave --resume out"),
@@ -125,6 +127,19 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert (
         end.value.code == 2 and "need tyro, not installed here: pip install 'smd_jax[train]'" in capsys.readouterr().err
     )
+
+
+def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = said_by(words(place, tmp_path / "run", "--model", "no/such/place"), capsys)
+    assert "expected a checkpoint directory" in said and "--output-dir" not in said
+
+
+def test_a_template_that_refuses_the_messages(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(place / "model", tmp_path / "model")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
+    given = words(place, tmp_path / "run", "--model", f"{tmp_path}/model", "--system-prompt", "Add.")
+    assert "got those of ['system', 'user'], and it says: System role not supported" in said_by(given, capsys)
 
 
 # --- files of rewards

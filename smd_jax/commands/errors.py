@@ -36,7 +36,7 @@ FLAGS: Mapping[str, str] = {
     "fsdp": "--fsdp",
     "tensor": "--tensor",
     "resume": "--resume",
-    "directory": "--output-dir",
+    "another directory": "--output-dir",
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",
