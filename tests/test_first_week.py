@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import importlib.util
 import os
 import pickle
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import smd_jax.commands
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Grpo, RewardArgs
 from smd_jax.commands.command_line import ALGORITHMS, parse
@@ -100,7 +102,9 @@ def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--eval-rows", "0"], "expected --eval-rows >= 1; got 0"),
         (["--dataset-size", "0"], "expected --dataset-size >= 1; got 0"),
         (["--max-prompt-length", "0"], "expected --max-prompt-length >= 1; got 0"),
-        (["--save-total-limit", "0"], "expected keep >= 1"),
+        (["--save-total-limit", "0"], "expected --save-total-limit >= 1; got 0"),
+        (["--max-completion-length", "5000"], "together, the model's context; got 20 and 5000"),
+        (["--top-entropy-quantile", "0"], "expected --top-entropy-quantile > 0"),
         (["--stop", ""], "expected texts behind --stop; got an empty one"),
         (["--metric-for-best-model", "eval/dense/reward"], "expected --eval-steps with --metric-for-best-model"),
         (["--resume"], "got none. To begin one, leave --resume out"),
@@ -111,6 +115,31 @@ def test_numbers_that_cannot_be(
 ):
     assert said in said_by(words(place, tmp_path / "run", *more), capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else there(name))
+    with pytest.raises(SystemExit) as end:
+        importlib.reload(smd_jax.commands)
+    monkeypatch.undo()
+    importlib.reload(smd_jax.commands)
+    assert (
+        end.value.code == 2 and "need tyro, not installed here: pip install 'smd_jax[train]'" in capsys.readouterr().err
+    )
+
+
+def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = said_by(words(place, tmp_path / "run", "--model", "no/such/place"), capsys)
+    assert "expected a checkpoint directory" in said and "--output-dir" not in said
+
+
+def test_a_template_that_refuses_the_messages(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(place / "model", tmp_path / "model")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
+    given = words(place, tmp_path / "run", "--model", f"{tmp_path}/model", "--system-prompt", "Add.")
+    assert "got those of ['system', 'user'], and it says: System role not supported" in said_by(given, capsys)
 
 
 # --- files of rewards
@@ -156,6 +185,13 @@ def test_held_out_rows_of_another_task_are_graded_by_it(place: Path, tmp_path: P
 
 
 # --- a run, and what must not harm it
+
+
+def test_a_prompt_is_shown_as_text(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "\\u001b[31mred [bold]x[/bold]"}\n')
+    main(words(place, tmp_path / "run", "--dataset", f"{tmp_path}/rows.jsonl", "--dry-run"))
+    said = capsys.readouterr().out
+    assert "␛[31mred [bold]x[/bold]" in said and "\x1b" not in said
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(

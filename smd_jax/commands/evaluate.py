@@ -20,6 +20,7 @@ from smd_jax.commands.arguments import RewardArgs
 from smd_jax.commands.choices import with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import plain_warnings, reported, users_mistakes
+from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import parameter, rewards_of
@@ -125,6 +126,7 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
     task = first_rows(whole, args.rows)
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
+    check_context(width, args.max_completion_length, model.config)
     task, counts = select_prompts(task, lengths, width)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     quant = None if args.quant_bits is None else QuantConfig(args.quant_bits)

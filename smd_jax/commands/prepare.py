@@ -12,6 +12,7 @@ from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, Optim
 from smd_jax.commands.choices import eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
+from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -71,6 +72,7 @@ def prepare(args: Common) -> Prepared:
     config = read_config(directory, compute_dtype(args.model.dtype))
     tokenizer = load_tokenizer(directory, args.model.tokenizer)
     data = load_data(args, tokenizer)
+    check_context(data.width, args.sampler.max_completion_length, config)
     model = Decoder(config, remat=args.model.gradient_checkpointing)
     loop = make_loop(args, model, data, tokenizer)
     memory = memory_of_device(args, loop)

@@ -42,6 +42,7 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.tensorboard import TensorBoardLogger
+from smd_jax.monitor.visible_text import visible
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.sharding import shard_tree
 from smd_jax.tasks.dataset_task import first_rows
@@ -97,8 +98,8 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     keep_programs()
     directory = args.run.output_dir
     with users_mistakes(), troubles():
-        settings = run_config(args)
         check_numbers(args)
+        settings = run_config(args)
         check_directory(directory, args.run.resume)
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
@@ -210,7 +211,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     for index in range(len(shown)):
         row = shown[index]
         length = prompt_length(row, ready.tokenizer)
-        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{prompt_text(row, ready.tokenizer)}")
+        text = visible(prompt_text(row, ready.tokenizer))
+        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:
