@@ -24,7 +24,9 @@ Rows of the kind "gradient", an arm of a cell each:
                          per step do what they should
     *_half               half the width of the 95 % interval (jackknife over blocks of rollouts)
 
-and of the kind "step": `predicted` and `realised` slope of the mean reward along a direction of length 1, and `ratio`.
+Rows of the kind "reference" have the same of what the others are compared with, from more rollouts of other prompts;
+and those of the kind "step"
+`predicted` and `realised` slope of the mean reward along a direction of length 1, and `ratio`.
 What the arms are: experiments/study/coefficients.py.
 """
 
@@ -63,12 +65,14 @@ CELLS = (
     ("sums-24", "tova-heads:29+2"),
 )
 # Budgets and lengths are compared by their gradients alone.
-STEPPED = tuple(sampler for task, sampler in CELLS if task == "sums-12" and sampler.endswith("14+2"))
+STEPPED = (*(sampler for task, sampler in CELLS if task == "sums-12" and sampler.endswith("14+2")), "tova-heads:20+2")
 CONTROL = "tova-heads:14+2"  # with its full cache as well
 SEEDS = (0,)
 SIZES = GradientSizes()
 STEP_SIZES = StepSizes()
-QUICK = GradientSizes(rollouts=4, prompts=2, blocks=2, start=Sizes(evaluation_rows=16, dense_start=0.02))
+QUICK = GradientSizes(
+    rollouts=4, reference_rollouts=4, prompts=2, blocks=2, start=Sizes(evaluation_rows=16, dense_start=0.02)
+)
 QUICK_STEPS = StepSizes(batches=2, prompts=2, lengths=(0.1,), isotropic=1)
 
 
@@ -166,9 +170,9 @@ def show(rows: Sequence[Row]) -> None:
     """Tables on the terminal: of gradients by cell, and of steps."""
     for row in rows:
         cell = f"{row['task']} {row['policy']}:{row['budget']}+{row['buffer']} seed {row['seed']} {row['arm']}"
-        if row["kind"] == "gradient":
+        if row["kind"] != "step":
             numbers = [_with_half(row, name) for name in ("snr", "cosine_sparse", "cosine_dense", "alignment_sparse")]
-            print(f"{cell}: snr, cosine to sparse and dense, alignment: {'  '.join(numbers)}")
+            print(f"{cell} ({row['kind']}): snr, cosine to sparse and dense, alignment: {'  '.join(numbers)}")
         else:
             numbers = [_with_half(row, name) for name in ("predicted", "realised", "ratio")]
             print(f"{cell} along {row['direction']}, {row['step']:g}: {'  '.join(numbers)}")

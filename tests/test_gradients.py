@@ -22,12 +22,12 @@ from smd_jax.learner.state import TrainBatch
 from smd_jax.testing import random_params
 from study import small_steps
 from study.arms import arms_of
-from study.coefficients import GROUP, NAMES, _at_drawn, _logprobs, library_weights
+from study.coefficients import GROUP, NAMES, REFERENCES, _at_drawn, _logprobs, library_weights
 from study.gradient_runs import MIXES, ROWS, GradientSizes, Rollouts, keep, kept, mixing, rows_of
-from study.moments import Moments, jackknife, quality
+from study.moments import Compared, Moments, jackknife, quality
 from study.problems import Problem, RunningSums, Walk, tokenizer
 from study.samplers import sampler_of
-from study.token_rewards import group_relative_to_go, leave_one_out_to_go, to_go, token_rewards
+from study.token_rewards import leave_one_out_to_go, relative_to_go, to_go, token_rewards
 
 
 def moments_of(rollouts: list[list[list[float]]]) -> Moments:
@@ -96,7 +96,7 @@ def test_weighted_sums():
 def test_jackknife_of_a_mean_is_its_t_interval():
     # Of blocks with one number each, 1 … 5: half the interval of the mean is t(4) √(2.5 / 5) = 2.776 · 0.7071.
     products = moments_of([[[float(value)]] for value in range(1, 6)]).products()
-    half = jackknife(products, lambda part: np.array([np.sqrt(part.within[:, 0, 0]).mean()]))
+    half = jackknife(5, lambda block: np.array([np.sqrt(products.without(block).within[:, 0, 0]).mean()]))
     assert half[0] == pytest.approx(2.77645 * 0.5**0.5, rel=1e-5)
 
 
@@ -134,9 +134,9 @@ def test_to_go_by_hand():
     np.testing.assert_allclose(to_go(rewards), [[2, 1, 1], [1, 1, 0]])
     # Less the other one of the group, place by place.
     np.testing.assert_allclose(leave_one_out_to_go(rewards, 2), [[1, 0, 1], [-1, 0, -1]])
-    # Less the mean, over the deviation of 2 and 1, √0.5.
+    # Less the mean, over the deviation of the batch's 2 and 1, √0.5.
     scale = math.sqrt(0.5) + 1e-4
-    np.testing.assert_allclose(group_relative_to_go(rewards, 2), np.array([[0.5, 0, 0.5], [-0.5, 0, -0.5]]) / scale)
+    np.testing.assert_allclose(relative_to_go(rewards, 2), np.array([[0.5, 0, 0.5], [-0.5, 0, -0.5]]) / scale)
 
 
 # --- coefficients
@@ -171,17 +171,34 @@ def test_coefficients_give_the_librarys_gradient(name: str):
 # --- rows and steps
 
 
+def test_references_by_hand():
+    # Means (2, 1) and (1, 2), products within 1 + 9 + 13 and 4 + 8; the references' pair has a product of 0.
+    arms = moments_of([[[1, 0]], [[3, 0]], [[2, 3]]])
+    references = moments_of([[[2, 0]], [[0, 4]], [[1, 2]]])
+    found = Compared.of(arms, references).quality(0, 0)
+    towards = 2 * 1 + 1 * 2
+    target = (2 * 0 + 2 * 2 + 2 * 8) / 6
+    assert found.signal == pytest.approx(22 / 6)
+    assert found.cosine == pytest.approx(towards / math.sqrt(22 / 6 * target))
+    left_out = Compared.of(arms, references).without(2).quality(0, 0)
+    # Means (2, 0) and (1, 2); the pair of arms has 3, that of references 0.
+    assert left_out.signal == pytest.approx(3) and math.isnan(left_out.cosine)
+
+
 def test_rows_of_a_cell():
     random = np.random.default_rng(0)
-    moments = Moments.empty(4, len(NAMES), 30)
+    arms, references = (Moments.empty(4, len(names), 30) for names in (NAMES, REFERENCES))
     for index in range(16):
-        moments.add(index % 4, 1 + 0.1 * random.standard_normal((len(NAMES), 30)))
-    rows = rows_of(moments.products())
-    assert [row["arm"] for row in rows] == list(ROWS)
+        arms.add(index % 4, 1 + 0.1 * random.standard_normal((len(NAMES), 30)))
+        references.add(index % 4, 2 + 0.1 * random.standard_normal((len(REFERENCES), 30)))
+    rows = rows_of(Compared.of(arms, references))
+    assert [row["arm"] for row in rows] == [*ROWS, *REFERENCES]
     for row in rows:
         assert row["cosine_sparse"] == pytest.approx(1.0, abs=0.01) and row["snr_half"] > 0
-        assert row["noise_of_block_mean"] == pytest.approx(row["noise"] / 4, rel=0.8)
         json.dumps(row, allow_nan=False)
+    for row in rows[: len(ROWS)]:
+        assert row["noise_of_block_mean"] == pytest.approx(row["noise"] / 4, rel=0.8)
+    assert rows[-1]["signal"] == pytest.approx(4 * 30, rel=0.01), "of the references' own rollouts"
 
 
 def test_directions_and_quotients():

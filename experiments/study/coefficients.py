@@ -30,7 +30,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.ratios import overlap
 from smd_jax.trajectory import Trajectory
 from study.arms import arms_of
-from study.token_rewards import group_relative_to_go, leave_one_out_to_go
+from study.token_rewards import leave_one_out_to_go, relative_to_go
 
 # Arms of the studies as they are: the learner takes the first step of a rollout.
 DENSE_LEARNERS = ("naive", "tis", "mis-sequence", "icepop", "sparse-rl")
@@ -38,7 +38,7 @@ DENSE_LEARNERS = ("naive", "tis", "mis-sequence", "icepop", "sparse-rl")
 SHADOW_LEARNERS = (
     "shadow",  # GRPO's advantage, whole responses
     "anchor",  # descent on KL(dense policy ‖ shadow policy) alone, with coefficient 1
-    "to-go",  # reward to go in place of the whole reward
+    "to-go",  # reward to go in place of the whole reward, over the batch's deviation
     "overlap",  # weight 1 - TV(dense, shadow)
     "ratio",  # weight min(1, p_dense / p_shadow) of the drawn word
     "oracle",  # weight p_dense(drawn word) / max p_dense
@@ -51,6 +51,9 @@ SHADOW_LEARNERS = (
 )
 FULL_CACHE = ("full-cache", "full-cache-exact")  # of a sampler that evicts nothing
 NAMES = (*DENSE_LEARNERS, *SHADOW_LEARNERS, *FULL_CACHE)
+# What the others are compared with, from many more rollouts: GRPO's gradient and that of the mean reward, of the policy
+# that samples and of the same with its full cache.
+REFERENCES = ("shadow", "exact", *FULL_CACHE)
 GROUP = 8
 
 
@@ -90,6 +93,19 @@ def arm_gradients(model: smd.Decoder, params: Params, sparse: Rolled, full: Roll
     )
 
 
+@partial(jax.jit, static_argnums=0)
+def reference_gradients(
+    model: smd.Decoder, params: Params, sparse: Rolled, full: Rolled
+) -> Float[Array, "references size"]:
+    """The ascent direction of REFERENCES alone, flat; arguments as `arm_gradients`."""
+    found = []
+    for rolled in (sparse, full):
+        logp, back = jax.vjp(partial(_logprobs, model, rolled.trajectory, rolled.trajectory.mask), params)
+        whole = _whole_response(rolled, logp)
+        found.append(_pulled_back(back, [whole[name] for name in FULL_CACHE]))
+    return jnp.concatenate(found)
+
+
 def shadow_coefficients(
     model: smd.Decoder,
     params: Params,
@@ -102,19 +118,21 @@ def shadow_coefficients(
     inside = trajectory.response_mask
     uniform = jnp.where(inside, 1.0, 0.0) / inside.sum()  # the mean over tokens, the default of the library
     whole = group_relative(rewards.sum(1), GROUP)[:, None]
-    ahead = group_relative_to_go(rewards, GROUP)
+    ahead = relative_to_go(rewards, GROUP)
     shadow, dense = jnp.exp(shadow_logp), jnp.exp(dense_logp)
     of_dense = _drawn(trajectory, dense)
     oracle = of_dense / dense.max(-1)
 
-    # A right step is worth 1 / steps of the reward, in the units of the advantage; nothing in a group without a
-    # deviation, whose advantages are 0. Centred: its mean under the policy is no advantage of any word.
-    deviation = rewards.sum(1).reshape(-1, GROUP).std(1, ddof=1)
+    # A right step is worth 1 / steps of the reward; its mean under the policy is no advantage of any word.
     steps = rewards.shape[1] - 1
-    worth = jnp.where(deviation > 0, 1.0, 0.0) / (steps * (deviation + EPSILON))
-    guess = dense * jnp.repeat(worth, GROUP)[:, None, None]
-    guess = (guess - (shadow * guess).sum(-1, keepdims=True)) * (jnp.arange(rewards.shape[1]) < steps)[:, None]
-    known = uniform[..., None] * shadow * guess  # Σ p guess, whose gradient is Σ p guess ∇ log p
+    guess = (dense - (shadow * dense).sum(-1, keepdims=True)) * (jnp.arange(steps + 1) < steps)[:, None] / steps
+    # In the units of the advantage: of a group, but for one without a deviation, whose advantages are 0 (up to
+    # rounding); or of the batch.
+    of_group = rewards.sum(1).reshape(-1, GROUP).std(1, ddof=1)
+    worth = jnp.repeat(jnp.where(of_group > 1e-6, 1 / (of_group + EPSILON), 0.0), GROUP)[:, None]
+    worth_to_go = 1 / (rewards.sum(1).std(ddof=1) + EPSILON)
+    # The gradient of Σ p guess is Σ p guess ∇ log p.
+    known = uniform[..., None] * shadow * guess
 
     quantile = library_weights(model, "entropy-0.2", params, trajectory, whole[:, 0], shadow_logp)
     certainty = jnp.exp((shadow * shadow_logp).sum(-1))
@@ -126,14 +144,14 @@ def shadow_coefficients(
         "oracle": uniform * whole * oracle,
         "certain": uniform * whole * certainty,
         "entropy-0.2": quantile,
-        "variate": uniform * (whole - _drawn(trajectory, guess)),
-        "to-go-variate": uniform * (ahead - _drawn(trajectory, guess)),
+        "variate": uniform * (whole - worth * _drawn(trajectory, guess)),
+        "to-go-variate": uniform * (ahead - worth_to_go * _drawn(trajectory, guess)),
         "to-go-oracle": uniform * ahead * oracle,
         "exact": jnp.where(inside, leave_one_out_to_go(rewards, GROUP), 0.0) / inside.shape[0],
     }
     coefficients = {name: _at_drawn(trajectory, weights, shadow_logp) for name, weights in per_token.items()}
-    coefficients["variate"] += known
-    coefficients["to-go-variate"] += known
+    coefficients["variate"] += worth[..., None] * known
+    coefficients["to-go-variate"] += worth_to_go * known
     coefficients["anchor"] = uniform[..., None] * dense
     return jax.lax.stop_gradient(coefficients)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,9 @@ from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.tasks.task import Row as TaskRow
 from smd_jax.text.prompts import eos_token_id, pad_token_id, repeat_each
 from smd_jax.train.loop import encode_rows
-from study.coefficients import GROUP, NAMES, Rolled, arm_gradients
+from study.coefficients import GROUP, NAMES, REFERENCES, Rolled, arm_gradients, reference_gradients
 from study.files import Row, number, write_text
-from study.moments import Moments, Products, jackknife, quality
+from study.moments import Compared, Moments, Products, Quality, jackknife, quality
 from study.problems import Problem, tokenizer
 from study.runs import Sizes, start
 from study.samplers import FULL_CACHE, LEARNS_WHAT_TO_FORGET, Sampler
@@ -40,8 +41,10 @@ MIXES: dict[str, dict[str, float]] = {
     "to-go-oracle+anchor": {"to-go-oracle": 1.0, "anchor": 0.1},
 }
 ROWS = (*NAMES, *MIXES)
-# Gradients whose means over blocks are kept, for steps along them.
-KEPT = ("exact", "full-cache-exact", "tis")
+# Name of an objective in the rows -> its gradient.
+SEEN_FROM = {"sparse": "shadow", "dense": "full-cache", "reward": "exact"}
+# Gradients whose means over blocks are kept, for steps along them; of REFERENCES where they are among those.
+KEPT = ("exact", "full-cache-exact", "tis", "anchor")
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,23 @@ class GradientSizes:
     """What a cell costs.
 
     Attributes:
-      rollouts: of `prompts` x GROUP completions, with and without eviction.
+      rollouts: of `prompts` x GROUP completions, with and without eviction, for all arms.
+      reference_rollouts: the same of other prompts, for what the arms are compared with.
       blocks: of rollouts; intervals come from leaving one out.
     """
 
     rollouts: int = 64
+    reference_rollouts: int = 512
     prompts: int = 32
     blocks: int = 16
     start: Sizes = Sizes()
 
     def __post_init__(self) -> None:
-        if self.rollouts % self.blocks or self.rollouts < 2 * self.blocks:
-            raise ValueError(
-                f"expected rollouts that divide into {self.blocks} blocks of at least two; got {self.rollouts}"
-            )
+        for count in (self.rollouts, self.reference_rollouts):
+            if count % self.blocks or count < 2 * self.blocks:
+                raise ValueError(
+                    f"expected rollouts that divide into {self.blocks} blocks of at least two; got {count}"
+                )
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Measurement:
 
     @property
     def settings(self) -> str:
-        return repr((self, self.sampler.eviction, self.problem.model_config(), ROWS))
+        return repr((self, self.sampler.eviction, self.problem.model_config(), ROWS, REFERENCES))
 
     def folder(self, runs: Path) -> Path:
         return runs.joinpath(self.problem.label, self.sampler.label, f"seed-{self.seed}")
@@ -146,67 +152,83 @@ def measured(job: Measurement, runs: Path, command: str) -> list[Row]:
     rows = kept(path, job.settings)
     if rows is None:
         began = time.process_time()
-        moments, facts = gather(job, runs)
+        arms, references, facts = gather(job, runs)
         # Before the rows: where those are, these are.
         for name in KEPT:
-            np.save(job.folder(runs) / f"mean-{name}.npy", moments.block_means(NAMES.index(name)))
+            known = name in REFERENCES
+            means = references.block_means(REFERENCES.index(name)) if known else arms.block_means(NAMES.index(name))
+            np.save(job.folder(runs) / f"mean-{name}.npy", means)
         facts |= origin() | {"command": command, "cpu_seconds": round(time.process_time() - began, 1)}
-        rows = [job.identity | row | facts for row in rows_of(moments.products())]
+        rows = [job.identity | row | facts for row in rows_of(Compared.of(arms, references))]
         keep(path, job.settings, rows)
         print(f"{job.folder(Path())}: {facts['cpu_seconds']} s", flush=True)
     return rows
 
 
-def gather(job: Measurement, runs: Path) -> tuple[Moments, Row]:
-    """The gradients of all rollouts, summed up; and how well the samplers did."""
+def gather(job: Measurement, runs: Path) -> tuple[Moments, Moments, Row]:
+    """The gradients of NAMES and of REFERENCES over all rollouts, summed up; and how well the samplers did."""
     sizes = job.sizes
     job.folder(runs).mkdir(parents=True, exist_ok=True)
     params = start(job.problem, job.seed, sizes.start, runs.parent / "starts")
     roll = Rollouts(job.problem, job.sampler)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    moments = Moments.empty(sizes.blocks, len(NAMES), size)
-    rewards = np.zeros((2, sizes.rollouts))
-    for index in range(sizes.rollouts):
+    arms, references = (Moments.empty(sizes.blocks, len(names), size) for names in (NAMES, REFERENCES))
+    rewards = []
+    # The references' prompts follow those of the arms.
+    for index in range(sizes.rollouts + sizes.reference_rollouts):
         rows = roll.rows(range(index * sizes.prompts, (index + 1) * sizes.prompts))
         key = jax.random.fold_in(jax.random.key(job.seed), index)
         both = [roll(params, rows, key, evicts) for evicts in (True, False)]
-        moments.add(index % sizes.blocks, np.asarray(arm_gradients(roll.model, params, *both)))
-        rewards[:, index] = [float(rolled.rewards.sum(1).mean()) for rolled in both]
-    sparse, dense = rewards.mean(1)
-    return moments, {"rollouts": sizes.rollouts, "sparse": number(sparse), "dense": number(dense)}
+        rewards.append([float(rolled.rewards.sum(1).mean()) for rolled in both])
+        if index < sizes.rollouts:
+            arms.add(index % sizes.blocks, np.asarray(arm_gradients(roll.model, params, *both)))
+        else:
+            references.add(index % sizes.blocks, np.asarray(reference_gradients(roll.model, params, *both)))
+    sparse, dense = np.mean(rewards, axis=0)
+    return arms, references, {"sparse": number(sparse), "dense": number(dense)}
 
 
-def rows_of(products: Products) -> list[Row]:
-    """Signal, noise and cosines of every arm, with half the width of their 95 % intervals as `_half`."""
-    whole = products.mixed(mixing())
+def rows_of(compared: Compared) -> list[Row]:
+    """Signal, noise and cosines with half the width of their 95 % intervals as `_half`: of every arm as kind
+    "gradient", and of the references, from their own rollouts, as kind "reference"."""
+    whole = compared.mixed(mixing())
     rows = []
     for index, name in enumerate(ROWS):
-        # Loops over blocks and names are small beside the rollouts.
-        values = partial(_values, index=index)
-        halves = jackknife(whole, lambda part, values=values: np.array(list(values(part).values())))
-        row: Row = {"kind": "gradient", "arm": name}
-        for (field, value), half in zip(values(whole).items(), halves, strict=True):
-            row |= {field: number(value), f"{field}_half": number(float(half))}
-        row["noise_of_block_mean"] = number(_noise_of_block_mean(whole, index))
+        row = {"kind": "gradient", "arm": name, "rollouts": int(whole.arms.counts.sum())}
+        row |= _with_halves(whole, partial(_of_arm, index=index))
+        row["noise_of_block_mean"] = number(_noise_of_block_mean(whole.arms, index))
         rows.append(row)
+    for index, name in enumerate(REFERENCES):
+        row = {"kind": "reference", "arm": name, "rollouts": int(whole.references.counts.sum())}
+        rows.append(row | _with_halves(whole, partial(_of_reference, index=index)))
     return rows
 
 
-def _values(products: Products, index: int) -> dict[str, float]:
-    to_sparse = quality(products, index, ROWS.index("shadow"))
-    to_dense = quality(products, index, ROWS.index("full-cache"))
-    to_reward = quality(products, index, ROWS.index("exact"))
-    return {
-        "signal": to_sparse.signal,
-        "noise": to_sparse.noise,
-        "snr": to_sparse.snr,
-        "cosine_sparse": to_sparse.cosine,
-        "cosine_dense": to_dense.cosine,
-        "cosine_reward": to_reward.cosine,
-        "alignment_sparse": to_sparse.alignment,
-        "alignment_dense": to_dense.alignment,
-        "alignment_reward": to_reward.alignment,
-    }
+def _with_halves(compared: Compared, values: Callable[[Compared], dict[str, float]]) -> Row:
+    def without(block: int) -> np.ndarray:
+        return np.array(list(values(compared.without(block)).values()))
+
+    row: Row = {}
+    halves = jackknife(len(compared.across), without)
+    for (field, value), half in zip(values(compared).items(), halves, strict=True):
+        row |= {field: number(value), f"{field}_half": number(float(half))}
+    return row
+
+
+def _of_arm(compared: Compared, index: int) -> dict[str, float]:
+    return _values([compared.quality(index, REFERENCES.index(name)) for name in SEEN_FROM.values()])
+
+
+def _of_reference(compared: Compared, index: int) -> dict[str, float]:
+    return _values([quality(compared.references, index, REFERENCES.index(name)) for name in SEEN_FROM.values()])
+
+
+def _values(qualities: list[Quality]) -> dict[str, float]:
+    """One quality for each of SEEN_FROM."""
+    first = qualities[0]
+    values = {"signal": first.signal, "noise": first.noise, "snr": first.snr}
+    values |= {f"cosine_{name}": each.cosine for name, each in zip(SEEN_FROM, qualities, strict=True)}
+    return values | {f"alignment_{name}": each.alignment for name, each in zip(SEEN_FROM, qualities, strict=True)}
 
 
 def _noise_of_block_mean(products: Products, index: int) -> float:

@@ -96,6 +96,42 @@ class Products(NamedTuple):
         return self.within.sum(0) / self.counts.sum()
 
 
+class Compared(NamedTuple):
+    """Vectors, and references from other rollouts: products of one with the other have no noise in common.
+
+    Attributes:
+      arms, references: products among themselves, in equally many blocks.
+      across: `[blocks, blocks, names, references]` products of the blocks' sums.
+    """
+
+    arms: Products
+    references: Products
+    across: Float[np.ndarray, "blocks blocks names references"]
+
+    @classmethod
+    def of(cls, arms: Moments, references: Moments) -> Compared:
+        across = np.einsum("ias,jbs->ijab", arms.sums, references.sums, optimize=True)
+        return cls(arms.products(), references.products(), across)
+
+    def mixed(self, weights: Float[np.ndarray, "new names"]) -> Compared:
+        """With weighted sums of the vectors in place of these."""
+        return self._replace(arms=self.arms.mixed(weights), across=weights @ self.across)
+
+    def without(self, block: int) -> Compared:
+        stay = np.arange(len(self.across)) != block
+        return Compared(self.arms.without(block), self.references.without(block), self.across[stay][:, stay])
+
+    def quality(self, name: int, reference: int) -> Quality:
+        """Of a vector in view of the mean of a reference."""
+        towards = self.across[..., name, reference].sum() / (self.arms.counts.sum() * self.references.counts.sum())
+        return worth(
+            self.arms.of_means()[name, name],
+            self.arms.of_rollouts()[name, name],
+            self.references.of_means()[reference, reference],
+            towards,
+        )
+
+
 class Quality(NamedTuple):
     """What a gradient is worth.
 
@@ -117,22 +153,24 @@ class Quality(NamedTuple):
         return self.signal / self.noise if self.noise > 0 else math.nan
 
 
-def quality(products: Products, name: int, other: int) -> Quality:
-    """Of vector `name` in view of the mean of vector `other`."""
-    means, rollouts = products.of_means(), products.of_rollouts()
-    signal, target, power = means[name, name], means[other, other], rollouts[name, name]
-    towards = means[name, other]
+def worth(signal: float, power: float, target: float, towards: float) -> Quality:
+    """From squared norms of the mean, of one rollout and of the other's mean, and the product of the means."""
     cosine = towards / math.sqrt(signal * target) if signal > 0 and target > 0 else math.nan
     alignment = towards / math.sqrt(power * target) if power > 0 and target > 0 else math.nan
     return Quality(float(signal), float(power - signal), float(cosine), float(alignment))
 
 
-def jackknife(products: Products, statistic: Callable[[Products], np.ndarray]) -> np.ndarray:
+def quality(products: Products, name: int, other: int) -> Quality:
+    """Of vector `name` in view of the mean of vector `other`, from the same rollouts."""
+    means = products.of_means()
+    return worth(means[name, name], products.of_rollouts()[name, name], means[other, other], means[name, other])
+
+
+def jackknife(blocks: int, statistic_without: Callable[[int], np.ndarray]) -> np.ndarray:
     """Half the width of the 95 % interval of a statistic, from leaving out a block at a time; NaN as the statistic's.
 
     t(0.975, k - 1) · √((k - 1) / k · Σ (f₋ᵢ - mean)²) for k blocks of about equal size.
     """
-    blocks = len(products.counts)
-    left = np.stack([statistic(products.without(block)) for block in range(blocks)])
+    left = np.stack([statistic_without(block) for block in range(blocks)])
     spread = ((left - left.mean(0)) ** 2).sum(0)
     return student_t.ppf(0.975, blocks - 1) * np.sqrt(spread * (blocks - 1) / blocks)

@@ -33,7 +33,7 @@ from study.runs import start
 Blocks = Float[np.ndarray, "blocks size"]
 Vector = Float[np.ndarray, " size"]
 
-FIRST_PROMPT = 30_000  # prompts behind those of the gradients
+FIRST_PROMPT = 30_000  # beyond the prompts of the gradients
 LEARNED = "exact"
 # Matrices from which attention has its weights, and a policy that looks at them its choice.
 QUERIES_KEYS = ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -44,14 +44,13 @@ class StepSizes:
     """What steps cost: `batches` of `prompts` x 8 completions, twice for every direction and length.
 
     Attributes:
-      lengths: of a step, in the norm of all parameters. 0.03 is an Adam step at a rate of 1e-4 with 75,000 of them,
-        0.3 one at 1e-3.
+      lengths: of a step, in the norm of all parameters. An Adam step at a rate of 1e-4 has 0.03 with 75,000 of them.
       isotropic: random directions.
     """
 
-    batches: int = 16
+    batches: int = 64
     prompts: int = 32
-    lengths: tuple[float, ...] = (0.03, 0.1, 0.3)
+    lengths: tuple[float, ...] = (0.03, 0.1)
     isotropic: int = 2
 
 
@@ -118,14 +117,15 @@ def take_steps(job: Steps, params: Any, means: Mapping[str, Blocks]) -> list[Row
 
 
 def directions(job: Steps, params: Any, means: Mapping[str, Blocks]) -> dict[str, Vector]:
-    """Of length 1: along the mean gradient of the first blocks, along parts of it, along TIS's, and at random."""
+    """Of length 1: along the mean gradient of the first blocks, along its share in queries and keys, along what TIS
+    and the anchor do, and at random."""
     half = len(means[job.arm]) // 2
     mean = means[job.arm][:half].mean(0)
     found = {"gradient": mean}
     if job.evicts:
         looks = of_leaves(params, QUERIES_KEYS)
-        found |= {"queries and keys": mean * looks, "the rest": mean * ~looks}
-        found["tis"] = means["tis"][:half].mean(0)
+        found["queries and keys"] = mean * looks
+        found |= {name: means[name][:half].mean(0) for name in ("tis", "anchor")}
     random = np.random.default_rng(job.of.seed)
     found |= {f"random {place}": random.standard_normal(mean.size) for place in range(job.sizes.isotropic)}
     return {name: vector / np.linalg.norm(vector) for name, vector in found.items()}

@@ -55,11 +55,14 @@ def to_go(rewards: Float[Array, "batch R"]) -> Float[Array, "batch R"]:
     return jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
 
 
-def group_relative_to_go(rewards: Float[Array, "batch R"], group_size: int) -> Float[Array, "batch R"]:
-    """GRPO's advantage with the reward to go: less the group's mean at the same place, over the group's deviation of
-    whole rewards."""
+def relative_to_go(rewards: Float[Array, "batch R"], group_size: int) -> Float[Array, "batch R"]:
+    """Reward to go less the group's mean at the same place, over the deviation of whole rewards in the batch.
+
+    Not over the group's, as in GRPO: where completions earn the same in different places it is 0, and what differs
+    along the way would be divided by it.
+    """
     left = to_go(rewards).reshape(-1, group_size, rewards.shape[1])
-    deviation = left[:, :, 0].std(1, ddof=1)[:, None, None] + EPSILON
+    deviation = left[:, :, 0].std(ddof=1) + EPSILON
     return ((left - left.mean(1, keepdims=True)) / deviation).reshape(rewards.shape)
 
 
