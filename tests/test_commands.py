@@ -46,7 +46,7 @@ SMALL += ["--reward-timeout", "None"]  # no process for the reward, which takes 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    config = tiny_model_config(num_layers=1, max_positions=512)
+    config = tiny_model_config(num_layers=1, max_positions=2048)
     write_random_checkpoint(directory, config=config)
     return directory
 
