@@ -16,7 +16,7 @@ from pathlib import Path
 import tyro
 from PIL import Image
 
-from reporting import cells, map_picture, memory_wall, showdown
+from reporting import cells, gradients, map_picture, memory_wall, showdown
 from reporting.page import Section
 from study.files import RESULTS, ROOT, read_rows, write_text
 
@@ -31,6 +31,9 @@ by `python experiments/report.py` from the rows, and a test compares the two.
 """
 
 
+SHOWDOWN = ("sorting-12", "tova-heads", 11)  # the cell of the map with all arms: task, policy, budget
+
+
 @dataclass(frozen=True)
 class Args:
     """Builds REPORT.md from the committed rows."""
@@ -43,7 +46,9 @@ def sections() -> list[Section]:
     found = []
     rows = read_rows(RESULTS / "map.json")
     if rows:
-        found += [showdown.section(rows, "sorting-12", "tova-heads", 11), cells.section(rows)]
+        found += [showdown.section(rows, *SHOWDOWN), cells.section(rows)]
+    if rows := read_rows(RESULTS / "gradients.json"):
+        found.append(gradients.section(rows, SHOWDOWN))
     if rows := read_rows(RESULTS / "memory_wall.json"):
         found.append(memory_wall.section(rows))
     return found
