@@ -29,8 +29,8 @@ def weights_section(rows: Sequence[Row]) -> Section:
         "the weights are of whole responses, and how many tokens when they are of single ones?",
         f"Effective sample sizes of whole responses fall from {min(ends[short]):.2f} … {max(ends[short]):.2f} at "
         f"{short} tokens to {min(ends[long]):.2f} … {max(ends[long]):.2f} at {long} (a single one of "
-        f"{rows[0]['responses']} would be {1 / rows[0]['responses']:.3f}); a learner that replays the masks has weights of 1: its "
-        f"log-probabilities are off by at most {exact:.1e}.",
+        f"{rows[0]['responses']} would be {1 / rows[0]['responses']:.3f}); a learner that replays the masks has "
+        f"weights of 1: its log-probabilities are off by at most {exact:.1e}.",
         "Walks along the edges of a graph in the prompt, at the start, mean over the seeds: effective sample size as a "
         "share of all responses, and of all tokens.\n\n"
         + table(["sampler", *(f"{length} tokens" for length in lengths)], lines),
