@@ -63,9 +63,9 @@ def test_all_arms_on_one_task():
     assert part.answer.startswith(
         "Under the budget `shadow-anchor` ends highest (0.805); shadow masks end +0.180 ± 0.000"
     )
-    assert "from TIS with the budget, and -0.150 ± 0.000 from it with the full cache" in part.answer
+    assert "from TIS with the budget, and −0.150 ± 0.000 from it with the full cache" in part.answer
     (line,) = [line for line in part.body.splitlines() if line.startswith("| `shadow`")]
-    assert "| 0.0001 | 0.705 | 0.805 | 0.705 | 0.805 | **+0.180 ± 0.000** | **-0.150 ± 0.000** |" in line
+    assert "| 0.0001 | 0.705 | 0.805 | 0.705 | 0.805 | **+0.180 ± 0.000** | **−0.150 ± 0.000** |" in line
     assert part.cost == "8.0 CPU hours for 16 rows, a CPU, 2026-11-23"
 
 

@@ -48,7 +48,7 @@ def draw_fields(
         start = cell.arms["untrained"]
         before = sum(row[kind] for row in start) / len(start)
         axes.text(x, y - 0.14, best, ha="center", va="center", fontsize=8)
-        axes.text(x, y + 0.2, f"{before:.2f} {gain.mean:+.2f}", ha="center", va="center", fontsize=8)
+        axes.text(x, y + 0.2, f"{before:.2f} {gain.mean:+.2f}".replace("-", "−"), ha="center", va="center", fontsize=8)
     axes.set_xlim(-0.5, len(policies) - 0.5)
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xticks(range(len(policies)), policies)

@@ -77,7 +77,8 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Estimat
 
 def signed(found: Estimate) -> str:
     """ "+0.123 ± 0.045", in bold where the interval is on one side of 0."""
-    text = f"{found.mean:+.3f}" + ("" if found.count == 1 else f" ± {found.half:.3f}")
+    mean = f"{found.mean:+.3f}".replace("-", "−")
+    text = mean + ("" if found.count == 1 else f" ± {found.half:.3f}")
     return f"**{text}**" if found.established else text
 
 
