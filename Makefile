@@ -53,10 +53,10 @@ $(BIN)/python:
 run: $(STAMP)
 	$(BIN)/python experiments/quickstart.py $(ARGS)
 
-# NAME=identity is a script, NAME=showdown a folder, NAME=bench/update a script in one.
-STUDY = $(if $(NAME),$(firstword $(wildcard experiments/$(NAME).py experiments/$(NAME)/main.py)))
+# NAME=identity is a script, NAME=bench/update a script in a folder.
+STUDY = $(if $(NAME),$(wildcard experiments/$(NAME).py))
 study: $(STAMP)
-	@test -n "$(STUDY)" || { echo "make study needs NAME, a script or a folder with main.py in experiments/, for example: make study NAME=identity"; exit 2; }
+	@test -n "$(STUDY)" || { echo "make study needs NAME, a script in experiments/, for example: make study NAME=identity"; exit 2; }
 	$(BIN)/python $(STUDY) $(ARGS)
 
 # SmolLM2-135M-Instruct as a Hugging Face checkpoint, for studies that need a real model.

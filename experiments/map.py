@@ -6,7 +6,7 @@ Cells      Tasks x samplers: running sums of 12 digits, copied sums of 8, sortin
 Start      Supervised with the full cache until 97 % of the steps are right at temperature 1, so that no arm gains by a
            lower entropy alone; the same for all arms of a seed, and for all cells of a task.
 Arms       Everywhere: the start as it is, naive, TIS, shadow masks; the last two with a frozen dense teacher, too; and
-           shadow masks and TIS on the same weights, half and half (experiments/study/mixed.py).
+           shadow masks and TIS on the same weights, half and half (smd.learner.DenseLearner).
            In the showdown, sorting under TOVA of each head and the crueller budget, all that a user may choose from,
            and teachers without any reward.
 Rollouts   60 of 32 x 8 responses, 4 optimizer steps on each.

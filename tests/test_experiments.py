@@ -72,8 +72,6 @@ def test_committed_results_say_where_they_come_from(path: Path):
     rows = content if isinstance(content, list) else [content]
     for row in rows:
         assert row["cpu"]
-        if path.name == "showdown_curves.json":  # beside showdown.json, which has a command for each row
-            continue
         assert row["date"] and row["commit"]
         script = row["command"].split()[1]
         assert (ROOT / script).is_file(), f"expected the script of {row['command']!r}; got nothing at {script}"

@@ -23,7 +23,7 @@ class Arm:
       teacher_coef: its weight in the loss.
       teacher_rows: the share of the rows that it looks at.
       policy_coef: weight of the policy loss; 0 leaves the teacher alone.
-      dense_share: share of a dense learner's loss with token weights (TIS) beside the arm's own, see `study/mixed.py`.
+      dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.dense_learner`.
       full_cache: the sampler evicts nothing: what an unlimited cache would have given.
       trains: False: the start, as it is.
       minibatches: optimizer steps per rollout; None: as many as the study takes.
@@ -47,7 +47,11 @@ class Arm:
         if self.teacher is not None:
             distill = smd.DistillConfig(self.teacher, self.teacher_coef, self.teacher_rows)
         return smd.UpdateConfig(
-            self.visibility, policy_coef=self.policy_coef, correction=self.correction, distill=distill
+            self.visibility,
+            policy_coef=self.policy_coef,
+            correction=self.correction,
+            distill=distill,
+            dense_learner=smd.learner.DenseLearner(self.dense_share) if self.dense_share else None,
         )
 
     @property

@@ -110,6 +110,7 @@ class LossArgs:
     """The loss, and what is done about the difference between sampler and learner."""
 
     correction: CorrectionName = "shadow"  # shadow: replay what the sampler saw; the others correct a dense learner
+    dense_share: float = 0.0  # of the loss of a dense learner with token weights (TIS), beside the shadow masks'
     distill: Distillation = "auto"  # auto: anchor (a frozen dense teacher) with shadow masks, else none
     distill_coef: float = 0.1  # weight of the distillation in the loss
     distill_fraction: float = 1.0  # share of the rows that the teacher reads

@@ -15,6 +15,7 @@ from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses import named
 from smd_jax.losses.distillation import Direction, DistillConfig
@@ -105,6 +106,7 @@ def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, microb
         loss_config(loss, reference),
         correction=CORRECTIONS[loss.correction],
         distill=distill,
+        dense_learner=DenseLearner(loss.dense_share) if loss.dense_share else None,
         entropy_coef=loss.entropy_coef,
         top_entropy_quantile=loss.top_entropy_quantile,
         kl_in_reward=reference.kl_in_reward,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from smd_jax.config import check_choice
@@ -11,6 +11,7 @@ from smd_jax.corrections.base import Correction
 from smd_jax.corrections.chain import flat_parts
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import count_parts
+from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses.distillation import REFERENCE_TEACHERS, DistillConfig, teacher_positions, teacher_rows
 from smd_jax.losses.entropy import check_quantile
@@ -39,6 +40,8 @@ class UpdateConfig:
         none; every other one runs under either visibility, and has nothing to do under "shadow".
       distill: the second track, or None. Under "dense" the student sees everything, and its teacher must be another
         policy: "anchor" or "ema".
+      dense_learner: a dense learner on the same weights, or None; under "shadow" alone. Entropy bonus, distillation and
+        metrics are those of the learner with shadow masks.
       value: PPO's critic, or None. It judges from the learner's hidden states, so it sees what the learner sees.
       reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
       kl_in_reward: whether the KL, times `loss.beta`, is taken off the rewards instead of being added to the loss; see
@@ -56,6 +59,7 @@ class UpdateConfig:
     top_entropy_quantile: float = 1.0
     correction: Correction = Shadow()
     distill: DistillConfig | None = None
+    dense_learner: DenseLearner | None = None
     value: ValueConfig | None = None
     reference_visibility: Visibility | None = None
     kl_in_reward: bool = False
@@ -83,6 +87,7 @@ class UpdateConfig:
             raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
         self._check_entropy()
         self._check_reference()
+        self._check_dense_learner()
         check_correction(self.correction, self.visibility)
         # Such a correction gets the loss without its surrogate (`policy_loss_of`): whatever else that does to the ratio
         # would be lost with the clipping.
@@ -136,6 +141,31 @@ class UpdateConfig:
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
                 f"at a reference; got {self.reference_sync}"
             )
+
+    def _check_dense_learner(self) -> None:
+        if self.dense_learner is None:
+            return
+        if self.visibility == "dense" or self.policy_coef == 0 or self.value is not None:
+            raise ValueError(
+                "expected visibility 'shadow', a policy_coef > 0 and no critic with a dense_learner, which shares the "
+                f"policy loss; got {self.visibility!r}, {self.policy_coef} and value {self.value}"
+            )
+        assert self.of_dense_learner is not None  # made for its errors
+
+    @property
+    def of_dense_learner(self) -> UpdateConfig | None:
+        """What the dense learner's policy loss is made from; None without one."""
+        if self.dense_learner is None:
+            return None
+        return replace(
+            self,
+            visibility="dense",
+            correction=self.dense_learner.correction,
+            dense_learner=None,
+            distill=None,
+            entropy_coef=0.0,
+            reference_sync=None,
+        )
 
     @property
     def needs_reference(self) -> bool:

@@ -3,6 +3,7 @@
 hidden states under the learner's mask ─┬─► log-probabilities ─► policy loss
                                         │   and entropies     ─► entropy bonus
                                         ├─► the dense teacher beside them ─► distillation
+                                        │   or a dense learner            ─► its policy loss
                                         └─► the critic's values ─► value loss
 """
 
@@ -53,22 +54,15 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
         trajectory = part.batch.trajectory
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
         learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=config.entropy_coef > 0)
-
         weights = _correction_weights(config, part, learner.logprobs)
-        inputs = LossInputs(
-            logprobs=learner.logprobs,
-            old_logprobs=_ratio_to_logprobs(config.correction, part.batch, learner.logprobs),
-            reference_logprobs=_reference_logprobs(model, config, state, trajectory),
-            advantages=part.batch.advantages,
-            weights=part.weights,
-            # What is not chosen loses its surrogate alone, like what a correction weighs 0: its KL stays, and so do the
-            # denominators.
-            correction_weights=weights if part.chosen is None else jnp.where(part.chosen, weights, 0.0),
-            high_scale=part.correction.high_scale,
-        )
-        loss, loss_terms = policy_loss(inputs, policy_loss_of(config))
+        loss, loss_terms = _policy_loss(model, config, state, part, learner.logprobs, weights)
         loss = config.policy_coef * loss
         sums: Metrics = {}
+
+        if config.dense_learner is not None:
+            sums["loss/dense_avg"] = _dense_loss(model, config, state, params, part)
+            share = config.dense_learner.share
+            loss = (1 - share) * loss + share * sums["loss/dense_avg"]
 
         if part.entropy_weights is not None:
             loss = loss - config.entropy_coef * weighted_entropy(learner.entropy, part.entropy_weights)
@@ -104,6 +98,41 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
         return loss, jax.lax.stop_gradient((sums, terms))
 
     return objective
+
+
+def _policy_loss(
+    model: LanguageModel,
+    config: UpdateConfig,
+    state: TrainState,
+    part: Prepared,
+    logprobs: Float[Array, "batch R"],
+    weights: Float[Array, "batch R"],
+) -> tuple[Float[Array, ""], LossTerms]:
+    """Of a learner with these log-probabilities, whose correction weighs tokens so."""
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=_ratio_to_logprobs(config.correction, part.batch, logprobs),
+        reference_logprobs=_reference_logprobs(model, config, state, part.batch.trajectory),
+        advantages=part.batch.advantages,
+        weights=part.weights,
+        # What is not chosen loses its surrogate alone, like what a correction weighs 0: its KL stays, and so do the
+        # denominators.
+        correction_weights=weights if part.chosen is None else jnp.where(part.chosen, weights, 0.0),
+        high_scale=part.correction.high_scale,
+    )
+    return policy_loss(inputs, policy_loss_of(config))
+
+
+def _dense_loss(
+    model: LanguageModel, config: UpdateConfig, state: TrainState, params: Params, part: Prepared
+) -> Float[Array, ""]:
+    """Policy loss of the dense learner on the same weights, in a forward pass of its own."""
+    dense = config.of_dense_learner
+    assert dense is not None and part.dense is not None
+    logprobs = replay(model, params, part.batch.trajectory, part.batch.trajectory.dense_mask()).logprobs
+    weights = _correction_weights(dense, part.dense, logprobs)
+    loss, _ = _policy_loss(model, dense, state, part.dense, logprobs, weights)
+    return dense.policy_coef * loss
 
 
 def policy_loss_of(config: UpdateConfig) -> LossConfig:

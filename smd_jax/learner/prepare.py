@@ -36,6 +36,7 @@ class Prepared(struct.PyTreeNode):
       distill_weights: weights in the distillation, a mean over all tokens of the responses, because it needs no reward.
       chosen: tokens that the policy loss learns from, by their entropy; None: all.
       entropy_weights: weights of the entropies in the bonus, a mean over the tokens that are chosen; None: no bonus.
+      dense: the same for the dense learner on the same weights; None without one.
     """
 
     batch: TrainBatch
@@ -46,6 +47,7 @@ class Prepared(struct.PyTreeNode):
     distill_weights: Float[Array, "batch R"]
     chosen: Bool[Array, "batch R"] | None
     entropy_weights: Float[Array, "batch R"] | None
+    dense: Prepared | None
 
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
@@ -66,6 +68,10 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         assert entropy is not None
         chosen = high_entropy_tokens(entropy, mask, config.top_entropy_quantile)
     correction = early.terms(correction_inputs(batch, mask))
+    dense = None
+    if config.of_dense_learner is not None:
+        of_dense = batch.replace(old_logprobs=batch.dense_old_logprobs)
+        dense = prepare(model, config.of_dense_learner, params, of_dense)
     # Rejected tokens leave the policy loss and its denominators. The critic and distillation keep them.
     return Prepared(
         batch,
@@ -76,6 +82,7 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         distill_weights=TokenMean().weights(trajectory.response_mask),
         chosen=chosen,
         entropy_weights=TokenMean().weights(mask if chosen is None else chosen) if config.entropy_coef else None,
+        dense=dense,
     )
 
 

@@ -54,6 +54,7 @@ class TrainBatch(struct.PyTreeNode):
         count.
       old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and what it should have said;
         None without a critic.
+      dense_old_logprobs: as old_logprobs, of `UpdateConfig.dense_learner`; None without one.
     """
 
     trajectory: Trajectory
@@ -62,6 +63,7 @@ class TrainBatch(struct.PyTreeNode):
     counted_rows: Bool[Array, " batch"] | None = None
     old_values: Float[Array, "batch R"] | None = None
     returns: Float[Array, "batch R"] | None = None
+    dense_old_logprobs: Float[Array, "batch R"] | None = None
 
 
 def init_state(

@@ -95,6 +95,7 @@ class Workload:
       minibatches: optimizer steps that share the rows.
       microbatch_size: rows of one forward and backward pass.
       distill: the second track.
+      dense_learner: whether a dense learner trains the same weights.
       learns: False: an evaluation, during which the optimizer's state is there but no update.
       mesh: how all is split; None: one device.
       platform: the platform that it will run on; None: that of JAX.
@@ -112,6 +113,7 @@ class Workload:
     minibatches: int = 1
     microbatch_size: int | None = None
     distill: DistillConfig | None = None
+    dense_learner: bool = False
     learns: bool = True
     mesh: Mesh | AbstractMesh | None = None
     platform: Platform | None = None
@@ -281,6 +283,10 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         more = learner.teacher(work.distill)
         activations = activations + more[0]
         logits = logits + more[1]
+    if work.dense_learner:
+        # A forward and backward pass of its own, of all rows.
+        activations = activations + learner.activations()
+        logits = logits + learner.logits()
     trained = trained_params(params)
     # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
     gradients = tree_bytes(jax.eval_shape(widened, trained), work.mesh)
@@ -335,6 +341,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         minibatches=config.minibatches,
         microbatch_size=update.microbatch_size,
         distill=update.distill,
+        dense_learner=update.dense_learner is not None,
         mesh=loop.mesh,
     )
 

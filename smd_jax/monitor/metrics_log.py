@@ -67,6 +67,7 @@ METRICS: dict[str, str] = {
     "loss": "policy loss, less the weighted entropy bonus, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
+    "loss/dense_avg": "policy loss of a dense learner on the same weights, before its share",
     "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",

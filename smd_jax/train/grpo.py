@@ -126,7 +126,8 @@ class GRPOLoop(PolicyLoop):
     def _batch(
         self, params: Params, trajectory: Trajectory, advantages: jax.Array, counted_rows: jax.Array | None
     ) -> TrainBatch:
-        return TrainBatch(trajectory, advantages, self.old_logprobs(params, trajectory), counted_rows)
+        old, dense_old = self.old_logprobs(params, trajectory), self.dense_old_logprobs(params, trajectory)
+        return TrainBatch(trajectory, advantages, old, counted_rows, dense_old_logprobs=dense_old)
 
     def known_advantages(self, samples: Samples) -> np.ndarray:
         there = samples.rewarded_rows
@@ -152,6 +153,12 @@ class GRPOLoop(PolicyLoop):
             return trajectory.logprobs
         # A single step is taken at the rollout's parameters: the update finds these log-probabilities itself.
         return self.replay(params, trajectory) if self.config.steps_per_rollout > 1 else None
+
+    def dense_old_logprobs(self, params: Params, trajectory: Trajectory) -> jax.Array | None:
+        """The same of a dense learner on the same weights; None where there is none, or a single step finds them."""
+        if self.config.update.dense_learner is None or self.config.steps_per_rollout == 1:
+            return None
+        return self.dense_replay(params, trajectory)
 
 
 def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:

@@ -73,6 +73,13 @@ class PolicyLoop(Loop):
         return make_replay(self.model, config.update.visibility, rows)
 
     @cached_property
+    def dense_replay(self) -> ReplayFunction:
+        """The dense policy's log-probabilities of a rollout, as `replay`."""
+        config = self.config
+        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
+        return make_replay(self.model, "dense", rows)
+
+    @cached_property
     def reference_replay(self) -> ReplayFunction:
         """The log-probabilities of a rollout under the reference policy, as `replay`."""
         config = self.config
