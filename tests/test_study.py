@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import smd_jax as smd
+from smd_jax.testing import random_params
 from study import grid, runs
 from study.arms import ARMS, arms_of
 from study.command import QUICK, StudyArgs, grid_of, narrowed
 from study.files import read_rows, write_rows
 from study.grid import Cell, Grid, best_rate
 from study.intervals import estimate, paired
-from study.problems import PROBLEMS, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
+from study.mixed import MixedLoop
+from study.problems import PROBLEMS, CopySums, Rows, RunningSums, Sorting, Walk, problem_of, tokenizer
 from study.runs import DECODINGS, Job
 from study.samplers import POLICIES, Sampler, sampler_of
 
@@ -154,8 +160,38 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
 
 
 def test_arms_are_all_different():
-    assert len({(repr(arm.update), arm.full_cache, arm.trains) for arm in ARMS}) == len(ARMS)
+    assert len({(repr(arm.update), arm.dense_share, arm.full_cache, arm.trains) for arm in ARMS}) == len(ARMS)
     assert len({arm.name for arm in ARMS}) == len(ARMS)
+
+
+def test_two_learners_on_one_set_of_weights():
+    """A share of 0 is the one learner, 1 the other, and a half has the mean of their gradients."""
+    tis, shadow, mixed = (
+        Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, QUICK) for arm in arms_of(("tis", "shadow", "mixed-50"))
+    )
+    params = random_params(CELL.problem.model_config(), 0)
+    made = runs.make_loop(mixed)
+    assert isinstance(made, MixedLoop)
+    plain = {"optimizer": optax.sgd(1.0), "mesh": made.mesh}
+    loops = [replace(runs.make_loop(job), **plain) for job in (shadow, tis)]
+    loops += [replace(made, **plain, share=share) for share in (0.0, 1.0, 0.5)]
+    steps = []
+
+    def reward(self: Rows, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [sum(map(ord, text)) % 7 / 7 for text in completions]  # of a task that fresh parameters cannot do
+
+    for loop in loops:
+        state = smd.init_state(jax.tree.map(jnp.copy, params), loop.optimizer, jax.random.key(0))
+        with mock.patch.object(Rows, "reward", reward):
+            new, metrics = loop.step(state)
+        assert metrics["mismatch_kl"] >= 0
+        steps.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(new.params)]))
+    before = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
+    ours, theirs, none, whole, half = (step - before for step in steps)
+    assert np.abs(ours - theirs).max() > 1e-4, "the two differ"
+    np.testing.assert_allclose(none, ours, atol=1e-7)
+    np.testing.assert_allclose(whole, theirs, atol=1e-7)
+    np.testing.assert_allclose(half, (ours + theirs) / 2, atol=1e-7)
 
 
 # --- intervals

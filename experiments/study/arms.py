@@ -25,6 +25,7 @@ class Arm:
       teacher: the second track: which divergence pulls the learner to a policy with its full context; None: none.
       teacher_coef: its weight in the loss.
       policy_coef: weight of the policy loss; 0 leaves the teacher alone.
+      dense_share: share of a dense learner's loss with token weights (TIS) beside the arm's own, see `study/mixed.py`.
       full_cache: the sampler evicts nothing: what an unlimited cache would have given.
       trains: False: the start, as it is.
     """
@@ -35,6 +36,7 @@ class Arm:
     teacher: Direction | None = None
     teacher_coef: float = 0.1
     policy_coef: float = 1.0
+    dense_share: float = 0.0
     full_cache: bool = False
     trains: bool = True
 
@@ -77,6 +79,9 @@ ARMS = (
     Arm("shadow-forward", "shadow", smd.corrections.Shadow(), "forward"),
     Arm("shadow-reverse", "shadow", smd.corrections.Shadow(), "reverse"),
     Arm("shadow-published", "shadow", smd.corrections.Shadow(), "published"),
+    Arm("mixed-20", "shadow", smd.corrections.Shadow(), dense_share=0.2),
+    Arm("mixed-50", "shadow", smd.corrections.Shadow(), dense_share=0.5),
+    Arm("mixed-80", "shadow", smd.corrections.Shadow(), dense_share=0.8),
     Arm("anchor-alone", "shadow", smd.corrections.Shadow(), "anchor", policy_coef=0.0),  # distillation without reward
     Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
 )

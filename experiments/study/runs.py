@@ -30,6 +30,7 @@ from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 from study.arms import Arm
 from study.files import Row, number, write_text
+from study.mixed import MixedLoop
 from study.problems import Problem, Split, tokenizer
 from study.samplers import FULL_CACHE, Sampler
 
@@ -219,8 +220,11 @@ def make_loop(job: Job) -> smd.GRPOLoop:
         minibatches=sizes.minibatches,
         seed=job.seed,
     )
-    model = smd.Decoder(job.problem.model_config())
-    return smd.GRPOLoop(model, job.problem.rows("train"), tokens, make_optimizer(job), config)
+    parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokens, make_optimizer(job), config
+    if not job.arm.dense_share:
+        return smd.GRPOLoop(*parts)
+    dense = smd.UpdateConfig("dense", correction=smd.corrections.TIS())
+    return MixedLoop(*parts, dense=dense, share=job.arm.dense_share)
 
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
