@@ -49,6 +49,7 @@ MEASURED = (
     "rollout_corr/eff_sample_size",
     "rollout_corr/rollout_rs_masked_fraction",
     "sampling/sampling_logp_difference/max",
+    "evictions/logp_difference/max",
 )
 
 
