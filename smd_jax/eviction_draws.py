@@ -83,7 +83,7 @@ def candidates(
     columns = jnp.arange(evicted_at.shape[-1], dtype=jnp.int32)
     # A key whose window ends here was not there to be drawn: it has no order.
     goes = (evicted_at[:, :, None] == boundary) & (order[:, :, None] != STAYED)
-    stays = (columns < boundary) & (evicted_at[:, :, None] > boundary)
+    stays = (columns[None, None, None] < boundary) & (evicted_at[:, :, None] > boundary)
     return goes | stays, goes
 
 
