@@ -45,6 +45,15 @@ CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
 
+# What an evaluation logs of each way of decoding, as `eval/{name}/{metric}`.
+EVALUATION_METRICS: dict[str, str] = {
+    "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
+    "reward_low": "lower end of its 95 % interval, over prompts",
+    "reward_high": "upper end of the same",
+    "mean_length": "mean length of a completion, tokens",
+    "clipped_ratio": "share of completions that hit the length limit before EOS",
+}
+
 
 def sampler_learner_metrics(
     sampler_logprobs: Float[Array, "batch response"],

@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 import smd_jax as smd
-from smd_jax.commands import config_file
+from smd_jax.commands import config_file, fitting
 from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, OnlineDpo, ReferenceArgs, SamplerArgs
-from smd_jax.commands.choices import eviction_policy, loss_config, update_config
+from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
-from smd_jax.commands.errors import FLAGS, with_flags
+from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
 from smd_jax.commands.plot import main as plot
-from smd_jax.commands.train import main
-from smd_jax.eviction.policies import Dense, StreamingLLM
+from smd_jax.commands.prepare import prepare
+from smd_jax.commands.task_source import held_out_choice, task_choice
+from smd_jax.commands.train import main, run_settings
+from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.memory.plan import show_bytes
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
-from smd_jax.testing import tiny_model_config, write_random_checkpoint
+from smd_jax.tasks.build import TaskChoice
+from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from smd_jax.train import checkpoint
+from smd_jax.train.policy_loop import PolicyLoop
+from tests.hub_files import questions, write_lines
 
 NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
 SORT = ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
 SMALL = ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "5", "--budget", "12"]
 SMALL += ["--buffer", "2", "--eviction", "h2o", "--dataset-size", "20"]
+SMALL += ["--reward-timeout", "None"]  # no process for the reward, which takes seconds to start
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    config = tiny_model_config(num_layers=1, max_positions=512)
+    config = tiny_model_config(num_layers=1, max_positions=2048)
     write_random_checkpoint(directory, config=config)
     return directory
 
@@ -92,7 +102,51 @@ def test_a_preset_stands_before_the_file_and_the_flags(tmp_path: Path):
 )
 def test_presets_are_read(name: str):
     _, args = parse(["--preset", name, *NEEDED])
-    assert args.data == DataArgs("reasoning_gym:chain_sum")
+    assert args.data.dataset == "reasoning_gym:chain_sum"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "lora", "sums", "countdown", "sorting"])
+def test_presets_need_a_model_alone(name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--preset", name, "--model", str(model), "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    if name in ("gsm8k", "lora"):  # the rows are those of the Hub, in its layout
+        rows = str(write_lines(tmp_path / "rows.jsonl", questions(4)))
+        words += ["--dataset-source", rows, "--eval-source", rows]
+    else:
+        words += ["--dataset-size", "20"]
+    main(words)
+    assert "--- prompt 2" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_its_own(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bare, tokenizer = tmp_path / "bare", tmp_path / "tokenizer"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, bare / name)
+    byte_tokenizer(chat=False).save_pretrained(tokenizer)
+    run = tmp_path / "run"
+    words = ["grpo", "--model", str(bare), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"]
+    said = error_of(words, capsys)
+    assert "--model: expected a tokenizer" in said and "--tokenizer names another" in said
+    assert "--tokenizer: expected a tokenizer" in error_of([*words, "--tokenizer", str(bare)], capsys)
+    assert "--tokenizer: expected a" in error_of([*words, "--tokenizer", "./nowhere"], capsys)
+    main([*words, "--tokenizer", str(tokenizer)])
+    export([str(run), "--out", str(tmp_path / "again")])
+    for written in (run / "model", tmp_path / "again"):
+        found = AutoTokenizer.from_pretrained(written)
+        assert found.encode("ab") == [97, 98] and found.chat_template is None
+        config = json.loads((written / "config.json").read_text())
+        assert (config["eos_token_id"], config["pad_token_id"]) == (258, 256)
+
+
+def test_runs_of_all_seeds_can_share_held_out_rows():
+    def held_out(*more: str) -> TaskChoice:
+        _, args = parse(["grpo", *NEEDED, *more])
+        return held_out_choice(args.evaluation, task_choice(args.data, args.run.seed))
+
+    assert held_out("--seed", "3") == dataclasses.replace(held_out(), seed=3)
+    assert held_out("--seed", "3", "--eval-seed", "0") == held_out()
+    with pytest.raises(UserError, match="expected --eval-seed with reasoning_gym:NAME alone"):
+        held_out("--dataset", "gsm8k", "--eval-seed", "0")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +171,9 @@ def test_what_a_file_gets_wrong(text: str | None, said: str, tmp_path: Path, cap
 def test_names_become_the_librarys_objects():
     assert isinstance(eviction_policy(SamplerArgs(eviction="dense")), Dense)
     assert eviction_policy(SamplerArgs(eviction="streaming_llm", sinks=2)) == StreamingLLM(2)
+    # What an evaluation names is protected as in training.
+    assert with_sinks(SnapKV(), 3) == Protect(SnapKV(), sinks=3) and with_sinks(SnapKV(), 0) == SnapKV()
+    assert with_sinks(StreamingLLM(), 0) == StreamingLLM(0) and with_sinks(Dense(), 4) == Dense()
     policy = eviction_policy(SamplerArgs(pyramid=True))
     assert isinstance(policy, Pyramid) and isinstance(policy.inner, Protect) and policy.inner.sinks == 4
     reference = ReferenceArgs()
@@ -204,6 +261,53 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert jax.tree.structure(first) == jax.tree.structure(after)
     plot([str(run), "--out", str(tmp_path / "page.html")])
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
+
+
+def planned_words(model: Path, run: Path, *more: str) -> list[str]:
+    words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"]
+    return [*words, "--eval-steps", "1", "--eval-rows", "4", *more]
+
+
+def test_without_memory_a_run_takes_what_there_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    _, args = parse(planned_words(model, run, "--dry-run"))
+    whole = prepare(args)
+    assert whole.plan is not None and whole.chosen is not None and whole.chosen.startswith("everything fits as it is")
+    assert isinstance(whole.loop, PolicyLoop)
+    assert (whole.loop.config.update.microbatch_size, whole.loop.config.decode_rows) == (None, None)
+    less = whole.plan.total - 1
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: less)
+    main(planned_words(model, run, "--dry-run"))
+    said = capsys.readouterr().out
+    assert f"microbatch 4 of 8 rows, so that an update fits into {show_bytes(less)}" in said
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 1000)
+    assert "expected a plan of at most 1000 B" in error_of(planned_words(model, run, "--dry-run"), capsys)
+    main(planned_words(model, run, "--dry-run", "--memory", "1GiB"))
+    assert "everything fits as it is into 1.00 GiB" in capsys.readouterr().out
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: None)
+    assert prepare(args).chosen is None
+
+
+def test_a_run_goes_on_with_its_microbatch_on_another_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where it decides which rows the teacher reads."""
+    words = planned_words(model, tmp_path, "--distill", "anchor", "--distill-fraction", "0.5")
+    _, args = parse(words)
+    ready = prepare(args)
+    assert isinstance(ready.loop, PolicyLoop)
+    update = dataclasses.replace(ready.loop.config.update, microbatch_size=4)
+    loop = dataclasses.replace(ready.loop, config=dataclasses.replace(ready.loop.config, update=update))
+    checkpoint.save(
+        tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop)[0]
+    )
+    _, again = parse([*words, "--resume"])
+    # Here all rows fit.
+    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 2**40)
+    resumed = prepare(again).loop
+    assert run_settings(again, resumed)[0] == run_settings(args, loop)[0]
 
 
 def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[str]):

@@ -152,6 +152,24 @@ def test_a_column_that_a_later_line_lacks(tmp_path: Path):
     assert read(DataSource(str(path)))[6] == {"question": "?"}
 
 
+def test_rows_with_more_fields_than_the_header(tmp_path: Path):
+    """pandas takes the first column for row labels then, and the prompt would be another column's."""
+    (tmp_path / "rows.csv").write_text("prompt,answer\nWell, what?,1\n")
+    (tmp_path / "quoted.csv").write_text('prompt,answer\n"Well, what?",1\n')
+    with pytest.raises(ValueError, match=r"expected 2 fields in every row, .*; got 3 in the first row. Put quotes"):
+        load_rows(DataSource(str(tmp_path / "rows.csv")))
+    quoted = load_rows(DataSource(str(tmp_path / "quoted.csv")))
+    assert next(iter(quoted)) == {"prompt": "Well, what?", "answer": 1}
+
+
+def test_a_list_named_as_lines_and_a_byte_order_mark(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('[\n{"prompt": "a"}\n]\n')
+    with pytest.raises(ValueError, match=r"line 1: expected a JSON object; .*one list of objects is named \*.json"):
+        load_rows(DataSource(str(tmp_path / "rows.jsonl")))
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert load_rows(DataSource(str(tmp_path / "marked.jsonl"))) == [{"prompt": "a"}]
+
+
 def test_a_broken_line_is_named(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n{"question": \n')
     expect(ValueError, "rows.jsonl, line 2: expected a JSON object", tmp_path / "rows.jsonl")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smd_jax.tasks.dataset_task import DatasetTask, StreamTask, first_rows
-from smd_jax.tasks.lengths import PromptLimit, select_prompts
+from smd_jax.tasks.lengths import PromptCounts, PromptLimit, select_prompts, usable_lengths
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import DataSource, RowStream, load_rows
 from smd_jax.tasks.task import (
@@ -126,6 +126,23 @@ def test_lengths_are_those_that_the_model_sees():
     frame = len(CHAT.encode(prompt_text({"prompt": ""}, CHAT), add_special_tokens=False))
     assert frame > 10
     assert prompt_lengths(sized_task(), CHAT).tolist() == [frame + size for size in SIZES]
+
+
+def test_prompts_that_say_nothing_are_empty_whatever_the_template_makes_of_them():
+    prompts = ["a", "", " \n", [{"role": "user", "content": "b"}], [{"role": "user", "content": ""}]]
+    task = new_task([{"prompt": prompt} for prompt in prompts])
+    lengths = usable_lengths(task, CHAT)
+    assert lengths.tolist() == [lengths[0], 0, 0, lengths[0], 0] and lengths[0] > 10
+    _, counts = select_prompts(task, lengths, 100)
+    assert (counts.kept, counts.empty) == (2, 3)
+    limit, seen = PromptLimit(CHAT, 100), PromptCounts()
+    assert [limit.takes(task[i], seen, "") for i in range(5)] == [True, False, False, True, False] and seen.empty == 3
+
+
+@pytest.mark.parametrize("prompt", ["\ud83d", [{"role": "user", "content": "\udc00"}]])
+def test_half_a_character(prompt):
+    with pytest.raises(ValueError, match="row 0: expected a prompt of whole characters; got"):
+        new_task([{"prompt": prompt}])
 
 
 def test_prompts_that_are_too_long_or_empty_are_dropped_with_counts():

@@ -15,7 +15,10 @@ import pytest
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.plan import Workload, fit_evaluator, plan_memory
+from smd_jax.memory.fit import fit_evaluator
+from smd_jax.memory.plan import Workload, plan_memory
+from smd_jax.metrics import EVALUATION_METRICS
+from smd_jax.monitor.metrics_log import METRICS, meaning
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
@@ -25,14 +28,13 @@ from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
 from smd_jax.train.decoding import POLICIES, Decode, as_trained, parse_decode, parse_decodes
 from smd_jax.train.evaluation import (
-    EVALUATION_METRICS,
     Evaluated,
     EvaluationConfig,
     Evaluator,
     every_evaluation,
     mean_interval,
 )
-from smd_jax.train.loop import encode_rows
+from smd_jax.train.grading import encode_rows
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -120,6 +122,10 @@ def test_in_a_run(params):
     state = TrainState(jnp.int32(0), params, (), None, jax.random.key(0))
     metrics = every_evaluation(new_loop(), evaluator(decodes=DECODES))(state)
     assert set(metrics) == {f"eval/{name}/{metric}" for name in ("dense", "short") for metric in EVALUATION_METRICS}
+    for name in metrics:
+        assert meaning(name) == METRICS["eval/{name}/" + name.rpartition("/")[2]] != ""
+    assert meaning("reward") == METRICS["reward"] and meaning("eval/dense/unknown") == meaning("mine") == ""
+    assert meaning("rewards/format/std") == METRICS["rewards/{name}/std"]
     evaluator(decodes=DECODES[:1]).run(params, report=lambda *x: seen.append(x))
     assert seen == [("dense", 4, 7), ("dense", 7, 7)]
 

@@ -1,8 +1,7 @@
-"""What the studies share: errors in the words of their flags, and where a result comes from."""
+"""What the studies share: mistakes are found early, and results say where they come from."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import subprocess
@@ -23,34 +22,22 @@ def module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-@dataclasses.dataclass
-class Args:
-    microbatch: int = 1
-    runs: Path = Path()
-
-
-def test_an_option_is_explained_by_the_flag_that_the_script_has():
-    said = module("flags").explanation("lower microbatch_size or prefill_chunk", Args)
-    assert said == "lower microbatch_size or prefill_chunk\nIn flags: microbatch_size is --microbatch."
-    # "buffer" is a word of the message here, and no flag of this script.
-    assert module("flags").explanation("a buffer is full", Args) == "a buffer is full"
-
-
-def test_what_cannot_be_ends_in_a_message_and_status_2(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as end, module("flags").explained(Args):
-        raise FileExistsError("expected no earlier run; name another directory")
-    assert end.value.code == 2
-    said = "expected no earlier run; name another directory\nIn flags: directory is --runs.\n"
-    assert capsys.readouterr().err == said
-    with pytest.raises(TypeError), module("flags").explained(Args):  # a bug keeps its traceback
-        raise TypeError
-
-
-def test_too_little_memory_is_one_message(tmp_path: Path):
-    command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--memory", "1KiB", "--runs", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
+        (["--memory", "lots"], "as in 80GiB; got 'lots'"),
+        (["--runs", "FILE"], "directory is --runs"),
+    ],
+)
+def test_the_quickstart_finds_mistakes_before_the_warm_start(more: list[str], said: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    more = [str(tmp_path / "file") if word == "FILE" else word for word in more]
+    command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--runs", str(tmp_path / "runs"), *more]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and "expected a plan of at most 1.00 KiB" in done.stderr
+    assert "Traceback" not in done.stderr and said in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "runs").exists()
 
 
 INTEL = """processor\t: 0

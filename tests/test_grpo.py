@@ -22,7 +22,7 @@ from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.masks import Mask
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS
+from smd_jax.metrics import EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
@@ -101,12 +101,13 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
 
 
 def test_every_metric_has_its_line_in_the_table():
-    """With all terms of the loss; evaluation is the script's, memory the run's."""
+    """With all terms of the loss; evaluations and memory are the run's."""
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
     of_others = {"eval/sparse", "eval/dense", "rewards/{name}/mean", "rewards/{name}/std"}
     of_others |= {"dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
+    of_others |= {f"eval/{{name}}/{name}" for name in EVALUATION_METRICS}
     of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
     of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others

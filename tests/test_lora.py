@@ -29,6 +29,7 @@ from smd_jax.memory.plan import param_shapes, plan_memory
 from smd_jax.memory.sampler import tree_bytes
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of
+from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
 from smd_jax.model.weights import save_checkpoint
@@ -250,6 +251,22 @@ def test_the_plan_counts_adapters():
     assert abs(named - compiled.arguments) < 128, "all but a few scalars"
     worked = planned.gradients + planned.activations + planned.logits + planned.sampler_weights
     assert 0.9 < worked / compiled.temporary < 1.25, (planned, compiled)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_the_plan_counts_a_reference_that_follows_adapters(critic: bool):
+    """A second set of adapters, in rollout and update."""
+
+    def begun(params: Params) -> tuple[Params, Any]:
+        params = add_lora(params, LoraConfig(rank=8, alpha=8.0), jax.random.key(0))
+        params = add_value_head(params, WIDE_MODEL.config) if critic else params
+        return params, init_state(params, OPTIMIZER, jax.random.key(0), reference=params).reference
+
+    params, reference = jax.eval_shape(begun, param_shapes(WIDE_MODEL))
+    frozen = plan_memory(dataclasses.replace(WORK, reference=True), params)
+    follows = plan_memory(dataclasses.replace(WORK, reference=True, reference_follows=True), params)
+    assert frozen.reference == 0 and follows.reference == tree_bytes(reference) > 0
+    assert follows.rollout - frozen.rollout == follows.update - frozen.update == follows.reference
 
 
 # --- the base as reference and teacher

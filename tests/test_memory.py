@@ -31,11 +31,7 @@ from smd_jax.memory import plan as memory
 from smd_jax.memory.plan import (
     MemoryPlan,
     Workload,
-    check_memory,
     device_memory,
-    fit_decode_rows,
-    fit_evaluation,
-    fit_loop,
     largest_batch,
     parse_bytes,
     plan_memory,
@@ -55,9 +51,6 @@ from smd_jax.sharding import AXES, make_mesh, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.trajectory import Trajectory
-from tests.toy_loop import CONFIG as LOOP
-from tests.toy_loop import MODEL as LOOP_MODEL
-from tests.toy_loop import new_loop
 
 SHAPE = tiny_model_config(
     vocab_size=256, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=4, head_dim=32, max_positions=8192
@@ -356,46 +349,6 @@ def test_weights_are_cast_once():
     assert cast_bytes(params, half, "cpu") == 6 * count, "in float32 too, in which a CPU multiplies"
 
 
-# --- what fits
-
-
-def test_as_many_rows_as_fit():
-    work = Workload(MODEL, RKV(window=4), SIZES, 64, rows=100, prefill_rows=8)
-    params = param_shapes(MODEL)
-    needed = {slots: plan_memory(work, params, slots).total for slots in (1, 2, 13, 14, 64, 80, 96, 100)}
-    assert list(needed.values()) == sorted(set(needed.values()))
-    for slots, more in ((1, 2), (13, 14), (64, 80), (80, 96), (96, 100)):
-        assert fit_decode_rows(needed[slots], work, params) == slots
-        assert fit_decode_rows(needed[more] - 1, work, params) == slots
-    assert fit_decode_rows(10 * needed[100], work, params) == 100, "not more than there are"
-
-
-def test_rows_that_fit_divide_over_the_devices():
-    mesh = make_mesh(2, 2)
-    work = Workload(MODEL, H2O(), SIZES, 64, rows=128, prefill_rows=8, mesh=mesh)
-    params = param_shapes(MODEL)
-    available = plan_memory(work, params, 64).total
-    assert fit_decode_rows(available + 1000, work, params) == 64
-    assert fit_decode_rows(available - 1, work, params) == 60
-
-
-def test_too_little_memory_says_what_helps():
-    params = param_shapes(MODEL)
-    work = replace(WORK, policy=H2O(), rows=8)
-    with pytest.raises(
-        ValueError, match=r"expected a plan of at most 8\.00 MiB on each device; got one of .* MiB in"
-    ) as e:
-        fit_decode_rows(parse_bytes("8MiB"), work, params)
-    planned = plan_memory(work, params, 1)
-    assert f"{show_bytes(planned.total - 8 * 2**20)} more than there is" in str(e.value)
-    assert "1 decode rows" in str(e.value)
-    assert f"activations, {show_bytes(planned.activations)}: lower microbatch_size of the update" in str(e.value)
-    sampling = Workload(MODEL, Dense(), replace(SIZES, max_new_tokens=8000), 64, rows=64)
-    with pytest.raises(ValueError, match=r"Largest part: cache, .*: lower budget or buffer .* or decode_rows"):
-        check_memory(plan_memory(sampling, params), parse_bytes("64MiB"))
-    check_memory(planned, planned.total)
-
-
 def test_the_largest_batch_by_hand():
     """Weights of 4 bytes; a row has 2 layers, 2 heads and 64 + 32 slots of 2 * 32 numbers and one column."""
     weights, row = 4 * sum(x.size for x in jax.tree.leaves(param_shapes(MODEL))), 2 * 2 * 96 * (2 * 32 * 4 + 4)
@@ -405,66 +358,6 @@ def test_the_largest_batch_by_hand():
     assert largest_batch(weights - 1, *sizes) == 0
     dense = largest_batch(weights + 10**9, SHAPE, Dense(), SIZES, 64)
     assert largest_batch(weights + 10**9, *sizes) / dense == pytest.approx(512 / 96, rel=0.01)
-
-
-def test_a_loop_gets_its_decode_rows():
-    loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params = param_shapes(LOOP_MODEL)
-    same, planned = fit_loop(loop, params, None)
-    assert same is loop and planned.decode_rows == 32
-    work = replace(memory.workload_of(loop), prefill_rows=8)
-    fitted, planned = fit_loop(loop, params, plan_memory(work, params, 32).total)
-    assert (fitted.config.decode_rows, planned.decode_rows) == (32, 32)
-    one = plan_memory(work, params, 1)
-    if one.rollout > one.update:
-        fitted, _ = fit_loop(loop, params, one.rollout)
-        assert fitted.config.decode_rows == 1
-    with pytest.raises(ValueError, match="more than there is"):
-        fit_loop(loop, params, 1000)
-
-
-def test_a_loop_gets_its_microbatch():
-    loop = new_loop(replace(LOOP, prompts_per_step=8))
-    params = param_shapes(LOOP_MODEL)
-    work = memory.workload_of(loop)
-
-    def update(microbatch: int | None) -> int:
-        return plan_memory(replace(work, microbatch_size=microbatch), params, 1).update
-
-    def chosen(loop: Any, memory_bytes: int) -> tuple[int | None, int]:
-        fitted, planned = fit_loop(loop, params, memory_bytes)
-        return fitted.config.update.microbatch_size, planned.microbatch
-
-    assert update(4) < update(8) < update(16) < update(None)
-    assert chosen(loop, update(None)) == (None, 32)
-    assert chosen(loop, update(16)) == (16, 16) and chosen(loop, update(16) - 1) == (8, 8)
-    # A half of the rows of a microbatch must be whole; a microbatch that is set stays.
-    halves = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(distill=DistillConfig(fraction=0.5))))
-    assert list(memory._microbatches(halves, 32)) == [32, 16, 8, 4, 2]
-    fixed = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=8)))
-    assert chosen(fixed, update(16)) == (8, 8)
-    with pytest.raises(ValueError, match="more than there is"):
-        fit_loop(fixed, params, update(8) - 1)
-
-
-def test_an_evaluation_needs_no_room_for_an_update():
-    loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params, full = param_shapes(LOOP_MODEL), LOOP.rollout
-    work = replace(memory.workload_of(loop), policy=Dense(), prefill_rows=8, learns=False)
-    planned = plan_memory(work, params, 5)
-    assert planned.update < planned.rollout and planned.optimizer > 0
-    dense = fit_evaluation(loop, params, planned.total, policy=Dense(), config=full)
-    assert (dense.config.decode_rows, dense.config.policy) == (5, Dense())
-    assert fit_evaluation(loop, params, None, policy=Dense(), config=full).config.decode_rows is None
-
-
-def test_a_loop_that_cannot_fit_the_device_is_refused(monkeypatch: pytest.MonkeyPatch):
-    loop = new_loop()
-    monkeypatch.setattr(memory, "device_memory", lambda: 1000)
-    with pytest.raises(ValueError, match=r"expected a plan of at most 1000 B on each device"):
-        fit_loop(loop, param_shapes(LOOP_MODEL), None)
-    monkeypatch.setattr(memory, "device_memory", lambda: None)
-    fit_loop(loop, param_shapes(LOOP_MODEL), None)
 
 
 def test_shapes_of_parameters():

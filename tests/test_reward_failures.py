@@ -13,8 +13,8 @@ from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signa
 from smd_jax.losses.pairs import best_worst
 from smd_jax.metrics import reward_metrics
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from smd_jax.train.grading import part_metrics
 from smd_jax.train.grpo import GRPOLoop, fullest
-from smd_jax.train.loop import part_metrics
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, TASK, new_loop, new_state

@@ -172,6 +172,31 @@ def test_a_scalar_is_no_list():
         graded(here(reward_cases.mean_of_all, max_failed=0.5), ["ab", "cd"])
 
 
+@pytest.mark.parametrize("returned", [[1.0], [1.0] * 3])
+def test_another_number_that_no_row_explains_is_no_reward_of_any(returned):
+    """Such as one mean of all in a list: of each completion alone it would look like a reward."""
+    rewards = here(lambda completions: [1.0] if len(completions) == 1 else returned)
+    with pytest.warns(RewardWarning, match=f"expected 2 rewards, one per completion; got {len(returned)}"):
+        got = graded(rewards, ["a", "b"])
+    assert numbers(got.rewards) == [None, None]
+
+
+@pytest.mark.parametrize("returned", ["12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}])
+def test_what_is_iterable_and_no_list(returned):
+    with pytest.warns(RewardWarning, match="expected a list of [12] rewards, one per completion; got"):
+        got = graded(here(lambda completions: returned), ["a", "b"])
+    assert numbers(got.rewards) == [None, None]
+
+
+def test_the_form_of_a_completion_is_said_where_it_may_be_the_reason():
+    with pytest.warns(
+        RewardWarning, match="TypeError: .*; its prompt is 'p'; the completion is a text as the prompt is"
+    ):
+        graded(here(reward_cases.content), ["a"])
+    with pytest.warns(RewardWarning, match="the completion is messages, .*'content': text}], as the prompt is"):
+        graded(here(lambda completions: [text.strip() for text in completions]), ["a"], [CHAT])
+
+
 def test_a_function_that_fails_on_all_together_only():
     rewards = here(reward_cases.afraid_of_company)
     with pytest.warns(

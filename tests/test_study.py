@@ -24,7 +24,7 @@ from study.files import read_rows, write_rows
 from study.grid import Cell, Grid, best_rate
 from study.intervals import estimate, paired
 from study.mixed import MixedLoop
-from study.problems import PROBLEMS, CopySums, Rows, RunningSums, Sorting, Walk, problem_of, tokenizer
+from study.problems import PROBLEMS, WALK_EDGES, CopySums, Rows, RunningSums, Sorting, Walk, problem_of, tokenizer
 from study.runs import DECODINGS, Job
 from study.samplers import POLICIES, Sampler, sampler_of
 
@@ -258,11 +258,15 @@ def test_answers():
 
 
 def test_walk_by_hand():
-    prompt = "abbccaacbbba=a"
+    # Nodes a to f; the edges ab, ac, … have the characters 0, 1, …, those from c on g, h, ….
+    assert [WALK_EDGES[edge] for edge in ("ab", "ac", "ba", "bc", "ca", "cb")] == ["0", "1", "5", "6", "g", "h"]
+    prompt = "06g15" + "a"  # ab, bc, ca, ac, ba; from a
     walk = Walk(4)
-    assert walk.grade(prompt, "bcab", "") == 1.0
-    assert walk.grade(prompt, "bcbc", "") == 0.75  # there is no edge from c to b
-    assert walk.grade(prompt, "bc", "") == 0.5  # a walk that ends early has fewer right steps
+    assert walk.grade(prompt, "06g1", "") == 1.0  # a b c a c
+    assert walk.grade(prompt, "0h6g", "") == 0.75  # cb is none, and begins elsewhere; from b it goes on
+    assert walk.grade(prompt, "016g", "") == 0.5  # ac is an edge, but not from b; nor does bc begin at c
+    assert walk.grade(prompt, "0=6g", "") == 0.5  # no edge at all, behind which nothing begins
+    assert walk.grade(prompt, "06", "") == 0.5  # a walk that ends early has fewer right steps
 
 
 def test_rows_of_the_splits_differ():

@@ -126,6 +126,25 @@ def test_the_answer_of_a_solution():
         last_boxed(r"\boxed{\frac{1}{2}")
 
 
+@pytest.mark.usefixtures("no_hub")
+def test_other_layouts_of_math(tmp_path: Path):
+    """HuggingFaceH4/MATH-500, and EleutherAI/hendrycks_math with a configuration a subject."""
+    problem = {"problem": "What is half of $1$?", "solution": r"$\boxed{\frac{1}{2}}$"}
+    row = problem | {"answer": r"\frac{1}{2}", "subject": "Algebra", "level": 1, "unique_id": "test/algebra/1.json"}
+    lines = write_lines(tmp_path / "test.jsonl", [row])
+    subjects = {name: {"train": [problem | {"level": "Level 1", "type": name}]} for name in ("algebra", "geometry")}
+    folder = write_hub_folder(tmp_path / "subjects", subjects)
+    for choice in (
+        TaskChoice("math", source=str(lines), held_out=True),
+        TaskChoice("math", source=str(folder), config="geometry"),
+    ):
+        task = build_task(choice)
+        assert isinstance(task, Task)
+        assert rewards(task, task[0], r"\boxed{0.5}", r"\boxed{2}") == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"expected a configuration of .*, one of \['algebra', 'geometry'\]; got None"):
+        build_task(TaskChoice("math", source=str(folder)))
+
+
 def test_a_row_that_is_not_of_the_preset_is_named(tmp_path: Path):
     path = write_lines(tmp_path / "rows.jsonl", [*questions(2), {"question": "?", "answer": "two"}])
     task = build_task(TaskChoice("gsm8k", source=str(path)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,3 +93,13 @@ def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
 def run(grid: Grid, args: StudyArgs) -> list[dict[str, object]]:
     """The rows: made, or with `--collect` those that are kept."""
     return grid.collect() if args.collect else grid.run()
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Ends a script with one message and exit status 2 where its arguments ask for what there is not."""
+    try:
+        yield
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error

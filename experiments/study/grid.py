@@ -8,6 +8,7 @@ reported, and judged on rows of their own.
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import shlex
@@ -31,12 +32,27 @@ PILOT_SEEDS = (100, 101)
 
 @dataclass(frozen=True)
 class Cell:
-    """Where arms are compared: a problem and a sampler, the arms, and the seeds that are reported."""
+    """Where arms are compared.
+
+    Attributes:
+      seeds: that are reported.
+      pilot: the sampler under which the learning rates of this problem are chosen, for all cells that name it; None:
+        the cell's own.
+    """
 
     problem: Problem
     sampler: Sampler
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
+    pilot: Sampler | None = None
+
+    def job(self, arm: Arm, rate: float, seed: int, sizes: Sizes) -> Job:
+        """A reported run."""
+        return Job(self.problem, self.sampler, arm, rate, seed, False, sizes)
+
+    def pilot_job(self, arm: Arm, rate: float, seed: int, sizes: Sizes) -> Job:
+        """A run that helps to choose a rate."""
+        return Job(self.problem, self.pilot or self.sampler, arm, rate, seed, True, sizes)
 
 
 @dataclass(frozen=True)
@@ -76,8 +92,8 @@ class Grid:
         keep_programs()  # before the workers do, so that one process says where
         pilot = list(self.pilot_jobs())
         with one_core_each(self.workers) as pool:
-            wanted = {(cell.problem, seed) for cell in self.cells for seed in cell.seeds}
-            wanted |= {(job.problem, job.seed) for job in pilot}
+            wanted = {(cell.problem.start_problem, seed) for cell in self.cells for seed in cell.seeds}
+            wanted |= {(job.problem.start_problem, job.seed) for job in pilot}
             work = [
                 functools.partial(start, *key, self.sizes, self.runs.parent / "starts")
                 for key in sorted(wanted, key=repr)
@@ -91,11 +107,15 @@ class Grid:
         """None for an arm that does not train, and where there is nothing to choose."""
         if len(self.rates) == 1:
             return
-        for cell in self.cells:
-            for arm in cell.arms:
-                for rate in self.rates if arm.trains else ():
-                    for seed in self.pilot_seeds:
-                        yield Job(cell.problem, cell.sampler, arm, rate, seed, True, self.sizes)
+        choices = itertools.product(self.cells, self.rates, self.pilot_seeds)
+        jobs = (
+            cell.pilot_job(arm, rate, seed, self.sizes)
+            for cell, rate, seed in choices
+            for arm in cell.arms
+            if arm.trains
+        )
+        # Cells that share a pilot share its jobs.
+        yield from dict.fromkeys(jobs)
 
     def reported_jobs(self) -> Iterable[Job]:
         """Of the arms whose pilot is complete. Seed by seed: after a stop, all arms have the first seeds."""
@@ -105,7 +125,7 @@ class Grid:
                 for arm in cell.arms if place < len(cell.seeds) else ():
                     rate = self.rate(cell, arm)
                     if rate is not None:
-                        yield Job(cell.problem, cell.sampler, arm, rate, cell.seeds[place], False, self.sizes)
+                        yield cell.job(arm, rate, cell.seeds[place], self.sizes)
 
     def rate(self, cell: Cell, arm: Arm) -> float | None:
         """The learning rate that the pilot speaks for; None while it is not complete."""
@@ -113,7 +133,7 @@ class Grid:
             return self.rates[0]
         rewards: dict[float, float] = {}
         for rate in self.rates:
-            jobs = (Job(cell.problem, cell.sampler, arm, rate, seed, True, self.sizes) for seed in self.pilot_seeds)
+            jobs = (cell.pilot_job(arm, rate, seed, self.sizes) for seed in self.pilot_seeds)
             rows = [kept_row(job, self.runs) for job in jobs]
             if any(row is None for row in rows):
                 return None

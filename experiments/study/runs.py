@@ -264,11 +264,13 @@ def evaluated(evaluator: Evaluator, params: Any) -> dict[str, float]:
 def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
     """Parameters of a policy whose dense reward on validation rows has just reached `dense_start`.
 
-    Supervised, with the full cache. Kept, so that all arms of all studies begin there.
+    Supervised, with the full cache. Kept, so that all arms of all studies begin there; one for all problems that share
+    a `start_problem`.
 
     Raises:
       RuntimeError: if it does not get there.
     """
+    problem = problem.start_problem
     folder = starts / problem.label / f"dense-{sizes.dense_start:g}" / f"seed-{seed}"
     settings = (problem, problem.model_config(), sizes.dense_start, sizes.evaluation_rows, sizes.start_steps)
     schedule = optax.linear_schedule(0.0, problem.learning_rate, 30)
@@ -279,21 +281,22 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
         return checkpoint.restore(folder, state, config=settings).state.params
     model = smd.Decoder(config)
     tokens = tokenizer()
-    width = problem.prompt_width + problem.response_width
-    rollout = smd.RolloutConfig(problem.response_width, width, 1, eos_token_id(tokens), pad_token_id(tokens))
+    rollout = smd.RolloutConfig(problem.response_width, 1, 1, eos_token_id(tokens), pad_token_id(tokens))
     evaluation = EvaluationConfig(
         (Decode("dense", FULL_CACHE),), rollout, problem.prompt_width, rows=sizes.evaluation_rows, seed=7
     )
     evaluator = Evaluator(model, problem.rows("validation", sizes.evaluation_rows), tokens, evaluation)
-    rows = problem.rows("train")
     update = make_supervised_update(model, optimizer)
     reward = 0.0
     for step in range(sizes.start_steps):
+        lesson, size = problem.lesson(step)
+        rows = lesson.rows("train")
         # Other rows than those of the rollouts' first steps, which go by the seed itself.
-        batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, 10_000 + seed)]
+        batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
         pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
+        width = lesson.prompt_width + lesson.response_width
         state, _ = update(state, encode_examples(tokens, *pairs, width=width))
-        if step % 20 == 19:
+        if (step + 1) % problem.start_every == 0:
             reward = evaluated(evaluator, state.params)["dense"]
             if reward >= sizes.dense_start:
                 checkpoint.save(folder, step + 1, state, data_position={}, config=settings)

@@ -2,3 +2,13 @@
 
 smd-train grpo --model DIR --dataset NAME      arguments ─► prepare ─► smd_jax.train.run.train
 """
+
+import sys
+from importlib.util import find_spec
+
+# What the commands import at once. Whoever comes here typed the name of a command: a line says more than a traceback.
+_missing = [name for name in ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib") if find_spec(name) is None]
+if _missing:
+    needed = ", ".join(_missing)
+    print(f"the commands of smd_jax need {needed}, not installed here: pip install 'smd_jax[train]'", file=sys.stderr)
+    raise SystemExit(2)

@@ -25,6 +25,7 @@ class ModelArgs:
     """The model, how its numbers are stored, and what of it is trained."""
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
@@ -58,7 +59,9 @@ class RewardArgs:
 
     reward: tuple[str, ...] = ()  # names of docs/rewards.md, or path/to/file.py:function; TRL's signature
     reward_weights: tuple[float, ...] = ()  # one for each; 1 by default
-    reward_timeout: float = 60.0  # seconds of one call of these functions, after which it has failed
+    reward_timeout: float | None = (
+        60.0  # seconds of one call, after which it has failed; None: no limit, no own process
+    )
     max_failed_rewards: float = 0.25  # share of a rollout's completions without a reward that stops the run
     overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; None: a fifth of it
 
@@ -72,6 +75,7 @@ class EvaluationArgs:
     eval_dataset: str | None = None  # None: the rows that the dataset holds back
     eval_source: str | None = None  # as --dataset-source
     eval_split: str | None = None  # as --dataset-split
+    eval_seed: int | None = None  # of a procedural dataset's rows, so that runs of all seeds share them; None: --seed
     eval_decode: tuple[str, ...] = ("sampler", "dense")  # sampler: as in training; dense; or policy:budget[+buffer]
     eval_temperature: float | None = None  # 0: greedy; None: the sampler's
     metric_for_best_model: str | None = None  # a metric such as eval/dense/reward, whose best checkpoint is kept
@@ -94,11 +98,11 @@ class SamplerArgs:
     eviction: PolicyName = "snapkv"  # which keys the cache drops; dense keeps all
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # tokens between two compressions
-    sinks: int = 4  # first keys of a sequence that are always kept, because models look at them for want of others
+    sinks: int = 4  # first keys that are always kept, as models look at them for want of others; in --eval-decode, too
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # tokens of a prompt read at once; None: all
     quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; None: full precision
-    decode_rows: int | None = None  # completions decoded at once, others move up; None: all
+    decode_rows: int | None = None  # completions decoded at once, others move up; None: as many as fit
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,10 @@ class DeviceArgs:
     """Devices, and what they hold."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
-    memory: str | None = None  # of a device, as 80GiB: chooses microbatch and decode_rows
-    microbatch: int | None = None  # rows of one forward and backward pass; None: all
+    memory: str | None = (
+        None  # of a device, as 80GiB; None: all of it, of a CPU 0.8 of the machine's. What does not fit gets smaller
+    )
+    microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
     data_parallel: int = 1  # mesh axis "data"
     fsdp: int = 1  # mesh axis "fsdp"
     tensor: int = 1  # mesh axis "tensor"

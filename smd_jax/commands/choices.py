@@ -62,14 +62,17 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
     Raises:
       ValueError: sinks or a pyramid for a policy without a choice of keys.
     """
-    policy = POLICIES[args.eviction]
+    policy = with_sinks(POLICIES[args.eviction], args.sinks)
+    return wrappers.Pyramid(policy) if args.pyramid and policy.evicts else policy
+
+
+def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
+    """The policy, which always keeps the first `sinks` keys of a sequence."""
     if not policy.evicts:
         return policy
-    if args.eviction == "streaming_llm":
-        policy = policies.StreamingLLM(args.sinks)  # its own, so that they are protected once
-    elif args.sinks:
-        policy = wrappers.Protect(policy, sinks=args.sinks)
-    return wrappers.Pyramid(policy) if args.pyramid else policy
+    if isinstance(policy, policies.StreamingLLM):
+        return policies.StreamingLLM(sinks)  # its own, so that they are protected once
+    return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 
 def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:

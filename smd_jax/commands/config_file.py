@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.trl_names import in_place_of
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
@@ -108,6 +109,9 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
     there = [name for _, names in groups_of(arguments) for name in names]
     for name, value in options.items():
         if name not in there:
+            instead = in_place_of(name)
+            if instead is not None:
+                raise UserError(f"{where}: {instead}")
             near = difflib.get_close_matches(name, there, n=3)
             hint = f"; near are {near}" if near else ""
             raise UserError(f"{where}: expected an option of this algorithm; got {name!r}{hint}")

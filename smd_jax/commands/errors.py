@@ -36,9 +36,12 @@ FLAGS: Mapping[str, str] = {
     "fsdp": "--fsdp",
     "tensor": "--tensor",
     "resume": "--resume",
-    "directory": "--output-dir",
+    "another directory": "--output-dir",
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
+    "seconds=None": "--reward-timeout",
+    "microbatches": "--microbatch",
+    "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
     "learning_rate": "--learning-rate",
     "checkpoint_every": "--save-steps",
@@ -48,7 +51,7 @@ FLAGS: Mapping[str, str] = {
 
 @contextmanager
 def reported(debug: bool) -> Iterator[None]:
-    """Ends the command with one box and exit status 2 where something is a user's to mend.
+    """Ends the command with one box and exit status 2 where something is a user's to mend, and with 130 after Ctrl-C.
 
     Args:
       debug: raise instead, for the traceback.
@@ -60,6 +63,12 @@ def reported(debug: bool) -> Iterator[None]:
             raise
         print_box("error", with_flags(str(error)))
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        # A run under way answers Ctrl-C itself, and saves what it has: this one came before or after.
+        if debug:
+            raise
+        print_box("stopped", "by Ctrl-C")
+        raise SystemExit(130) from None
 
 
 @contextmanager

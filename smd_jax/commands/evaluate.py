@@ -17,11 +17,13 @@ from typing import Any, Literal
 import tyro
 
 from smd_jax.commands.arguments import RewardArgs
+from smd_jax.commands.choices import with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import plain_warnings, reported, users_mistakes
+from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import check_has_reward, parameter, rewards_of
+from smd_jax.commands.task_source import parameter, rewards_of
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
@@ -31,8 +33,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
-from smd_jax.tasks.lengths import select_prompts
-from smd_jax.tasks.task import prompt_lengths
+from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import parse_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
@@ -44,13 +45,16 @@ class Args:
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
     task: str  # as --dataset of smd-train: gsm8k, reasoning_gym:NAME, …
+    tokenizer: str | None = None  # a directory, or an id on the Hub; by default the model's own
     source: str | None = None  # with a ready task: rows from elsewhere in its layout, a Hub id, file or folder
     split: str | None = None  # by default the rows that the task holds back
     task_parameters: tuple[str, ...] = ()  # of a procedural task, as min_terms=2
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
     rows: int = 256  # prompts, at most
     reward: tuple[str, ...] = ()  # in place of the task's own: names of docs/rewards.md, or path/to/file.py:function
+    reward_timeout: float | None = 60.0  # seconds of one call of a reward; None: in this process, without a limit
     decode: str = "dense"  # ways of decoding: dense, or policy:budget or policy:budget+buffer, with commas between
+    sinks: int = 4  # first keys of a sequence that every policy keeps, as in smd-train
     num_generations: int = 1  # completions per prompt
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # draw from so many tokens; 0: from all
@@ -84,18 +88,25 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_platform(args.platform)
         directory = model_directory(args.model)
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, args.tokenizer)
         evaluator, dropped = make_evaluator(args, directory, tokenizer)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)
     print(dropped, file=sys.stderr)
-    found = evaluator.run(params)
-    if args.json:
-        for result in found:
-            print(json.dumps({"model": args.model, "task": args.task} | result.row))
-    else:
+    found = list[Evaluated]()
+    for result in evaluator.each(params, say_progress):
+        found.append(result)
+        if args.json:
+            # As they come: what is done is not lost when the rest is stopped.
+            print(json.dumps({"model": args.model, "task": args.task} | result.row), flush=True)
+    if not args.json:
         columns = list(found[0].row)
         summary_table(f"{args.task}, {args.model}", columns, [list(result.row.values()) for result in found])
     return found
+
+
+def say_progress(decode: str, done: int, count: int) -> None:
+    """After every batch, where results do not go."""
+    print(f"{decode}: {done} of {count} prompts", file=sys.stderr, flush=True)
 
 
 def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluator, str]:
@@ -109,18 +120,19 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
         system_prompt=args.system_prompt,
         parameters=tuple(parameter(text) for text in args.task_parameters),
     )
-    rewards = rewards_of(RewardArgs(args.reward), args.max_completion_length)
     whole: Any = build_task(choice)
-    if rewards is None:
-        check_has_reward(whole)
+    limits = RewardArgs(args.reward, reward_timeout=args.reward_timeout)
+    rewards = rewards_of(limits, args.max_completion_length, whole, args.task)
     task = first_rows(whole, args.rows)
-    lengths = prompt_lengths(task, tokenizer)
+    lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
+    check_context(width, args.max_completion_length, model.config)
     task, counts = select_prompts(task, lengths, width)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     quant = None if args.quant_bits is None else QuantConfig(args.quant_bits)
     decodes = tuple(
-        replace(decode, quant=quant if decode.policy.evicts else None) for decode in parse_decodes(args.decode)
+        replace(decode, policy=with_sinks(decode.policy, args.sinks), quant=quant if decode.policy.evicts else None)
+        for decode in parse_decodes(args.decode)
     )
     rollout = RolloutConfig(
         args.max_completion_length,
@@ -133,3 +145,7 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
     config = EvaluationConfig(decodes, rollout, width, args.num_generations, args.batch, args.stop, args.seed)
     mesh = make_mesh(args.data_parallel, args.fsdp, args.tensor)
     return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards), str(counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ import tyro
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError, reported, users_mistakes
-from smd_jax.commands.model_source import model_directory
+from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
 from smd_jax.model.decoder import Decoder
@@ -75,7 +75,15 @@ def run(args: Args) -> None:
         save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.dtype)
     else:
         merged = merge_lora(params) if has_lora(params) else params
-        save_checkpoint(args.out, jax.device_get(merged), config, dtype=args.dtype, tokenizer_from=directory)
+        name = trained.model.tokenizer
+        save_checkpoint(
+            args.out,
+            jax.device_get(merged),
+            config,
+            dtype=args.dtype,
+            tokenizer_from=directory,
+            tokenizer=None if name is None else load_tokenizer(directory, name),
+        )
     print(args.out)
 
 

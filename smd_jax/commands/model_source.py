@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory in Hugging Face's format, or the Hub."""
+"""Where a model and its tokenizer come from: a directory in Hugging Face's format, or the Hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from smd_jax.commands.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Weights of other formats are neither read nor fetched.
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
 def model_directory(name: str) -> Path:
@@ -23,35 +24,56 @@ def model_directory(name: str) -> Path:
     Raises:
       UserError: neither a directory with a config.json nor an id that the Hub has.
     """
+    directory = local_directory(name, "--model", FILES)
+    if not (directory / "config.json").is_file():
+        found = sorted(file.name for file in directory.iterdir())[:8]
+        raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {found}")
+    return directory
+
+
+def local_directory(name: str, flag: str, files: list[str]) -> Path:
+    """The directory of this name, or what the Hub has of it.
+
+    Args:
+      flag: that gave the name, for the message.
+      files: patterns of what is fetched.
+
+    Raises:
+      UserError: neither a directory nor an id that the Hub has.
+    """
     path = Path(name)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            found = sorted(file.name for file in path.iterdir())[:8]
-            raise UserError(f"--model: expected a checkpoint directory with a config.json; got {path} with {found}")
         return path
     if path.is_absolute() or name.startswith(".") or not HUB_ID.fullmatch(name):
         raise UserError(
-            f"--model: expected a checkpoint directory in Hugging Face's format, or an id on the Hub such as "
+            f"{flag}: expected a checkpoint directory in Hugging Face's format, or an id on the Hub such as "
             f"Qwen/Qwen2.5-0.5B-Instruct; got {name!r}, which is neither"
         )
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(
-            f"--model: expected a directory or a model on the Hub; there is no directory {name!r} here, and the Hub "
+            f"{flag}: expected a directory or a model on the Hub; there is no directory {name!r} here, and the Hub "
             f"does not give a model of that name: {str(error).splitlines()[0]}"
         ) from error
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(model: Path, name: str | None = None) -> Any:
     """The tokenizer of a model; without a padding token it pads with the one that ends a text.
 
+    Args:
+      model: its directory.
+      name: a directory or an id on the Hub that has the tokenizer; None: the model's directory.
+
     Raises:
-      UserError: no tokenizer in the directory.
+      UserError: no tokenizer there.
     """
+    directory = model if name is None else local_directory(name, "--tokenizer", TOKENIZER_FILES)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((directory / name).is_file() for name in files):
-        raise UserError(f"--model: expected a tokenizer, one of {list(files)}, in {directory}; found none")
+    if not any((directory / file).is_file() for file in files):
+        said = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
+        mended = "--tokenizer names another directory, or an id on the Hub"
+        raise UserError(f"--model: {said}. {mended}" if name is None else f"--tokenizer: {said}")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     if tokenizer.pad_token is None:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
-from smd_jax.commands.choices import eviction_policy, rollout_config, update_config
+from smd_jax.commands.choices import eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.fitting import choices, fitted, memory_of_device
+from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -18,7 +20,8 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.plan import MemoryPlan, fit_evaluator, fit_loop, param_shapes, parse_bytes
+from smd_jax.memory.fit import fit_evaluator
+from smd_jax.memory.plan import MemoryPlan, param_shapes
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
@@ -44,6 +47,7 @@ class Prepared(NamedTuple):
       directory: of the model.
       loop: with microbatch and decode rows as they fit into the memory.
       plan: of a device's memory; None for an algorithm that has none.
+      chosen: what was made smaller to fit, in one line; None where it is not known what there is, or without a plan.
       evaluator: None: nothing is evaluated.
     """
 
@@ -53,6 +57,7 @@ class Prepared(NamedTuple):
     data: Data
     loop: Loop
     plan: MemoryPlan | None
+    chosen: str | None
     evaluator: Evaluator | None
 
 
@@ -65,20 +70,20 @@ def prepare(args: Common) -> Prepared:
     check_platform(args.device.platform)
     directory = model_directory(args.model.model)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, args.model.tokenizer)
     data = load_data(args, tokenizer)
+    check_context(data.width, args.sampler.max_completion_length, config)
     model = Decoder(config, remat=args.model.gradient_checkpointing)
     loop = make_loop(args, model, data, tokenizer)
-    memory = None if args.device.memory is None else parse_bytes(args.device.memory)
-    plan = None
-    if isinstance(loop, PolicyLoop):
-        loop, plan = fit_loop(loop, shapes(args, model), memory)
-    elif memory is not None:
-        raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
-    evaluator = make_evaluator(args, loop, data)
-    if evaluator is not None and isinstance(loop, PolicyLoop):
-        evaluator = fit_evaluator(evaluator, shapes(args, model), memory, loop)
-    return Prepared(directory, config, tokenizer, data, loop, plan, evaluator)
+    memory = memory_of_device(args, loop)
+    if not isinstance(loop, PolicyLoop):
+        return Prepared(directory, config, tokenizer, data, loop, None, None, make_evaluator(args, loop, data))
+    params = shapes(args, model)
+    fits, plan = fitted(args, loop, params, memory)
+    wanted = make_evaluator(args, fits, data)
+    evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
+    chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
+    return Prepared(directory, config, tokenizer, data, fits, plan, chosen, evaluator)
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
@@ -125,7 +130,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     policy = eviction_policy(args.sampler)
     shared = loop_options(args, policy, tokenizer, data.width)
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
-    rewards = rewards_of(args.rewards, args.sampler.max_completion_length)
+    rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
     microbatch = args.device.microbatch
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
@@ -217,6 +222,8 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     config = loop.config
     rows = config.decode_rows or config.completions_per_step
     ways = tuple(decoding(args, text, loop) for text in args.evaluation.eval_decode)
+    length = args.sampler.max_completion_length
+    name = args.evaluation.eval_dataset or args.data.dataset
     return Evaluator(
         loop.model,
         data.held_out,
@@ -225,13 +232,18 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
             ways, config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
         ),
         loop.mesh,
-        rewards=loop.rewards,
+        # Its own where no flag names one: the held-out rows may be another task's.
+        rewards=loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name),
     )
 
 
 def decoding(args: Common, text: str, loop: Loop) -> Decode:
     """One way of decoding: "sampler", or what `parse_decode` reads."""
     config = loop.config
-    found = as_trained(config.policy, config.rollout) if text == "sampler" else parse_decode(text)
+    if text == "sampler":
+        found = as_trained(config.policy, config.rollout)
+    else:
+        found = parse_decode(text)
+        found = replace(found, policy=with_sinks(found.policy, args.sampler.sinks))
     temperature = args.evaluation.eval_temperature
     return found if temperature is None else replace(found, sampling=SamplingConfig(temperature))

@@ -13,10 +13,10 @@ from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
 from smd_jax.tasks.functions import import_function
-from smd_jax.tasks.lengths import PromptLimit, select_prompts
+from smd_jax.tasks.lengths import PromptLimit, select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
-from smd_jax.tasks.task import Task, prompt_lengths
+from smd_jax.tasks.task import Task
 
 READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
@@ -79,7 +79,7 @@ def check_has_reward(task: Any) -> None:
 
 def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
     """The task without the prompts that are too long, the most tokens of a prompt, and a line about both."""
-    lengths = prompt_lengths(task, tokenizer)
+    lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
     chosen, counts = select_prompts(task, lengths, width, refuse=args.long_prompts == "refuse")
     return chosen, width, str(counts)
@@ -105,6 +105,10 @@ def task_choice(args: DataArgs, seed: int) -> TaskChoice:
 def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
     """The rows to evaluate on: in the layout of those to train on, unless it is another dataset."""
     own = replace(training, streaming=False, limit=None, held_out=True, split=args.eval_split, source=args.eval_source)
+    if args.eval_seed is not None:
+        if not (args.eval_dataset or training.name).startswith(PROCEDURAL):
+            raise UserError(f"expected --eval-seed with {PROCEDURAL}NAME alone, whose rows are made from it")
+        own = replace(own, seed=args.eval_seed)
     if args.eval_dataset is not None:
         return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
     holds_back = training.name in PRESETS or training.name.startswith(PROCEDURAL)
@@ -116,16 +120,23 @@ def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
     return own
 
 
-def rewards_of(args: RewardArgs, max_completion_length: int) -> Rewards | None:
-    """The functions of the flags; None: the task's own reward.
+def rewards_of(args: RewardArgs, max_completion_length: int, task: Any, name: str) -> Rewards:
+    """The functions of the flags, or the task's own reward, with the flags' limits.
+
+    Args:
+      task, name: of the rows that are graded.
 
     Raises:
-      UserError: a name that is neither ready nor a function's place; weights of another number.
+      UserError: a name that is neither ready nor a function's place; weights of another number; a task without a reward
+        of its own where the flags name none.
     """
     if not args.reward:
         if args.reward_weights:
             raise UserError("expected no --reward-weights without --reward; got " + str(list(args.reward_weights)))
-        return None
+        check_has_reward(task)
+        # With a limit like any other: verifiers parse what a model wrote, and for some texts they take for ever.
+        names = (name.removeprefix(PROCEDURAL),)
+        return Rewards((own_reward(task),), None, names, args.reward_timeout, args.max_failed_rewards)
     if args.reward_weights and len(args.reward_weights) != len(args.reward):
         raise UserError(
             f"expected one of --reward-weights for each of {len(args.reward)} rewards; got {len(args.reward_weights)}"

@@ -25,7 +25,9 @@ from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
+from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
+from smd_jax.commands.limits import check_numbers
+from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
@@ -40,19 +42,22 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.tensorboard import TensorBoardLogger
+from smd_jax.monitor.visible_text import visible
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.sharding import shard_tree
 from smd_jax.tasks.dataset_task import first_rows
+from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
-from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
+from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError, to_jsonable
 from smd_jax.train.disk import check_export, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
-from smd_jax.train.objective import Objective
+from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.run import RunConfig, check_directory, train
-from smd_jax.train.settings import split_settings
+from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
+from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
 
@@ -79,6 +84,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if words is None else words)
     with reported("--debug" in given), plain_warnings():
         algorithm, args = parse(given)
+        args = from_the_root(args)
         try:
             run(algorithm, args)
         except RunStoppedError as stopped:
@@ -91,14 +97,26 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     """One run from start to end; None if it was only to be planned."""
     keep_programs()
     directory = args.run.output_dir
-    with users_mistakes():
+    with users_mistakes(), troubles():
+        check_numbers(args)
         settings = run_config(args)
         check_directory(directory, args.run.resume)
+        check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
+        if args.run.resume:
+            # Before config.yaml is written: a refused resume must leave the run as it was.
+            checkpoint.check_config(directory / CHECKPOINTS, run_settings(args, ready.loop)[0])
     print_plan(args, ready)
     if args.run.dry_run:
         return None
+    with only_process(directory):
+        return run_prepared(algorithm, args, settings, ready)
+
+
+def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared) -> Outcome:
+    """The run itself, from the weights on."""
+    directory = args.run.output_dir
     with users_mistakes():
         state = first_state(args, ready)
         with written(directory / "config.yaml"):
@@ -128,7 +146,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     plot_training({algorithm: history}, directory / "training.png")
     export(args, ready, loop, state, directory)
     for line in verdict(history):
-        print_box("look at this", line)
+        print_box("look at this", with_flags(line))
     return Outcome(state, history, directory / "model")
 
 
@@ -142,6 +160,8 @@ def run_config(args: Common) -> RunConfig:
     name = evaluation.metric_for_best_model
     if name is None and evaluation.early_stopping_patience is not None:
         raise UserError("expected --metric-for-best-model with --early-stopping-patience, which waits for its gains")
+    if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
+        raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
     objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
     run = args.run
     return RunConfig(run.max_steps, run.save_steps, evaluation.eval_steps, run.save_total_limit, objective)
@@ -152,12 +172,23 @@ def kept_config(algorithm: str, args: Common) -> str:
     return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False)))
 
 
+def check_there(directory: Path, resume: bool) -> None:
+    """Raises UserError if a run is to go on of which there is no trace."""
+    if resume and not (directory / "config.yaml").is_file():
+        raise UserError(
+            f"expected a run to go on with in {directory}; got none. To begin one, leave --resume out; a run that was "
+            "moved needs its new --output-dir"
+        )
+
+
 @contextmanager
 def troubles() -> Iterator[None]:
     """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint."""
     try:
         yield
-    except (OtherConfigError, DamagedCheckpointError, TooManyFailures, OSError) as error:
+    except (OtherConfigError, DamagedCheckpointError, NoSuchMetricError) as error:
+        raise UserError(str(error)) from error
+    except (TooManyFailures, UnloadableRewardError, OSError) as error:
         raise UserError(str(error)) from error
 
 
@@ -165,6 +196,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     """What is about to happen: memory, mesh, and the first prompts as the model reads them."""
     if ready.plan is not None:
         summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
+    if ready.chosen is not None:
+        print(ready.chosen)
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     available = device_memory()
@@ -178,7 +211,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     for index in range(len(shown)):
         row = shown[index]
         length = prompt_length(row, ready.tokenizer)
-        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{prompt_text(row, ready.tokenizer)}")
+        text = visible(prompt_text(row, ready.tokenizer))
+        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:
@@ -228,15 +262,17 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     """What a run that is resumed must share with the one that was begun, and what is only noted: where and how long it
     runs, how it is reported, and how it fits into memory."""
     compared, noted = split_settings(loop.config)
-    model = Path(args.model.model)
     # A path is the same however it is spelled.
-    model = replace(args.model, model=str(model.resolve()) if model.exists() else args.model.model)
+    model = from_the_root(args).model
     optimizer = args.optimizer
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
-    same = {"model": model, "data": args.data, "rewards": args.rewards, "optimizer": optimizer, "loop": compared}
+    # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
+    rewards, limits = taken_out(to_jsonable(args.rewards, "rewards"), ("reward_timeout", "max_failed_rewards"))
+    same = {"model": model, "data": args.data, "rewards": rewards, "optimizer": optimizer, "loop": compared}
     run = replace(args.run, resume=False, dry_run=False, debug=False)
-    return same | {"steps": run.max_steps if to_the_end else None}, {"loop": noted, "run": run, "eval": args.evaluation}
+    free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits}
+    return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
 def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:
@@ -249,6 +285,11 @@ def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directo
         params = merge_lora(params)
     target = directory / "model"
     save_checkpoint(
-        target, jax.device_get(params), ready.config, dtype=args.run.export_dtype, tokenizer_from=ready.directory
+        target,
+        jax.device_get(params),
+        ready.config,
+        dtype=args.run.export_dtype,
+        tokenizer_from=ready.directory,
+        tokenizer=None if args.model.tokenizer is None else ready.tokenizer,
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

@@ -7,19 +7,18 @@ Both live on the same devices and take turns (collocated), so the most that is h
     update    + gradients + activations + logits         grows with the rows of a microbatch
 
     work = Workload(model, policy, config, prompt_width=512, rows=128, optimizer=optimizer)
-    decode_rows = fit_decode_rows(parse_bytes("80GiB"), work, params)
-    check_memory(plan_memory(work, params), available)                   the other way: are all rows at once too many?
+    print(plan_memory(work, params))                           all rows at once, in one program
+    check_memory(plan_memory(work, params), available)         raises if that is too much
 
-Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/test_memory.py`.
+Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/test_memory.py`. What
+is chosen by a plan: `smd_jax.memory.fit`.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TypeVar, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,10 @@ from jax.sharding import AbstractMesh, Mesh
 from smd_jax.byte_sizes import UNITS
 from smd_jax.byte_sizes import parse_bytes as parse_bytes
 from smd_jax.byte_sizes import show_bytes as show_bytes
-from smd_jax.cache.row_parts import PARTS
 from smd_jax.config import ModelConfig, check_choice
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.learner.config import check_rows_of
 from smd_jax.learner.storage import widened
-from smd_jax.learner.trained import trained_params
+from smd_jax.learner.trained import followed_params, trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
@@ -55,10 +52,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
 from smd_jax.sharding import row_ways
-from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
-
-L = TypeVar("L", bound=PolicyLoop)
 
 # More than any device has: such a number is a slip of the unit.
 MOST_BYTES = 64 * UNITS["TiB"]
@@ -94,7 +88,9 @@ class Workload:
       prompt_width: columns of the prompt.
       rows: rows of a rollout, on all devices together.
       optimizer: the learner's optimizer; None: nothing is learnt.
-      reference: whether parameters of a frozen policy are kept; beside adapters there are none, see `init_state`.
+      reference: whether parameters of a reference policy are kept. Beside adapters there are none: their base is one,
+        see `init_state`.
+      reference_follows: whether the reference follows the policy. Beside adapters it is then a second set of them.
       prefill_rows: prompts read at once; None: as many as are decoded at once.
       minibatches: optimizer steps that share the rows.
       microbatch_size: rows of one forward and backward pass.
@@ -111,6 +107,7 @@ class Workload:
     rows: int
     optimizer: optax.GradientTransformation | None = None
     reference: bool = False
+    reference_follows: bool = False
     prefill_rows: int | None = None
     minibatches: int = 1
     microbatch_size: int | None = None
@@ -232,8 +229,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         weights=tree_bytes(params, mesh),
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
         optimizer=_optimizer_bytes(work, params),
-        # Adapters' reference is the base that they stand on, which is counted among the weights.
-        reference=tree_bytes(params, mesh) if work.reference and not has_lora(params) else 0,
+        reference=_reference_bytes(work, params),
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
         rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None),
@@ -243,6 +239,14 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         decode_rows=decoded,
         microbatch=_microbatch(work) if work.updates else 0,
     )
+
+
+def _reference_bytes(work: Workload, params: Params) -> int:
+    """Bytes of the reference's own parameters, of which a frozen one beside adapters has none: it is the base that they
+    stand on, which is counted among the weights."""
+    if not work.reference or (has_lora(params) and not work.reference_follows):
+        return 0
+    return tree_bytes(followed_params(params), work.mesh)
 
 
 def _optimizer_bytes(work: Workload, params: Params) -> int:
@@ -305,30 +309,6 @@ def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
 
 
-def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
-    """The most rows decoded at once, up to all, for which the plan needs no more than `memory_bytes` a device.
-
-    A multiple of the devices that share the rows; from 16 rows a device on of 16 times as many (or all rows), because a
-    cache is compressed in 16 parts, or in fewer that are larger.
-
-    Raises:
-      ValueError: if not even one row a device fits, or the update does not; says what is largest and what lowers it.
-    """
-    ways = row_ways(work.mesh)
-    most = max(work.rows // ways, 1)
-
-    def needed(each: int) -> int:
-        return plan_memory(work, params, each * ways).total
-
-    # Raises unless one row a device fits: below there is always a choice.
-    check_memory(plan_memory(work, params, ways), memory_bytes)
-    if needed(most) <= memory_bytes:
-        return most * ways
-    choices = [*range(1, min(most, PARTS)), *range(PARTS, most, PARTS)]
-    # A plan grows with its rows, so the choices are in the order of their bytes and can be bisected.
-    return choices[bisect_right(choices, memory_bytes, key=needed) - 1] * ways
-
-
 def workload_of(loop: PolicyLoop) -> Workload:
     """What a step of this loop does. A rollout in one program reads every prompt once.
 
@@ -350,137 +330,13 @@ def workload_of(loop: PolicyLoop) -> Workload:
         config.completions_per_step,
         optimizer=loop.optimizer,
         reference=update.needs_reference,
+        reference_follows=update.reference_sync is not None,
         prefill_rows=config.prompts_per_step if config.decode_rows is None else config.prefill_rows,
         minibatches=config.minibatches,
         microbatch_size=update.microbatch_size,
         distill=update.distill,
         mesh=loop.mesh,
     )
-
-
-def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
-    """The loop with the largest microbatch and as many decode rows as fit into `memory_bytes` a device, and its plan.
-    A microbatch that is set stays; without `memory_bytes` the loop stays as it is.
-
-    Raises:
-      ValueError: if not even one row a device fits; without `memory_bytes`, if the plan exceeds what the device has.
-    """
-    if memory_bytes is not None:
-        check_bytes(memory_bytes)
-        loop = _with_microbatch(loop, params, memory_bytes)
-        return _with_decode_rows(loop, workload_of(loop), params, memory_bytes)
-    planned = plan_memory(workload_of(loop), params, loop.config.decode_rows)
-    available = device_memory()
-    if available is not None:
-        check_memory(planned, available)
-    return loop, planned
-
-
-def fit_evaluation(
-    loop: L, params: Params, memory_bytes: int | None, *, policy: EvictionPolicy, config: RolloutConfig
-) -> L:
-    """The loop for evaluations under another policy, with as many decode rows as fit then; None leaves their number.
-
-    Raises:
-      ValueError: if not even one row a device fits.
-    """
-    loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
-    if memory_bytes is None:
-        return loop
-    check_bytes(memory_bytes)
-    return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)[0]
-
-
-def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None, loop: PolicyLoop | None) -> Evaluator:
-    """The evaluator with as many rows at once as fit into `memory_bytes` a device under each of its ways of decoding,
-    up to those that it has; None leaves their number.
-
-    Args:
-      loop: the run in which it evaluates, whose optimizer and reference lie beside; None: there are only parameters.
-
-    Raises:
-      ValueError: if not even one prompt a device fits; for a model of which the plan knows no equations.
-    """
-    if memory_bytes is None:
-        return evaluator
-    check_bytes(memory_bytes)
-    if not isinstance(evaluator.model, Decoder):
-        raise ValueError(
-            "expected a Decoder, because the plan counts the equations of its layers; got "
-            f"{type(evaluator.model).__name__}: set `rows` yourself"
-        )
-    config = evaluator.config
-    works = [
-        Workload(
-            evaluator.model,
-            decode.policy,
-            decode.rollout(config.rollout),
-            config.prompt_width,
-            rows=0,
-            optimizer=None if loop is None else loop.optimizer,
-            reference=loop is not None and loop.config.update.needs_reference,
-            learns=False,
-            mesh=evaluator.mesh,
-        )
-        for decode in config.decodes
-    ]
-    # One prompt on every device, with all of its completions.
-    least = config.group_size * row_ways(evaluator.mesh)
-
-    def planned(work: Workload, times: int) -> MemoryPlan:
-        return plan_memory(replace(work, rows=least * times, prefill_rows=least * times // config.group_size), params)
-
-    times = max(config.rows // least, 1)
-    for work in works:
-        check_memory(planned(work, 1), memory_bytes)
-        # A plan grows with its rows: the choices are in the order of their bytes.
-        choices = range(1, times + 1)
-        times = choices[bisect_right(choices, memory_bytes, key=lambda n, work=work: planned(work, n).total) - 1]
-    return replace(evaluator, config=replace(config, rows=least * times))
-
-
-def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
-    """The loop with the largest microbatch whose update fits, or else the smallest that there is."""
-    update = loop.config.update
-    if update.microbatch_size is not None:
-        return loop
-    minibatch = loop.config.completions_per_step // loop.config.minibatches
-    work = workload_of(loop)
-    chosen = minibatch
-    for chosen in _microbatches(loop, minibatch):
-        size = None if chosen == minibatch else chosen
-        if plan_memory(replace(work, microbatch_size=size), params, row_ways(loop.mesh)).update <= memory_bytes:
-            break
-    if chosen == minibatch:
-        return loop
-    return replace(loop, config=replace(loop.config, update=replace(update, microbatch_size=chosen)))
-
-
-def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
-    """Rows of a microbatch into which a minibatch can be split, from all of them down."""
-    for rows in range(minibatch, 0, -1):
-        if minibatch % rows == 0 and rows % row_ways(loop.mesh) == 0 and _splits(loop, minibatch, rows):
-            yield rows
-
-
-def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
-    """Whether the second track's shares of a microbatch are whole."""
-    update = replace(loop.config.update, microbatch_size=rows)
-    try:
-        check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)
-    except ValueError:
-        return False
-    return True
-
-
-def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> tuple[L, MemoryPlan]:
-    ways = row_ways(loop.mesh)
-    # Up to a number that divides over the devices.
-    prefill_rows = -(-loop.config.prefill_rows // ways) * ways
-    work = replace(work, prefill_rows=prefill_rows)
-    decode_rows = fit_decode_rows(memory_bytes, work, params)
-    config = replace(loop.config, decode_rows=decode_rows, prefill_rows=prefill_rows)
-    return replace(loop, config=config), plan_memory(work, params, decode_rows)
 
 
 def largest_batch(

@@ -129,6 +129,7 @@ def save_checkpoint(
     dtype: FloatName = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
     tokenizer_from: str | Path | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """Writes a checkpoint that transformers 4 and 5 open, as the model type of `smd_jax.model.families` that it is.
 
@@ -144,6 +145,7 @@ def save_checkpoint(
       max_shard_bytes: weights beyond this size are split into several files with an index. A tensor is never split.
       tokenizer_from: a directory whose tokenizer, chat template and generation files, and whose ids of special tokens
         in config.json, are taken over; its model type, too, where several express `config`.
+      tokenizer: one of transformers, which is written in place of that directory's, with its ids of special tokens.
 
     Raises:
       ValueError: no model type expresses `config`; `params` do not fit `config`, have a value head or adapters;
@@ -162,7 +164,11 @@ def save_checkpoint(
     # Before the first file is written, because this needs no more than names and shapes.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
-        if tokenizer_from is not None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+            ids = {key: getattr(tokenizer, key) for key in TOKEN_IDS}
+            hf_config |= {key: value for key, value in ids.items() if value is not None}
+        elif tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), temporary)
             hf_config |= {key: source[key] for key in TOKEN_IDS if key in source}
         _write_json(temporary / "config.json", hf_config)

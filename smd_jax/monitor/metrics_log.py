@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.value import VALUE_METRICS
-from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
+from smd_jax.metrics import CORRECTION_METRICS, EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
@@ -73,12 +73,24 @@ METRICS: dict[str, str] = {
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
+    **{f"eval/{{name}}/{metric}": what for metric, what in EVALUATION_METRICS.items()},
     **MACHINE_METRICS,
     **SAMPLER_LEARNER_METRICS,
     **CORRECTION_METRICS,
     **DPO_METRICS,
     **VALUE_METRICS,
 }
+
+
+def meaning(name: str) -> str:
+    """What a metric is, by `METRICS`: of `eval/dense/reward` that of `eval/{name}/reward`; "" of one that is not there.
+
+    A name in braces has no "/" in it.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    parts = name.split("/")
+    return METRICS.get(f"{parts[0]}/{{name}}/{parts[2]}", "") if len(parts) == 3 else ""
 
 
 def evaluated(name: str) -> str | None:

@@ -29,7 +29,7 @@ from smd_jax.monitor.curves import (
     part_length,
     seed_curves,
 )
-from smd_jax.monitor.metrics_log import METRICS, evaluated
+from smd_jax.monitor.metrics_log import evaluated, meaning
 from smd_jax.monitor.page_data import chart_data, embedded, mask_data
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.monitor.svg_chart import COLOURS, Series, draw_chart
@@ -171,7 +171,7 @@ def with_interval(arm: Arm, name: str, curve: Curve, part: int) -> Curve:
 
 
 def figure(number: int, name: str, series: Sequence[Series], last: int) -> str:
-    caption = METRICS.get(name, "")
+    caption = meaning(name)
     # One axis of steps for all charts.
     chart = draw_chart(series, visible(name), name in LOGARITHMIC, (0, last))
     return (

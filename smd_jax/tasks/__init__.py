@@ -22,6 +22,7 @@ from smd_jax.tasks.dataset_task import own_reward as own_reward
 from smd_jax.tasks.task import prompt_lengths as prompt_lengths
 from smd_jax.tasks.lengths import select_prompts as select_prompts
 from smd_jax.tasks.lengths import PromptCounts as PromptCounts
+from smd_jax.tasks.lengths import usable_lengths as usable_lengths
 from smd_jax.tasks.lengths import PromptLimit as PromptLimit
 from smd_jax.tasks.functions import import_function as import_function
 from smd_jax.tasks.task import completion_text as completion_text

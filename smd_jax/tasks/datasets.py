@@ -40,7 +40,8 @@ def _parse_row(line: bytes, required: Sequence[str], where: str) -> Row:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where}: expected a JSON object; got {_excerpt(line)} ({error})") from error
+        hint = ". A file that is one list of objects is named *.json" if line.lstrip().startswith(b"[") else ""
+        raise ValueError(f"{where}: expected a JSON object; got {_excerpt(line)} ({error}){hint}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object; got {type(row).__name__} {_excerpt(line)}")
     for name in required:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +92,8 @@ def check_content(path: Path) -> None:
         )
     if not expected.begins_with and found is not None and not _may_begin(expected, beginning):
         raise ValueError(f"{path}: expected {_data_suffix(path)[1:]} data; got {found}")
+    if expected.builder == "csv":
+        _check_header(path, str(dict(expected.options).get("sep", ",")))
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -96,6 +101,18 @@ def looks_like_a_path(name: str) -> bool:
     return (
         name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or _data_suffix(Path(name)) in FORMATS
     )
+
+
+def _check_header(path: Path, separator: str) -> None:
+    """Raises ValueError if the first row has more fields than the header: pandas, which reads the file, would take the
+    first column for row labels then, and give every other one the name of its neighbour."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file, contextlib.suppress(csv.Error):
+        first = list(itertools.islice(csv.reader(file, delimiter=separator), 2))
+        if len(first) == 2 and len(first[1]) > len(first[0]):
+            raise ValueError(
+                f"{path}: expected {len(first[0])} fields in every row, as in the header {first[0]}; got "
+                f"{len(first[1])} in the first row. Put quotes around text that has {separator!r} in it"
+            )
 
 
 def _may_begin(expected: FileFormat, beginning: bytes) -> bool:

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-EXPECTED = "expected a function as 'package.module:name' or 'path/to/file.py:name'"
+from smd_jax.tasks.reward_calls import Caught
 
-# What code may raise while it is imported. A mistake in a user's file must name the file, not this one.
-_IMPORT_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, KeyError, OSError)
+EXPECTED = "expected a function as 'package.module:name' or 'path/to/file.py:name'"
 
 
 def import_function(where: str) -> Callable[..., Any]:
@@ -42,7 +41,7 @@ def import_function(where: str) -> Callable[..., Any]:
     place, colon, name = where.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ValueError(f"{EXPECTED}; got {where!r}")
-    module = _file_module(Path(place).expanduser().resolve()) if _is_file_name(place) else _module(place)
+    module = _file_module(Path(place).expanduser().resolve()) if is_file_name(place) else _module(place)
     members = vars(module)
     if name not in members:
         raise ValueError(f"expected a function {name!r} in {place}; got {_functions_of(module)}, without it")
@@ -52,7 +51,8 @@ def import_function(where: str) -> Callable[..., Any]:
     return found
 
 
-def _is_file_name(place: str) -> bool:
+def is_file_name(place: str) -> bool:
+    """Whether what stands before the colon is a file, and no module."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
@@ -61,18 +61,21 @@ def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         nearby = sorted(other.name for other in path.parent.glob("*.py"))
         raise FileNotFoundError(f"expected a file of Python code at {path}; got none ({path.parent} has {nearby})")
-    # A name that no import finds: the user's `datasets.py` must not take the place of the library of that name.
-    spec = importlib.util.spec_from_file_location(f"_file_{path.stem}_{abs(hash(path)):x}", path)
+    # A name that no import finds: the user's `datasets.py` must not take the place of the library of that name. Without
+    # a dot: `my.rewards.py` would be a module of a package `my`.
+    stem = path.stem.replace(".", "_")
+    spec = importlib.util.spec_from_file_location(f"_file_{stem}_{abs(hash(path)):x}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"expected a file of Python code, named *.py; got {path}")
     _look_in(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
-    try:
+    # A mistake in a user's file must name the file, not this one; and what the file raises may be anything.
+    with Caught(SystemExit) as caught:
         spec.loader.exec_module(module)
-    except _IMPORT_ERRORS as error:
+    if caught.error is not None:
         del sys.modules[spec.name]
-        raise _import_error(str(path), path, error) from error
+        raise _import_error(str(path), path, caught.error) from caught.error
     return module
 
 
@@ -80,19 +83,16 @@ def _module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{EXPECTED}; got {name!r} before the colon")
     _look_in(Path.cwd())
-    try:
+    with Caught(SystemExit) as caught:
         return importlib.import_module(name)
-    except _IMPORT_ERRORS as error:
-        # The module itself is missing, or a package above it; and not one that it imports.
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name is not None
-            and f"{name}.".startswith(f"{error.name}.")
-        ):
-            raise ValueError(
-                f"expected a module {name!r} that can be imported, installed or in {Path.cwd()}; got none"
-            ) from error
-        raise _import_error(name, None, error) from error
+    error = caught.error
+    assert error is not None
+    # The module itself is missing, or a package above it; and not one that it imports.
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{name}.".startswith(f"{error.name}."):
+        raise ValueError(
+            f"expected a module {name!r} that can be imported, installed or in {Path.cwd()}; got none"
+        ) from error
+    raise _import_error(name, None, error) from error
 
 
 def _look_in(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Prompts that are too long for a run: dropped with a count, or refused before it begins.
 
-lengths = prompt_lengths(task, tokenizer)                    every prompt is read once
+lengths = usable_lengths(task, tokenizer)                    every prompt is read once
 task, counts = select_prompts(task, lengths, most=512)       drops rows; refuse=True raises in place of that
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from smd_jax.tasks.task import Row, Task, prompt_length
+from smd_jax.tasks.task import Row, Task, prompt_length, says_nothing
 from smd_jax.text.prompts import Tokenizer
 
 
@@ -22,7 +22,7 @@ class PromptCounts:
     """What became of prompts.
 
     Attributes:
-      kept, too_long, empty: how many prompts; an empty one has no token that an answer could follow.
+      kept, too_long, empty: how many prompts; an empty one has no text that an answer could follow.
       longest: tokens of the longest prompt of all.
     """
 
@@ -64,7 +64,7 @@ class PromptLimit:
         Raises:
           ValueError: it isn't, and `refuse` says so; `where` names the row.
         """
-        length = prompt_length(row, self.tokenizer)
+        length = usable_length(row, self.tokenizer)
         counts.longest = max(counts.longest, length)
         if length > self.most and self.refuse:
             raise ValueError(f"{where}: expected a prompt of at most {self.most} tokens; got {length}")
@@ -101,13 +101,23 @@ class SelectedRows:
         return self.task.reward(prompts, completions, **columns)
 
 
+def usable_length(row: Row, tokenizer: Tokenizer) -> int:
+    """Tokens of the row's prompt as the model sees it; 0 for one that says nothing."""
+    return 0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer)
+
+
+def usable_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
+    """The lengths of all prompts, int64 `[rows]`, for `select_prompts`, which drops those of 0."""
+    return np.array([usable_length(task[index], tokenizer) for index in range(len(task))])
+
+
 def select_prompts(
     task: Task, lengths: Int[np.ndarray, " rows"], most: int, *, refuse: bool = False
 ) -> tuple[Task, PromptCounts]:
     """The task without the prompts that are longer than `most` tokens, and without empty ones; and what was dropped.
 
     Args:
-      lengths: `[rows]` in tokens, see `prompt_lengths`.
+      lengths: `[rows]` in tokens, see `usable_lengths`.
       refuse: raise where there are longer ones, in place of dropping them. Empty ones are always dropped.
 
     Raises:

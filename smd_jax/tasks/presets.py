@@ -1,7 +1,7 @@
 """Tasks that are ready: where the rows lie, what becomes of them, and the reward.
 
 task = build_task(TaskChoice("gsm8k"))                         rows of the Hub
-task = build_task(TaskChoice("gsm8k", path="test.jsonl"))      the same task, rows of a file
+task = build_task(TaskChoice("gsm8k", source="test.jsonl"))    the same task, rows of a file
 """
 
 from __future__ import annotations

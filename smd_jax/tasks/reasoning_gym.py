@@ -53,6 +53,10 @@ class ReasoningGymTask:
     def dataset(self) -> ScoredDataset:
         return _create_dataset(self.name, self.seed, self.size, dict(self.parameters))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Made again where it is needed: some datasets hold what cannot be pickled, and others much.
+        return {name: value for name, value in vars(self).items() if name != "dataset"}
+
     def __len__(self) -> int:
         return len(self.dataset)
 

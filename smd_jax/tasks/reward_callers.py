@@ -37,6 +37,10 @@ from smd_jax.tasks.reward_calls import Outcome
 START_SECONDS = 300.0  # to import what a function needs, which may be much: it is no call, and no limit of the user's
 
 
+class UnloadableRewardError(RuntimeError):
+    """A reward function that is found here, and not by the process that is to call it."""
+
+
 class CallsHere:
     """Calls in this process, in the thread that asks: closures and state are as they are, and nothing is limited."""
 
@@ -122,7 +126,7 @@ class CallsInProcess:
         """Begins a call; the clock starts when the process is there and has loaded the function.
 
         Raises:
-          RuntimeError: the process cannot load the function.
+          UnloadableRewardError: the process cannot load the function.
           ValueError: arguments that cannot be sent.
         """
         pickled = _pickled_arguments(self._name, arguments)
@@ -135,7 +139,9 @@ class CallsInProcess:
             outcome = self._answer(START_SECONDS)
             if isinstance(outcome, tuple):
                 self.close()
-                raise RuntimeError(f"expected a reward {self._name!r} that its own process can load; got {outcome[1]}")
+                raise UnloadableRewardError(
+                    f"expected a reward {self._name!r} that its own process can load; got {outcome[1]}"
+                )
             self._ready = True
         self._deadline = time.monotonic() + self._seconds
         self._waiting = True

@@ -17,7 +17,7 @@ import pickle
 import reprlib
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -27,15 +27,22 @@ import numpy as np
 Value = float | None | tuple[str, str]  # a reward; no opinion; or (what was expected, what came)
 Outcome = list[Value] | tuple[str, str]  # one value per completion; or (kind, message) of a call that failed as a whole
 
+ANOTHER_NUMBER = "another number of rewards"  # kind of a call that gave more or fewer than there are completions
+
 GRACE_SECONDS = 5.0  # past the limit the caller ends this process; if the caller is gone, it ends itself
 
 
 class Caught:
     """`with Caught() as caught:` keeps what its body raises. A user's function may raise anything, and what it raises
-    is its answer; Ctrl-C and `sys.exit` still go through."""
+    is its answer; Ctrl-C and `sys.exit` still go through.
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    Args:
+      others: kept, too: what is no Exception, such as SystemExit.
+    """
+
+    def __init__(self, *others: type[BaseException]) -> None:
+        self.error: BaseException | None = None
+        self._kept = (Exception, *others)
 
     def __enter__(self) -> Caught:
         return self
@@ -43,7 +50,7 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):
+        if isinstance(error, self._kept):
             self.error = error
         return self.error is not None
 
@@ -67,11 +74,12 @@ def call(
 
 def outcome_of(returned: Any, rows: int) -> Outcome:
     """What a function returned, one value a completion."""
-    if not isinstance(returned, Iterable):
+    # Texts, mappings and sets are iterable, too, and no rewards in the order of the completions.
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping | Set):
         return "no list", f"expected a list of {rows} rewards, one per completion; got {reprlib.repr(returned)}"
     rewards = list(returned)
     if len(rewards) != rows:
-        return "another number of rewards", f"expected {rows} rewards, one per completion; got {len(rewards)}"
+        return ANOTHER_NUMBER, f"expected {rows} rewards, one per completion; got {len(rewards)}"
     return [value_of(reward) for reward in rewards]
 
 
@@ -89,7 +97,7 @@ def value_of(reward: Any) -> Value:
     return number if math.isfinite(number) else ("a finite float32", reprlib.repr(reward))
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """`KeyError: 'answer' (my_rewards.py, line 12)`: the line of the user's own file that it came through."""
     text = "".join(traceback.format_exception_only(error)).strip()
     # The first frame is the call itself; the second, if there is one, lies in the function.

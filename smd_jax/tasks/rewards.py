@@ -24,7 +24,7 @@ from jaxtyping import Float
 
 from smd_jax.tasks.graded import Failure, Graded, part_of, without_opinion
 from smd_jax.tasks.reward_callers import Caller, CallsHere, CallsInProcess
-from smd_jax.tasks.reward_calls import Outcome, value_of
+from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Outcome, value_of
 from smd_jax.tasks.task import Prompt, completion_of
 
 RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
@@ -50,7 +50,8 @@ class Rewards:
     messages, its completion is `[{"role": "assistant", "content": text}]`, else text.
 
     A call that raises, takes too long or gives another number of rewards is made again row by row, to find the rows it
-    is about; that search ends after ten times the limit, and what it has not reached has failed. A completion that one
+    is about; that search ends after ten times the limit, and what it has not reached has failed. Where no row explains
+    another number, all have failed. A completion that one
     function fails on has failed, because its sum would be of other things than those of its group; so has one for which
     every function returns None.
 
@@ -188,6 +189,9 @@ class Rewards:
             self._callers[name].begin({key: values[row : row + 1] for key, values in arguments.items()}, 1)
             outcomes.append(self._callers[name].finish())
         if all(isinstance(outcome, list) for outcome in outcomes):
+            if failed[0] == ANOTHER_NUMBER:
+                # Such as one mean of all: what it gives for a completion alone is no reward of that completion.
+                return [failed] * rows
             self._say(name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone")
         return outcomes
 
@@ -203,7 +207,8 @@ class Rewards:
         for failure in graded.failures:
             prompt = repr(prompts[failure.row])
             prompt = prompt if len(prompt) <= 80 else f"{prompt[:80]}…"
-            self._say(failure.function, failure.kind, f"{failure.described()}; its prompt is {prompt}")
+            told = f"{failure.described()}; its prompt is {prompt}{_form_of(failure, prompts[failure.row])}"
+            self._say(failure.function, failure.kind, told)
         failed = int(np.isnan(graded.rewards).sum())
         if failed > self.max_failed * len(graded.rewards):
             kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
@@ -211,13 +216,21 @@ class Rewards:
             first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
             raise TooManyFailures(
                 f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
-                f"{len(graded.rewards)}. The most frequent: {first.described()}"
+                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompts[first.row])}"
             )
 
     def _say(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._said:
             self._said.add((name, kind))
             warnings.warn(text, RewardWarning, stacklevel=4)
+
+
+def _form_of(failure: Failure, prompt: Prompt) -> str:
+    """Where a function may have taken a completion for the other form, TRL's two: which one it is."""
+    if failure.kind not in ("TypeError", "AttributeError", "KeyError", "IndexError"):
+        return ""
+    form = "a text" if isinstance(prompt, str) else "messages, [{'role': 'assistant', 'content': text}],"
+    return f"; the completion is {form} as the prompt is"
 
 
 def function_name(function: RewardFunction) -> str:
@@ -235,13 +248,17 @@ def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) ->
     """
     given = list(given)
     parameters = inspect.signature(function).parameters.values()
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if nameless:
+        raise ValueError(f"expected reward {name!r} to take its arguments by name; got {nameless} in front of a slash")
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     missing = [parameter for parameter in required if parameter not in given]
     if missing:
         raise ValueError(
-            f"expected reward {name!r} to ask for some of {sorted(given)}; got {missing} among its parameters"
+            f"expected reward {name!r} to ask for some of {sorted(given)}; got {missing} among its parameters, which "
+            "neither a rollout nor the rows have"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given

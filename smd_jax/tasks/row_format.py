@@ -83,9 +83,10 @@ def checked_prompt(prompt: Any, where: str) -> Prompt:
     """Text as it is; chat messages without fields that are None, which data sets fill in for what other rows have.
 
     Raises:
-      ValueError: something else; messages whose last one is the model's own.
+      ValueError: something else; messages whose last one is the model's own; text that cannot be encoded.
     """
     if isinstance(prompt, str):
+        _check_text(prompt, where)
         return prompt
     if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
         raise ValueError(
@@ -97,7 +98,17 @@ def checked_prompt(prompt: Any, where: str) -> Prompt:
             f"{where}: expected messages that the model is to answer; got a last one by the assistant: "
             f"{prompt[-1]['content']!r:.80}"
         )
+    for message in prompt:
+        _check_text(message["content"], where)
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+def _check_text(text: str, where: str) -> None:
+    """Raises ValueError for text that no tokenizer takes: halves of characters, which JSON can write as `\\ud83d`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: expected a prompt of whole characters; got {text!r:.80} ({error})") from error
 
 
 def _is_message(message: Any) -> bool:

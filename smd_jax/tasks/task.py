@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
+from jinja2 import TemplateError
 
 from smd_jax.text.prompts import Tokenizer, wants_special_tokens
 
@@ -53,6 +54,11 @@ def question_of(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
+def says_nothing(prompt: Prompt) -> bool:
+    """Whether a prompt has no text, or white space alone; a chat template makes tokens of it all the same."""
+    return not question_of(prompt).strip()
+
+
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The fields of `rows` other than the prompt, one list each: what a reward takes as `**columns`.
 
@@ -86,12 +92,20 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
     """The text that a prompt becomes: through the chat template if the tokenizer has one, else as it is.
 
     Raises:
-      ValueError: chat messages for a tokenizer that has no chat template.
+      ValueError: chat messages for a tokenizer that has no chat template; messages that its template refuses, as
+        Gemma's does a system prompt.
     """
     prompt: Prompt = row["prompt"]
     if tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"expected messages that the tokenizer's chat template takes; got those of {roles}, "
+                f"and it says: {error}"
+            ) from error
     if not isinstance(prompt, str):
         raise ValueError(
             f"expected a plain string, because the tokenizer has no chat template; got messages {prompt!r}"

@@ -135,10 +135,7 @@ def restore(
       DamagedCheckpointError: the checkpoint cannot be read. Older ones are untouched and are named.
     """
     step = _existing_step(directory, step)
-    with _damage_named(directory, step):
-        _check_files(_folder(directory, step))
-        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        _check_keys(meta)
+    meta = _read_meta(directory, step)
     # Both before any array is read: they name the difference where orbax would fail on a shape.
     _check_config(meta["config"], to_jsonable(config), may_differ)
     _check_leaves(meta["leaves"], _leaf_table(like))
@@ -146,6 +143,18 @@ def restore(
     # The files are known to be good: what fails here is no damage, but a sharding that does not fit, or no memory.
     state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
     return Restored(step=step, state=state, data_position=meta["data_position"], noted=meta.get("noted"))
+
+
+def saved_config(directory: str | Path, step: int | None = None) -> Json:
+    """The configuration that a checkpoint was made under.
+
+    Args:
+      step: which checkpoint; None means the newest.
+
+    Raises:
+      FileNotFoundError, DamagedCheckpointError: as `restore`.
+    """
+    return _read_meta(directory, _existing_step(directory, step))["config"]
 
 
 def restore_part(directory: str | Path, like: dict[str, Any], step: int | None = None) -> dict[str, Any]:
@@ -160,10 +169,7 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
       ValueError: these fields have another structure in the checkpoint.
     """
     step = _existing_step(directory, step)
-    with _damage_named(directory, step):
-        _check_files(_folder(directory, step))
-        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        _check_keys(meta)
+    meta = _read_meta(directory, step)
     saved = {name: what for name, what in meta["leaves"].items() if name.partition("/")[0] in like}
     _check_leaves(saved, _leaf_table(like))
     target = jax.tree.map(_placed, like)
@@ -184,6 +190,14 @@ def all_steps(directory: str | Path) -> list[int]:
 def latest_step(directory: str | Path) -> int | None:
     """The newest finished checkpoint in `directory`, None when there is none."""
     return max(all_steps(directory), default=None)
+
+
+def check_config(directory: str | Path, config: object) -> None:
+    """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as `restore`
+    does, before anything is read that takes long."""
+    step = latest_step(directory)
+    if step is not None:
+        _check_config(saved_config(directory, step), to_jsonable(config), ())
 
 
 def discard_after(directory: str | Path, step: int) -> list[int]:
@@ -345,6 +359,15 @@ def _existing_step(directory: str | Path, step: int | None) -> int:
     if step is not None and step not in steps:
         raise FileNotFoundError(f"expected one of the steps {steps} in {directory}; got {step}")
     return steps[-1] if step is None else step
+
+
+def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
+    """What lies beside the arrays of a checkpoint whose files are as they were written."""
+    with _damage_named(directory, step):
+        _check_files(_folder(directory, step))
+        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        _check_keys(meta)
+    return meta
 
 
 def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> Any:

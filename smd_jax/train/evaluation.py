@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
+from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
@@ -36,17 +37,9 @@ from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.loop import Loop, encode_rows, grade
+from smd_jax.train.grading import encode_rows, grade
+from smd_jax.train.loop import Loop
 from smd_jax.trajectory import Trajectory, check_finite
-
-# What an evaluation logs of each way of decoding, as `eval/{name}/{metric}`.
-EVALUATION_METRICS: dict[str, str] = {
-    "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
-    "reward_low": "lower end of its 95 % interval, over prompts",
-    "reward_high": "upper end of the same",
-    "mean_length": "mean length of a completion, tokens",
-    "clipped_ratio": "share of completions that hit the length limit before EOS",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class Evaluated:
             "mean_length": float(self.lengths.mean()),
             "clipped_ratio": float(self.clipped.mean()),
         }
-        return {f"eval/{self.name}/{name}": value for name, value in values.items()}
+        return {f"eval/{self.name}/{name}": values[name] for name in EVALUATION_METRICS}
 
     @property
     def row(self) -> dict[str, str | int | float | None]:
@@ -202,14 +195,19 @@ class Evaluator:
             plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
-        """Every way of decoding, in their order.
+        """Every way of decoding, in their order; arguments as `each`."""
+        return list(self.each(params, report))
+
+    def each(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> Iterator[Evaluated]:
+        """Every way of decoding, in their order, as it is done.
 
         Args:
           params: of the model alone, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
         """
         params = shard_tree(params, self.mesh)
-        return [self._run_one(params, decode, report) for decode in self.config.decodes]
+        for decode in self.config.decodes:
+            yield self._run_one(params, decode, report)
 
     @property
     def prompts_at_once(self) -> int:

@@ -27,26 +27,24 @@ from jaxtyping import Array
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS, completion_metrics, reward_metrics, token_mean
+from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
-from smd_jax.tasks.graded import Graded
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
+from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import (
     PromptBatch,
     Tokenizer,
     check_vocabulary,
-    decode_completions,
-    encode_prompts,
     repeat_each,
     repeat_prompts,
-    wants_special_tokens,
 )
 from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.ahead import compiling, rows_on
+from smd_jax.train.grading import encode_rows, grade, part_metrics
+from smd_jax.train.minibatches import order_of_pass
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
 
@@ -239,7 +237,7 @@ class Loop:
 
         with jax.set_mesh(self.mesh):
             # Both are traced for their shapes alone.
-            trajectory = self._rollout(rollout_program.eval_shape, self.policy_params(state.params))
+            trajectory = self._of_shapes(rollout_program.eval_shape, self.policy_params(state.params))
             shapes = jax.eval_shape(minibatch, state.params, trajectory)
             return self.update.lower(state, rows_on(shapes, self.mesh))
 
@@ -250,22 +248,41 @@ class Loop:
           params: those that the sampler reads, see `policy_params`.
         """
         with jax.set_mesh(self.mesh):
-            return self._rollout(rollout_program.lower, params)
+            return self._of_shapes(rollout_program.lower, params)
 
-    def _rollout(self, run: Callable[..., Any], params: Params) -> Any:
-        """`run` of what a step's rollout in one program is called with: shapes in place of prompts."""
+    def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
+        """`run` of a step's rollout in one program, with shapes in place of prompts."""
         config = self.config
         copies = self._copies(config.prompts_per_step, config.group_size)
         shape = (config.prompts_per_step * copies, config.prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+        key = jax.random.key(config.seed)
+        responses = config.group_size // copies
+        return self._rollout(run, params, rows_on(prompts, self.mesh), key, config.policy, config.rollout, responses)
+
+    def _rollout(
+        self,
+        run: Callable[..., Any],
+        params: Params,
+        prompts: PromptBatch,
+        key: jax.Array,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        responses: int,
+    ) -> Any:
+        """`run` of what a rollout in one program is called with: by the same names, or it would be another program.
+
+        Args:
+          responses: to each row of the prompts.
+        """
         return run(
             self.model,
             params,
-            rows_on(prompts, self.mesh),
-            jax.random.key(config.seed),
-            policy=config.policy,
-            config=config.rollout,
-            group_size=config.group_size // copies,
+            prompts,
+            key,
+            policy=policy,
+            config=config,
+            group_size=responses,
             stop=self.stop_table,
         )
 
@@ -357,16 +374,8 @@ class Loop:
         # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
         copies = self._copies(len(rows), group_size)
         with jax.set_mesh(self.mesh):
-            trajectory = rollout(
-                self.model,
-                params,
-                shard_batch(repeat_prompts(prompts, copies), self.mesh),
-                key,
-                policy=policy,
-                config=config,
-                group_size=group_size // copies,
-                stop=self.stop_table,
-            )
+            repeated = shard_batch(repeat_prompts(prompts, copies), self.mesh)
+            trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
         check_finite(trajectory.logprobs)
         return trajectory, {}
 
@@ -425,85 +434,5 @@ class Loop:
         return float((graded.rewards if there is None else graded.rewards[there]).mean())
 
 
-def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
-    """The prompts of a task's rows, `[rows, width]`.
-
-    Raises:
-      ValueError: for a prompt that is longer than `width`.
-    """
-    texts = [prompt_text(row, tokenizer) for row in rows]
-    return encode_prompts(
-        tokenizer,
-        texts,
-        width=width,
-        max_positions=model.shape.max_positions,
-        add_special_tokens=wants_special_tokens(tokenizer),
-    )
-
-
 def _rows(batch: Any, rows: np.ndarray) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
-
-
-def order_of_pass(
-    groups: int, number: int, seed: Sequence[int], counted_groups: np.ndarray | None = None
-) -> np.ndarray:
-    """The order of the groups in one pass over a rollout; minibatch i of n takes places i, i + n, ….
-
-    Args:
-      number: number of the pass. The first keeps the order of the rollout, whose prompts come at random.
-      seed: what the order depends on, with the number.
-      counted_groups: `[groups]`; those that count come first, so that every minibatch has its share of them.
-    """
-    if number == 0:
-        return np.arange(groups)
-    # False sorts before True, and a stable sort keeps the random order among those that count.
-    order = np.random.default_rng([*seed, number]).permutation(groups)
-    return order if counted_groups is None else order[np.argsort(~counted_groups[order], kind="stable")]
-
-
-def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
-    """The metrics of a rollout from those of its optimizer steps; none without any step.
-
-    Args:
-      before: SAMPLER_LEARNER_METRICS of the whole rollout before the first step, in place of the steps' own. Where it
-        is empty they are those of the first step, which must have seen the whole rollout.
-
-    Returns:
-      Smallest and largest weights of a correction as such; means over the steps of everything else.
-    """
-    if not steps:
-        return {}
-    first = {name: value for name, value in steps[0].items() if name in SAMPLER_LEARNER_METRICS}
-    over = {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0].keys() - first.keys()}
-    return over | (before or first)
-
-
-def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
-    # A mean of extremes would be no extreme.
-    reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
-    return values[0] if len(values) == 1 else reductions.get(name, jnp.mean)(jnp.stack(values))
-
-
-def grade(
-    rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
-) -> tuple[list[str], Graded]:
-    """Texts of the completions and what the reward functions say of them; `rows[i]` belongs to completion i.
-
-    Raises:
-      TooManyFailures: more completions without a reward than `rewards` allows.
-    """
-    completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
-    completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
-    prompts = [row["prompt"] for row in rows]
-    return completions, rewards.grade(prompts, completions, completion_ids, batch_columns(rows))
-
-
-def part_metrics(name: str, part: np.ndarray) -> Metrics:
-    """TRL's metrics of one reward function, over the completions that it has given a number: NaN without any, and a
-    deviation (n - 1) of 0 for a single one."""
-    numbers = part[~np.isnan(part)]
-    mean = numbers.mean() if len(numbers) else np.nan
-    deviation = numbers.std(ddof=1) if len(numbers) > 1 else mean - mean
-    return {f"rewards/{name}/mean": jnp.float32(mean), f"rewards/{name}/std": jnp.float32(deviation)}

@@ -83,10 +83,14 @@ class Standing(NamedTuple):
         return objective.patience is not None and self.without_gain >= objective.patience
 
 
+class NoSuchMetricError(ValueError):
+    """An objective's metric is none that the run has."""
+
+
 def check_metric(objective: Objective, metrics: Mapping[str, float | int]) -> None:
-    """Raises ValueError unless the metric is there."""
+    """Raises NoSuchMetricError unless the metric is there."""
     if objective.metric not in metrics:
-        raise ValueError(
+        raise NoSuchMetricError(
             f"expected the objective's metric among those that the run logs: {', '.join(sorted(metrics))}; "
             f"got {objective.metric!r}"
         )

@@ -25,7 +25,8 @@ from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, jud
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
 from smd_jax.sharding import check_rows, shard_batch
-from smd_jax.train.loop import Loop, LoopConfig, Samples, over_steps
+from smd_jax.train.loop import Loop, LoopConfig, Samples
+from smd_jax.train.minibatches import over_steps
 from smd_jax.trajectory import Trajectory
 
 

@@ -23,7 +23,8 @@ from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
-from smd_jax.train.loop import Loop, LoopConfig, over_steps
+from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.minibatches import over_steps
 from smd_jax.trajectory import Trajectory
 
 

@@ -1,0 +1,179 @@
+"""One run of the study on a real model: train in pieces from checkpoint to checkpoint, evaluate, keep the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import smd_jax as smd
+from real.job import Base, Job, kept
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.sampling import SamplingConfig
+from smd_jax.tasks.task import prompt_lengths
+from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.train import checkpoint
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.journal import METRICS_FILE
+from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
+from smd_jax.train.run import CHECKPOINTS, RunConfig, train
+from smd_jax.train.settings import split_settings
+from study.files import Row, number, write_text
+from study.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
+
+CURVE = ("reward", "entropy", "completions/mean_length", "mismatch_kl", "grad_norm", "step_time")
+CURVE += ("rollout_corr/eff_sample_size",)
+
+
+def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bool]) -> bool:
+    """Goes on with a job, and keeps its row every few rollouts. Whether it is finished: not when time was up.
+
+    Args:
+      origin: provenance of this process, with the command that makes the row.
+    """
+    folder = job.folder(runs)
+    loop = make_loop(job, base)
+    before = kept(job, base, runs) or {"commits": [], "evicted_share": None}
+    origin = origin | {"commits": list(dict.fromkeys([*before["commits"], origin["commit"]]))}
+
+    def keep(more: Row) -> None:
+        row = identity(job, loop) | progress(folder / "train") | more | origin
+        write_text(folder / "run.json", json.dumps({"settings": job.settings(base), "row": row}, allow_nan=False))
+
+    state = first_state(job, base, loop)
+    share = before["evicted_share"]
+    if share is None:
+        share = number(evicted_share(loop.collect(state, 0).trajectory))
+        keep({"finished": False, "evicted_share": share})
+    done = checkpoint.latest_step(folder / "train" / CHECKPOINTS) or 0
+    compared, noted = split_settings(loop.config)
+    ends = [*range(job.sizes.chunk, job.rollouts, job.sizes.chunk), job.rollouts]
+    for end in (end for end in ends if end >= max(done, 1)):
+        if late():
+            return False
+        state = train(
+            loop,
+            state,
+            RunConfig(end, keep=1),
+            folder / "train",
+            config={"loop": compared, "job": job.settings(base)},
+            noted=noted,
+            resume=True,
+            label="/".join(folder.relative_to(runs).parts),
+        )
+        keep({"finished": False, "evicted_share": share})
+        check_exact(job, folder / "train")
+    if late():
+        return False
+    keep({"finished": True, "evicted_share": share} | evaluated(job, base, loop, state))
+    return True
+
+
+def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
+    sizes = job.sizes
+    task = job.training
+    width = max(int(prompt_lengths(rows, base.tokenizer).max()) for rows in (task, job.held_out))
+    config = smd.GRPOConfig(
+        prompts_per_step=sizes.prompts,
+        group_size=sizes.group,
+        prompt_width=width,
+        policy=FULL_CACHE if job.arm.full_cache else job.policy,
+        rollout=smd.RolloutConfig(
+            sizes.response, sizes.budget, sizes.buffer, eos_token_id(base.tokenizer), pad_token_id(base.tokenizer)
+        ),
+        update=replace(job.arm.update, microbatch_size=sizes.microbatch),
+        seed=job.seed,
+    )
+    optimizer = OptimizerConfig(learning_rate=job.learning_rate, warmup_steps=sizes.warmup)
+    # Microbatches are so small that all activations fit: nothing is computed twice.
+    model = smd.Decoder(base.config)
+    return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
+
+
+def first_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
+    """Adapters that add nothing yet, the same of all arms of a seed. Without them frozen weights are the teacher."""
+    key = jax.random.key(job.seed)
+    params = add_lora(base.load(), LoraConfig(job.sizes.rank), jax.random.fold_in(key, 1))
+    return smd.init_state(params, loop.optimizer, key)
+
+
+def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -> Row:
+    """Under the budget and with the full cache, at temperature 1 and greedy; of the pilot only the full cache."""
+    greedy = SamplingConfig(temperature=0.0)
+    ways = [
+        Decode("dense", FULL_CACHE),
+        Decode("dense_greedy", FULL_CACHE, sampling=greedy),
+        Decode("sparse", job.policy),
+        Decode("sparse_greedy", job.policy, sampling=greedy),
+    ]
+    config = EvaluationConfig(
+        tuple(ways[:2] if job.pilot else ways), loop.config.rollout, loop.config.prompt_width, rows=48, seed=7
+    )
+    row: Row = {}
+    for result in Evaluator(loop.model, job.held_out, base.tokenizer, config).run(loop.policy_params(state.params)):
+        row[result.name] = number(result.reward)
+        row[f"{result.name}_interval"] = [number(end) for end in result.interval]
+        row[f"{result.name}_length"] = number(float(result.lengths.mean()))
+    return row
+
+
+def evicted_share(trajectory: smd.Trajectory) -> float:
+    """Of the tokens of whole sequences, the share whose keys are gone for the last query, mean over layers, heads."""
+    assert isinstance(trajectory.mask, smd.ShadowMask)
+    valid = np.asarray(trajectory.valid)
+    columns = np.arange(valid.shape[1])
+    last = np.where(valid, columns, 0).max(axis=1)
+    gone = np.asarray(trajectory.mask.evicted_at) <= last[:, None, None, None]
+    return float(gone.mean(axis=(1, 2))[valid].mean())
+
+
+def check_exact(job: Job, folder: Path) -> None:
+    """Raises RuntimeError where learner and sampler are to be one policy, and a rollout shows that they are not."""
+    largest = max((row["mismatch_kl"] for row in history_of(folder)), default=0.0)
+    if job.arm.is_exact and not largest <= MAX_MISMATCH_KL:
+        raise RuntimeError(
+            f"expected mismatch_kl <= {MAX_MISMATCH_KL} in every rollout of {job.arm.name}, whose learner replays what "
+            f"its sampler saw; got {largest}"
+        )
+
+
+def identity(job: Job, loop: smd.GRPOLoop) -> Row:
+    """What the row says of the job."""
+    sizes = job.sizes
+    width = loop.config.prompt_width
+    return {
+        "arm": job.arm.name,
+        "seed": job.seed,
+        "task": job.training.label,
+        "policy": "snapkv",
+        "budget": sizes.budget,
+        "buffer": sizes.buffer,
+        "length": width + sizes.response,
+        "prompt_width": width,
+        "learning_rate": job.learning_rate if job.arm.trains else None,
+        "lora_rank": sizes.rank,
+        "rollouts": job.rollouts,
+        "prompts": sizes.prompts,
+        "group": sizes.group,
+        "evaluation_rows": len(job.held_out),
+        "pilot": job.pilot,
+    }
+
+
+def progress(folder: Path) -> Row:
+    """Means over the rollouts so far, and the curve of some metrics."""
+    history = history_of(folder)
+    curve = [{name: number(row[name]) for name in CURVE if name in row} | {"step": row["step"]} for row in history]
+    return {"done": len(history), **(measured(history) if history else {}), "curve": curve}
+
+
+def history_of(folder: Path) -> list[Row]:
+    """The rows of metrics, none before the first rollout."""
+    path = folder / METRICS_FILE
+    return read_metrics(path) if path.exists() else []

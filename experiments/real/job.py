@@ -1,0 +1,133 @@
+"""A run of the study on a real model, as it is asked for: which arm, at which rate, in which sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import smd_jax as smd
+from real.task import DigitSums, Split
+from smd_jax.eviction.policies import SnapKV
+from smd_jax.eviction.wrappers import Protect
+from study.arms import Arm
+from study.files import Row
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run costs, and how it learns; lengths in tokens.
+
+    Attributes:
+      terms, shots: of the task.
+      warmup: rollouts over which the learning rate rises.
+      chunk: rollouts between two checkpoints, and between two looks at the clock.
+      microbatch: rows of one forward and backward pass.
+    """
+
+    terms: int = 3
+    shots: int = 2
+    response: int = 64
+    budget: int = 128
+    buffer: int = 16
+    rollouts: int = 40
+    pilot_rollouts: int = 15
+    prompts: int = 4
+    group: int = 8
+    microbatch: int = 4
+    warmup: int = 5
+    chunk: int = 5
+    rank: int = 16
+    training_rows: int = 700
+    evaluation_rows: int = 96
+    validation_rows: int = 48
+
+
+SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that all runs start from.
+
+    Attributes:
+      load: reads the parameters. A run gives their buffers away, so every run reads them again.
+    """
+
+    config: smd.ModelConfig
+    tokenizer: Any
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+      pilot: chooses the learning rate, and is judged on validation rows.
+    """
+
+    arm: Arm
+    learning_rate: float
+    seed: int
+    pilot: bool = False
+    sizes: Sizes = SIZES
+
+    @property
+    def rollouts(self) -> int:
+        if not self.arm.trains:
+            return 0
+        return self.sizes.pilot_rollouts if self.pilot else self.sizes.rollouts
+
+    def rows(self, split: Split, size: int) -> DigitSums:
+        return DigitSums(split, size, self.sizes.terms, self.sizes.shots)
+
+    @property
+    def training(self) -> DigitSums:
+        return self.rows("train", self.sizes.training_rows)
+
+    @property
+    def held_out(self) -> DigitSums:
+        """Nothing is ever chosen on the rows that reported runs are evaluated on."""
+        if self.pilot:
+            return self.rows("validation", self.sizes.validation_rows)
+        return self.rows("evaluation", self.sizes.evaluation_rows)
+
+    @property
+    def policy(self) -> Protect:
+        """Of the sampler that forgets."""
+        return Protect(SnapKV(), sinks=4)
+
+    def settings(self, base: Base) -> str:
+        """Everything that the numbers of the run depend on, but for the code and the weights."""
+        return repr((self, self.policy, base.config))
+
+    def folder(self, runs: Path) -> Path:
+        of_seed = f"{'pilot-' if self.pilot else ''}seed-{self.seed}"
+        rate = [f"lr-{self.learning_rate:g}"] if self.arm.trains else []
+        return runs.joinpath(self.training.label, self.arm.name, *rate, of_seed)
+
+
+def kept(job: Job, base: Base, runs: Path) -> Row | None:
+    """The row of a job as far as it has come, None of one that was not begun.
+
+    Raises:
+      ValueError: if it was run with other settings.
+    """
+    path = job.folder(runs) / "run.json"
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["settings"] != job.settings(base):
+        raise ValueError(
+            f"expected in {path} a run of the present settings {job.settings(base)}; got {stored['settings']}. Remove "
+            "the folder, or name another one with --runs"
+        )
+    return stored["row"]
+
+
+def is_finished(job: Job, base: Base, runs: Path) -> bool:
+    row = kept(job, base, runs)
+    return row is not None and row["finished"]

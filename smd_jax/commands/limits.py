@@ -1,0 +1,42 @@
+"""Numbers that no later check refuses before a run has begun."""
+
+from __future__ import annotations
+
+from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
+from smd_jax.commands.errors import UserError
+from smd_jax.config import ModelConfig
+
+
+def check_numbers(args: Common) -> None:
+    """Raises UserError for a number below the least that its flag can have, and for an empty stop text."""
+    at_least = [
+        ("seed", args.run.seed, 0),
+        ("completions_steps", args.run.completions_steps, 0),
+        ("print_completions", args.run.print_completions, 0),
+        ("save_total_limit", args.run.save_total_limit, 1),
+        ("eval_rows", args.evaluation.eval_rows, 1),
+        ("dataset_size", args.data.dataset_size, 1),
+        ("max_prompt_length", args.data.max_prompt_length, 1),
+    ]
+    for name, value, least in at_least:
+        if value is not None and value < least:
+            raise UserError(f"expected --{name.replace('_', '-')} >= {least}; got {value}")
+    if isinstance(args, Grpo | Rloo | Ppo) and args.loss.top_entropy_quantile == 0:
+        raise UserError(
+            "expected --top-entropy-quantile > 0, a share of the tokens; got 0, from which nothing is learnt"
+        )
+    if "" in args.sampler.stop:
+        raise UserError("expected texts behind --stop; got an empty one, which would end every completion at once")
+
+
+def check_context(width: int, completion: int, config: ModelConfig) -> None:
+    """Raises UserError for sequences that are longer than the model has seen.
+
+    Args:
+      width, completion: most tokens of a prompt, and of a completion.
+    """
+    if width + completion > config.max_positions:
+        raise UserError(
+            f"expected prompts and completions of at most {config.max_positions} tokens together, the model's context; "
+            f"got {width} and {completion}. Lower --max-completion-length or --max-prompt-length"
+        )

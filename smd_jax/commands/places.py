@@ -1,0 +1,80 @@
+"""Where a run finds its files: from the root, so that it goes on from any folder; and one process at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from smd_jax.commands.arguments import Common
+from smd_jax.commands.errors import UserError
+from smd_jax.tasks.build import PROCEDURAL
+from smd_jax.tasks.functions import is_file_name
+from smd_jax.tasks.presets import PRESETS
+from smd_jax.train.disk import written
+
+PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source", "output_dir")
+FUNCTIONS = ("map_function", "reward")
+LOCK = "process.lock"
+
+
+def from_the_root(args: Common) -> Common:
+    """The arguments with every path spelled from the root, in one way however the user spelled it. What is no path of
+    something that is there stays: names, ids on the Hub, mistakes."""
+    groups = {name: dataclasses.replace(group, **dict(_spelled(group))) for name, group in vars(args).items()}
+    return dataclasses.replace(args, **groups)
+
+
+def _spelled(group: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(group).items():
+        if isinstance(value, Path):
+            yield name, value.expanduser().resolve()
+        elif name in PATHS and isinstance(value, str):
+            yield name, path_from_the_root(value)
+        elif name in FUNCTIONS and isinstance(value, str):
+            yield name, function_from_the_root(value)
+        elif name in FUNCTIONS and isinstance(value, tuple):
+            yield name, tuple(map(function_from_the_root, value))
+
+
+def path_from_the_root(name: str) -> str:
+    """A path that is there; a name of a task stays one, also beside a folder of that name."""
+    if not name or name in PRESETS or name.startswith(PROCEDURAL):
+        return name
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+def function_from_the_root(where: str) -> str:
+    """`path/to/file.py:function`; `package.module:function` stays."""
+    place, colon, name = where.rpartition(":")
+    return f"{path_from_the_root(place)}{colon}{name}" if is_file_name(place) else where
+
+
+@contextmanager
+def only_process(directory: Path) -> Iterator[None]:
+    """Holds the directory of a run, until the process ends in whatever way.
+
+    Raises:
+      UserError: another process holds it.
+    """
+    if jax.process_index() > 0:  # of one run on several hosts the first holds it
+        yield
+        return
+    with written(directory / LOCK):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK).open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"expected no other process that trains in {directory}; got one. Wait for it, or name another by "
+                "--output-dir"
+            ) from error
+        yield

@@ -1,0 +1,208 @@
+"""What fits into the memory of a device: rows of a microbatch, rows decoded at once, rows of an evaluation.
+
+    loop, plan = fit_loop(loop, params, parse_bytes("80GiB"))
+    decode_rows = fit_decode_rows(parse_bytes("80GiB"), work, params)
+
+What fits as it is stays as it is: no microbatch, and a rollout in one program. What is too much gets smaller: first the
+microbatch, then the rows decoded at once. What somebody has set stays, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+
+from smd_jax.cache.row_parts import PARTS
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.config import check_rows_of
+from smd_jax.memory.plan import (
+    MemoryPlan,
+    Workload,
+    check_bytes,
+    check_memory,
+    device_memory,
+    plan_memory,
+    workload_of,
+)
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sharding import row_ways
+from smd_jax.train.evaluation import Evaluator
+from smd_jax.train.policy_loop import PolicyLoop
+
+L = TypeVar("L", bound=PolicyLoop)
+
+# Of a machine's memory, what a run on its CPU takes unless it is told: the system and other programs need some, too.
+CPU_SHARE = 0.8
+
+
+def usable_memory(devices: int) -> int | None:
+    """Bytes of one device that a run may take unless it is told: all of an accelerator, of a CPU's memory CPU_SHARE;
+    None where it is not known.
+
+    Args:
+      devices: those of the mesh, which share the memory where they are CPUs.
+    """
+    available = device_memory()
+    if available is None or jax.local_devices()[0].platform != "cpu":
+        return available
+    return int(CPU_SHARE * available) // devices
+
+
+def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
+    """The most rows decoded at once, up to all, for which the plan needs no more than `memory_bytes` a device.
+
+    A multiple of the devices that share the rows; from 16 rows a device on of 16 times as many (or all rows), because a
+    cache is compressed in 16 parts, or in fewer that are larger.
+
+    Raises:
+      ValueError: if not even one row a device fits, or the update does not; says what is largest and what lowers it.
+    """
+    ways = row_ways(work.mesh)
+    most = max(work.rows // ways, 1)
+
+    def needed(each: int) -> int:
+        return plan_memory(work, params, each * ways).total
+
+    # Raises unless one row a device fits: below there is always a choice.
+    check_memory(plan_memory(work, params, ways), memory_bytes)
+    if needed(most) <= memory_bytes:
+        return most * ways
+    choices = [*range(1, min(most, PARTS)), *range(PARTS, most, PARTS)]
+    # A plan grows with its rows, so the choices are in the order of their bytes and can be bisected.
+    return choices[bisect_right(choices, memory_bytes, key=needed) - 1] * ways
+
+
+def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
+    """The loop with the largest microbatch and as many decode rows as fit into `memory_bytes` a device, and its plan.
+    Microbatch and decode rows that are set stay; none are set where all rows fit at once, so that the rollout is one
+    program. Without `memory_bytes` the loop stays as it is.
+
+    Raises:
+      ValueError: if not even one row a device fits, or what is set does not; without `memory_bytes`, if the plan
+        exceeds what the device has.
+    """
+    available = device_memory() if memory_bytes is None else memory_bytes
+    if memory_bytes is not None:
+        check_bytes(memory_bytes)
+        loop = _with_microbatch(loop, params, memory_bytes)
+        work = workload_of(loop)
+        if loop.config.decode_rows is None and plan_memory(work, params).total > memory_bytes:
+            loop = _with_decode_rows(loop, work, params, memory_bytes)
+    planned = plan_memory(workload_of(loop), params, loop.config.decode_rows)
+    if available is not None:
+        check_memory(planned, available)
+    return loop, planned
+
+
+def fit_evaluation(
+    loop: L, params: Params, memory_bytes: int | None, *, policy: EvictionPolicy, config: RolloutConfig
+) -> L:
+    """The loop for evaluations under another policy, with as many decode rows as fit then; None leaves their number.
+
+    Raises:
+      ValueError: if not even one row a device fits.
+    """
+    loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
+    if memory_bytes is None:
+        return loop
+    check_bytes(memory_bytes)
+    return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)
+
+
+def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None, loop: PolicyLoop | None) -> Evaluator:
+    """The evaluator with as many rows at once as fit into `memory_bytes` a device under each of its ways of decoding,
+    up to those that it has; None leaves their number.
+
+    Args:
+      loop: the run in which it evaluates, whose optimizer and reference lie beside; None: there are only parameters.
+
+    Raises:
+      ValueError: if not even one prompt a device fits; for a model of which the plan knows no equations.
+    """
+    if memory_bytes is None:
+        return evaluator
+    check_bytes(memory_bytes)
+    if not isinstance(evaluator.model, Decoder):
+        raise ValueError(
+            "expected a Decoder, because the plan counts the equations of its layers; got "
+            f"{type(evaluator.model).__name__}: set `rows` yourself"
+        )
+    config = evaluator.config
+    works = [
+        Workload(
+            evaluator.model,
+            decode.policy,
+            decode.rollout(config.rollout),
+            config.prompt_width,
+            rows=0,
+            optimizer=None if loop is None else loop.optimizer,
+            reference=loop is not None and loop.config.update.needs_reference,
+            reference_follows=loop is not None and loop.config.update.reference_sync is not None,
+            learns=False,
+            mesh=evaluator.mesh,
+        )
+        for decode in config.decodes
+    ]
+    # One prompt on every device, with all of its completions.
+    least = config.group_size * row_ways(evaluator.mesh)
+
+    def planned(work: Workload, times: int) -> MemoryPlan:
+        return plan_memory(replace(work, rows=least * times, prefill_rows=least * times // config.group_size), params)
+
+    times = max(config.rows // least, 1)
+    for work in works:
+        check_memory(planned(work, 1), memory_bytes)
+        # A plan grows with its rows: the choices are in the order of their bytes.
+        choices = range(1, times + 1)
+        times = choices[bisect_right(choices, memory_bytes, key=lambda n, work=work: planned(work, n).total) - 1]
+    return replace(evaluator, config=replace(config, rows=least * times))
+
+
+def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
+    """The loop with the largest microbatch whose update fits, or else the smallest that there is."""
+    update = loop.config.update
+    if update.microbatch_size is not None:
+        return loop
+    minibatch = loop.config.completions_per_step // loop.config.minibatches
+    work = workload_of(loop)
+    chosen = minibatch
+    for chosen in _microbatches(loop, minibatch):
+        size = None if chosen == minibatch else chosen
+        if plan_memory(replace(work, microbatch_size=size), params, row_ways(loop.mesh)).update <= memory_bytes:
+            break
+    if chosen == minibatch:
+        return loop
+    return replace(loop, config=replace(loop.config, update=replace(update, microbatch_size=chosen)))
+
+
+def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
+    """Rows of a microbatch into which a minibatch can be split, from all of them down."""
+    for rows in range(minibatch, 0, -1):
+        if minibatch % rows == 0 and rows % row_ways(loop.mesh) == 0 and _splits(loop, minibatch, rows):
+            yield rows
+
+
+def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
+    """Whether the second track's shares of a microbatch are whole."""
+    update = replace(loop.config.update, microbatch_size=rows)
+    try:
+        check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> L:
+    ways = row_ways(loop.mesh)
+    # Up to a number that divides over the devices.
+    prefill_rows = -(-loop.config.prefill_rows // ways) * ways
+    work = replace(work, prefill_rows=prefill_rows)
+    decode_rows = fit_decode_rows(memory_bytes, work, params)
+    config = replace(loop.config, decode_rows=decode_rows, prefill_rows=prefill_rows)
+    return replace(loop, config=config)

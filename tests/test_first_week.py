@@ -1,0 +1,258 @@
+"""What a new user does wrong in a first week, mostly with TRL's habits: each is said in one box, and loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import importlib.util
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+import smd_jax.commands
+from smd_jax.commands import config_file
+from smd_jax.commands.arguments import Grpo, RewardArgs
+from smd_jax.commands.command_line import ALGORITHMS, parse
+from smd_jax.commands.places import LOCK, from_the_root, only_process
+from smd_jax.commands.prepare import prepare
+from smd_jax.commands.task_source import rewards_of
+from smd_jax.commands.train import main
+from smd_jax.commands.trl_names import TRL_NAMES, in_place_of
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.tasks.build import TaskChoice, build_task
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.testing import tiny_model_config, write_random_checkpoint
+
+SIZES = ["--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "4", "--budget", "12", "--buffer"]
+SIZES += ["2", "--eviction", "h2o", "--max-steps", "1", "--distill", "none", "--reward-timeout", "None"]
+REWARD = "def reward(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, rows, and a reward."""
+    folder = tmp_path_factory.mktemp("place")
+    write_random_checkpoint(folder / "model", config=tiny_model_config(num_layers=1))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    (folder / "my.rewards.py").write_text(REWARD)  # the dot belongs to the name
+    return folder
+
+
+def words(place: Path, run: Path, *more: str) -> list[str]:
+    files = [
+        "--model",
+        f"{place}/model",
+        "--dataset",
+        f"{place}/rows.jsonl",
+        "--reward",
+        f"{place}/my.rewards.py:reward",
+    ]
+    return ["grpo", *files, *SIZES, "--output-dir", str(run), *more]
+
+
+def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says of its mistake, in one line; it must end with status 2 and without a traceback."""
+    with pytest.raises(SystemExit) as end:
+        main(given)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in said, said
+    return " ".join(said.replace("│", " ").split())
+
+
+# --- flags
+
+
+def test_flags_of_trl_are_answered_with_ours():
+    options = {name for kind in ALGORITHMS.values() for _, group in config_file.groups_of(kind) for name in group}
+    assert not options & TRL_NAMES.keys(), "a flag that is there is no foreign one"
+    for instead in TRL_NAMES.values():
+        flags = [word.strip(",") for word in instead.split() if word.startswith("--")]
+        assert all(flag.removeprefix("--").replace("-", "_") in options for flag in flags), instead
+    assert in_place_of("--bf16") == "TRL's --bf16 is --dtype bfloat16 here" and in_place_of("reward") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']"),
+        (["--model", "m", "--dataset", "d"], "got '--model'"),
+        (["dpo", "--model", "m"], "got 'dpo'"),
+        (["grpo", "--reward-funcs", "f.py:f"], "TRL's --reward-funcs is --reward path/to/file.py:function here"),
+        (["grpo", "--per_device_train_batch_size=4"], "is --num-prompts, prompts of a rollout"),
+    ],
+)
+def test_a_command_line_that_cannot_be(given: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert said in said_by(given, capsys)
+
+
+def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.yaml").write_text("algorithm: grpo\nmodel_name_or_path: m\n")
+    assert "TRL's model_name_or_path is --model here" in said_by(["--config", str(tmp_path / "run.yaml")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seed", "-1"], "expected --seed >= 0; got -1"),
+        (["--completions-steps", "-1"], "expected --completions-steps >= 0; got -1"),
+        (["--print-completions", "-1"], "expected --print-completions >= 0; got -1"),
+        (["--eval-rows", "0"], "expected --eval-rows >= 1; got 0"),
+        (["--dataset-size", "0"], "expected --dataset-size >= 1; got 0"),
+        (["--max-prompt-length", "0"], "expected --max-prompt-length >= 1; got 0"),
+        (["--save-total-limit", "0"], "expected --save-total-limit >= 1; got 0"),
+        (["--max-completion-length", "5000"], "together, the model's context; got 20 and 5000"),
+        (["--top-entropy-quantile", "0"], "expected --top-entropy-quantile > 0"),
+        (["--stop", ""], "expected texts behind --stop; got an empty one"),
+        (["--metric-for-best-model", "eval/dense/reward"], "expected --eval-steps with --metric-for-best-model"),
+        (["--resume"], "got none. To begin one, leave --resume out"),
+    ],
+)
+def test_numbers_that_cannot_be(
+    more: list[str], said: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert said in said_by(words(place, tmp_path / "run", *more), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else there(name))
+    with pytest.raises(SystemExit) as end:
+        importlib.reload(smd_jax.commands)
+    monkeypatch.undo()
+    importlib.reload(smd_jax.commands)
+    assert (
+        end.value.code == 2 and "need tyro, not installed here: pip install 'smd_jax[train]'" in capsys.readouterr().err
+    )
+
+
+def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = said_by(words(place, tmp_path / "run", "--model", "no/such/place"), capsys)
+    assert "expected a checkpoint directory" in said and "--output-dir" not in said
+
+
+def test_a_template_that_refuses_the_messages(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(place / "model", tmp_path / "model")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
+    given = words(place, tmp_path / "run", "--model", f"{tmp_path}/model", "--system-prompt", "Add.")
+    assert "got those of ['system', 'user'], and it says: System role not supported" in said_by(given, capsys)
+
+
+# --- files of rewards
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise RuntimeError('no key')", "it raised RuntimeError in line 1: no key"),
+        ("assert 1 == 2, 'why'", "it raised AssertionError in line 1: why"),
+        ("x = 1\nimport sys\nsys.exit(3)", "it raised SystemExit in line 3: 3"),
+        ("def reward(completions, /):\n    return []", "to take its arguments by name; got ['completions']"),
+        ("def reward(completions, answr):\n    return []", "got ['answr'] among its parameters, which neither"),
+    ],
+)
+def test_a_file_that_is_no_reward(
+    code: str, said: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rewards.py").write_text(code)
+    given = words(place, tmp_path / "run", "--reward", f"{tmp_path}/rewards.py:reward", "--dry-run")
+    assert said in said_by(given, capsys)
+
+
+def test_a_tasks_own_reward_has_the_limits_of_any(place: Path, tmp_path: Path):
+    """A verifier that parses what a model wrote may take for ever."""
+    task = build_task(TaskChoice("reasoning_gym:chain_sum", size=3))
+    assert isinstance(task, ReasoningGymTask)
+    rewards = rewards_of(RewardArgs(reward_timeout=7.0, max_failed_rewards=0.5), 5, task, "reasoning_gym:chain_sum")
+    assert (rewards.seconds, rewards.max_failed, rewards.logged_names) == (7.0, 0.5, ("chain_sum",))
+    # A task is found by the other process without what it has made of itself so far.
+    again = pickle.loads(pickle.dumps(task))
+    assert "dataset" not in vars(again) and again == task and again[0] == task[0]
+
+
+def test_held_out_rows_of_another_task_are_graded_by_it(place: Path, tmp_path: Path):
+    other = ["--dataset", "reasoning_gym:chain_sum", "--eval-steps", "1", "--eval-dataset", "reasoning_gym:gcd"]
+    given = ["grpo", "--model", f"{place}/model", *SIZES, *other, "--dataset-size", "4", "--eval-rows", "2"]
+    _, args = parse([*given, "--max-prompt-length", "400"])
+    ready = prepare(args)
+    assert ready.loop.rewards is not None and ready.evaluator is not None and ready.evaluator.rewards is not None
+    assert ready.loop.rewards.logged_names == ("chain_sum",)
+    assert ready.evaluator.rewards.logged_names == ("gcd",)
+
+
+# --- a run, and what must not harm it
+
+
+def test_a_prompt_is_shown_as_text(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "\\u001b[31mred [bold]x[/bold]"}\n')
+    main(words(place, tmp_path / "run", "--dataset", f"{tmp_path}/rows.jsonl", "--dry-run"))
+    said = capsys.readouterr().out
+    assert "␛[31mred [bold]x[/bold]" in said and "\x1b" not in said
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """And one that is accepted finds its files from any folder, however they were spelled."""
+    monkeypatch.chdir(place)
+    run = tmp_path / "run"
+    spelled = ["--model", "model", "--dataset", "./rows.jsonl", "--reward", "my.rewards.py:reward"]
+    main([*words(place, run), *spelled, "--output-dir", os.path.relpath(run)])
+    kept = (run / "config.yaml").read_text()
+    monkeypatch.chdir("/")
+    refused = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", "--learning-rate", "0.5"]
+    for more in ([], ["--dry-run"]):
+        assert "optimizer.learning_rate: expected 1e-06, got 0.5" in said_by([*refused, *more], capsys)
+        assert (run / "config.yaml").read_text() == kept
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(place / "rows.jsonl")
+    limits = ["--reward-timeout", "30", "--max-failed-rewards", "0.5", "--dataset", str(link)]
+    main(["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", *limits])
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    # A folder that was moved is no new run under its old name.
+    shutil.move(run, tmp_path / "moved")
+    moved = ["--config", str(tmp_path / "moved" / "config.yaml"), "--resume", "--max-steps", "3", "--dry-run"]
+    assert "a run that was moved needs its new --output-dir" in said_by(moved, capsys)
+    assert not run.exists()
+    main([*moved, "--output-dir", str(tmp_path / "moved")])
+
+
+def test_two_processes_do_not_share_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    with only_process(run), (run / LOCK).open() as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "expected no other process that trains in" in said_by(words(place, run), capsys)
+    assert not (run / "config.yaml").exists()
+
+
+def test_ctrl_c_before_the_run_has_begun(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smd_jax.commands.prepare.model_directory", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(words(place, tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert end.value.code == 130 and "by Ctrl-C" in said and "Traceback" not in said
+
+
+def test_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gsm8k", "mine", "rewards.py"):
+        (tmp_path / name).mkdir()
+    rewards = ["math_answer", "package.module:f", "rewards.py:f"]
+    _, args = parse(["grpo", "--model", "mine", "--dataset", "gsm8k", "--eval-dataset", "mine", "--reward", *rewards])
+    rooted = from_the_root(args)
+    assert rooted.data == args.data, "a task that is ready, beside a folder of its name"
+    assert rooted.model.model == rooted.evaluation.eval_dataset == str(tmp_path / "mine")
+    assert rooted.rewards.reward == ("math_answer", "package.module:f", f"{tmp_path}/rewards.py:f")
+    assert isinstance(rooted, Grpo) and rooted.run.output_dir == tmp_path / "runs" / "train"
+    unchanged = dataclasses.replace(rooted, model=args.model, evaluation=args.evaluation, rewards=args.rewards)
+    assert dataclasses.replace(unchanged, run=args.run) == args

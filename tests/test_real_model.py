@@ -1,0 +1,191 @@
+"""The study on a real model: its task and reward by hand, its jobs, and runs that go on where they stopped, on a tiny
+model."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import real_model
+from real.execute import evicted_share, execute
+from real.job import Base, Job, Sizes, is_finished, kept
+from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
+from real_model import ARMS, PILOT_SEED, Study
+from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.trajectory import Trajectory
+from study.arms import arms_of
+from study.files import Row, read_rows, write_text
+
+CONFIG = tiny_model_config(num_layers=1, max_positions=256)
+BASE = Base(CONFIG, byte_tokenizer(), functools.partial(random_params, CONFIG))
+TINY = Sizes(
+    terms=2,
+    shots=0,
+    response=4,
+    budget=40,
+    buffer=4,
+    rollouts=2,
+    pilot_rollouts=1,
+    prompts=1,
+    group=2,
+    microbatch=2,
+    chunk=1,
+    rank=2,
+    training_rows=20,
+    evaluation_rows=2,
+    validation_rows=2,
+)
+ORIGIN = {"commit": "0000000", "command": "a command"}
+CLOCKS = ("step_time", "commit", "commits", "command")
+
+
+@pytest.mark.parametrize(
+    "text, reward",
+    (
+        ("I start with 4. Then I add 9: 4 + 9 = 13. The answer is 13.", 1),
+        ("The answer is 13. I know it since 1984", 0),  # the last number counts
+        ("13", 1),
+        ("13.0 apples", 1),
+        ("thirteen", 0),
+        ("", 0),
+        ("-13", 0),
+        ("17-13", 1),  # what is taken away is no negative number
+        ("It is 1.13", 0),
+        ("113", 0),
+    ),
+)
+def test_the_last_number_is_the_answer(text: str, reward: float):
+    assert exact(text, 13) == reward
+    prompt = [{"role": "user", "content": "4 + 9 ="}]
+    assert DigitSums("train", 5).reward([prompt], [[{"role": "assistant", "content": text}]], answer=[13]) == [reward]
+
+
+def test_rows_have_examples_and_their_own_split():
+    tasks = {split: DigitSums(split, 20, shots=1) for split in SPLITS}
+    row = tasks["train"][0]
+    digits = digits_of(tasks["train"].expressions[0])
+    assert row["answer"] == sum(digits) and len(digits) == 3
+    system, question, answer, asked = (message["content"] for message in row["prompt"])
+    assert question == "4 + 3 + 6 =" and asked == f"{digits[0]} + {digits[1]} + {digits[2]} ="
+    assert answer == "I start with 4. Then I add 3: 4 + 3 = 7. Then I add 6: 7 + 6 = 13. The answer is 13."
+    assert exact(answer, 13) == 1 and "step by step" in system
+    for first, second in itertools.combinations(SPLITS, 2):
+        assert not set(tasks[first].expressions) & set(tasks[second].expressions)
+    assert all(len(set(task.expressions)) == 20 for task in tasks.values())
+    assert not TRIED & {*tasks["evaluation"].expressions, *tasks["validation"].expressions}
+    assert "2 + 9 + 0" in TRIED and len(TRIED) == 31
+    assert DigitSums("train", 5).expressions == tasks["train"].expressions[:5]
+
+
+def test_what_cannot_be_says_what_there_is(tmp_path: Path):
+    with pytest.raises(ValueError, match="expected at most .* rows, the sums that are in evaluation; got 400"):
+        _ = DigitSums("evaluation", 400).expressions
+    with pytest.raises(ValueError, match="expected terms and at most so many shots"):
+        DigitSums("train", 5, terms=7)
+    with pytest.raises(ValueError, match=r"expected arms from \['untrained', 'full-cache'.*got \['sparse-rl'\]"):
+        real_model.arms_asked_for(["sparse-rl"])
+    with pytest.raises(ValueError, match="expected seeds other than that of the pilot, 100; got"):
+        make_study(tmp_path, seeds=(0, PILOT_SEED))
+
+
+def test_arms_are_the_issue_s():
+    assert [arm.name for arm in ARMS] == ["untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor"]
+    assert [arm.name for arm in ARMS if arm.is_exact] == ["untrained", "full-cache", "shadow", "shadow-anchor"]
+    assert [arm.name for arm in ARMS if arm.update.needs_reference] == ["shadow-anchor"]
+
+
+def test_the_share_of_evicted_keys_is_that_of_the_last_query():
+    # Two rows of six columns; the first has padding in front, the second ended after four.
+    valid = np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], bool)
+    evicted_at = np.full((2, 1, 2, 6), NEVER)
+    evicted_at[0, :, :, 0] = 0  # padding does not count
+    evicted_at[0, 0, 0, 1:3] = 3  # two keys in one of two heads
+    evicted_at[1, 0, :, 1] = 4  # after the last query, which is 3
+    empty: Any = np.zeros(0)
+    trajectory = Trajectory(empty, jnp.asarray(valid), empty, empty, ShadowMask(jnp.asarray(evicted_at), ()))
+    assert evicted_share(trajectory) == pytest.approx(2 / 2 / 9)
+
+
+def make_study(folder: Path, **options: Any) -> Study:
+    settings = {"arms": ARMS, "seeds": (0, 1), "rates": (1e-4, 3e-4)} | options
+    return Study(base=BASE, runs=folder / "runs", results=folder / "rows.json", sizes=TINY, **settings)
+
+
+def keep(study: Study, job: Job, **row: Any) -> None:
+    stored = {"settings": job.settings(BASE), "row": row}
+    write_text(job.folder(study.runs) / "run.json", json.dumps(stored))
+
+
+def test_a_rate_is_chosen_once_and_seeds_come_one_by_one(tmp_path: Path):
+    study = make_study(tmp_path)
+    assert [job.arm.name for job in study.reported()] == ["untrained"], "the others wait for the pilot"
+    low, high = study.pilot()
+    keep(study, low, finished=True, dense=0.5, dense_greedy=0.4)
+    keep(study, high, finished=False, dense=0.9, dense_greedy=0.9)
+    assert study.rate() is None
+    keep(study, high, finished=True, dense=0.3, dense_greedy=0.7)
+    assert study.rate() == 3e-4
+    jobs = study.reported()
+    names = [arm.name for arm in ARMS]
+    assert [(job.seed, job.arm.name) for job in jobs] == [(0, n) for n in names] + [(1, n) for n in names[1:]]
+    assert {job.learning_rate for job in jobs if job.arm.trains} == {3e-4}
+    assert {job.held_out.split for job in jobs} == {"evaluation"} and low.held_out.split == "validation"
+
+
+def stops_after(looks: int) -> Any:
+    """A clock that says that time is up at the look behind so many."""
+    count = itertools.count(1)
+    return lambda: next(count) > looks
+
+
+def numbers(row: Row) -> Row:
+    bare = {name: value for name, value in row.items() if name not in CLOCKS}
+    return bare | {"curve": [{name: x for name, x in point.items() if name not in CLOCKS} for point in row["curve"]]}
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path):
+    job = Job(arms_of(("naive",))[0], 1e-2, 0, False, TINY)
+    never = stops_after(100)
+    assert execute(job, BASE, tmp_path / "whole", ORIGIN, never)
+    assert not execute(job, BASE, tmp_path / "parts", ORIGIN, stops_after(1))
+    partial = kept(job, BASE, tmp_path / "parts")
+    assert partial is not None and not partial["finished"] and partial["done"] == 1 and len(partial["curve"]) == 1
+    assert "sparse" not in partial and not is_finished(job, BASE, tmp_path / "parts")
+    assert execute(job, BASE, tmp_path / "parts", ORIGIN | {"commit": "1111111"}, never)
+    whole, parts = (kept(job, BASE, tmp_path / name) for name in ("whole", "parts"))
+    assert whole is not None and parts is not None and numbers(whole) == numbers(parts)
+    assert parts["commits"] == ["0000000", "1111111"] and whole["commits"] == ["0000000"]
+    assert whole["done"] == 2 and whole["mismatch_kl"] > 1e-6, "a dense learner is another policy"
+    assert whole["evicted_share"] > 1 / 3 and {"sparse", "dense", "sparse_greedy", "dense_greedy"} <= whole.keys()
+    with pytest.raises(ValueError, match="expected in .* a run of the present settings"):
+        kept(Job(job.arm, 1e-2, 0, False, Sizes()), BASE, _moved(job, tmp_path))
+
+
+def _moved(job: Job, folder: Path) -> Path:
+    """Where another job of the same name finds the row of this one."""
+    other = Job(job.arm, job.learning_rate, job.seed, False, Sizes())
+    text = (job.folder(folder / "whole") / "run.json").read_text()
+    write_text(other.folder(folder / "moved") / "run.json", text)
+    return folder / "moved"
+
+
+def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    study = make_study(tmp_path, arms=arms_of(("untrained",)), rates=(1e-4,))
+    study.run()
+    (row,) = read_rows(study.results)
+    assert row["arm"] == "untrained" and row["finished"] and row["done"] == 0 and row["task"] == "digit-sums-2"
+    assert row["command"].startswith("python experiments/real_model.py --arms untrained --seeds 0")
+    monkeypatch.setattr(real_model, "execute", None)  # would be called
+    study.run()
+    other = row | {"arm": "another"}
+    real_model.write_rows(study.results, [row | {"sparse": -1}, other])
+    study.collect()
+    assert read_rows(study.results) == [other, row]
