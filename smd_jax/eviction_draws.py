@@ -10,6 +10,8 @@ probability in proportion to exp(-x) among those that are left (Plackett-Luce). 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -20,6 +22,7 @@ from smd_jax.masks import NEVER, record_evictions
 from smd_jax.pytrees import any_leaves
 
 STAYED = -1  # order of a key that no draw has evicted
+NO_WEIGHT = -1e30  # in place of log 0
 
 
 @any_leaves
@@ -99,12 +102,35 @@ def ordered_logprob(
       logits: what keys are worth, higher = keep. order: of those that go, ascending; others' are not read.
     """
     # Those that go in their order, then those that stay, then what is no candidate and has no weight. A finite number:
-    # the derivative of a sum over nothing but -inf would be NaN.
-    weights = jnp.where(candidate, -logits, -1e30)
+    # a sum over nothing but -inf would be NaN.
+    weights = jnp.where(candidate, -logits, NO_WEIGHT)
     place = jnp.where(goes, order, jnp.where(candidate, NEVER - 1, NEVER))
     by_place = jnp.argsort(place, axis=-1)
-    weights = jnp.take_along_axis(weights, by_place, axis=-1)
-    # For each key, the sum over it and all behind it: those among whom it was drawn.
-    left = jax.lax.cumlogsumexp(weights, axis=weights.ndim - 1, reverse=True)
-    drawn = jnp.take_along_axis(goes, by_place, axis=-1)
-    return jnp.where(drawn, weights - left, 0.0).sum(axis=-1)
+    return _log_choices(jnp.take_along_axis(weights, by_place, axis=-1), jnp.take_along_axis(goes, by_place, axis=-1))
+
+
+@jax.custom_jvp
+def _log_choices(weights: Float[Array, "*draws keys"], drawn: Bool[Array, "*draws keys"]) -> Float[Array, "*draws"]:
+    """log p of choosing one key after the other, from the left, of exp(weights) among itself and all behind it."""
+    return jnp.where(drawn, weights - _behind(weights), 0.0).sum(axis=-1)
+
+
+def _behind(weights: Float[Array, "*draws keys"]) -> Float[Array, "*draws keys"]:
+    return jax.lax.cumlogsumexp(weights, axis=weights.ndim - 1, reverse=True)
+
+
+@_log_choices.defjvp
+def _log_choices_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    """By hand, because a derivative of cumulative sums of exponentials is a program several times as long.
+
+    Key j was there to be chosen in every draw i up to its own, with probability exp(weight j - sum behind i):
+
+        d log p / d weight j  =  [j drawn] - sum over drawn i <= j of exp(weight j - behind i)
+    """
+    weights, drawn = primals
+    behind = _behind(weights)
+    # The same sum in logarithms, so that no exponential overflows: it is at most the number of draws.
+    up_to = jax.lax.cumlogsumexp(jnp.where(drawn, -behind, NO_WEIGHT), axis=weights.ndim - 1)
+    slope = drawn - jnp.exp(weights + up_to)
+    value = jnp.where(drawn, weights - behind, 0.0).sum(axis=-1)
+    return value, (slope * tangents[0]).sum(axis=-1)

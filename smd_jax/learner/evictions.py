@@ -1,7 +1,8 @@
 """The learner's log-probabilities of evictions, beside those of tokens and in the same forward pass.
 
-    layer i    q, k, v ─► attention under the mask ─► …                          as in every teacher-forced pass
-                  └─► gate ─► logits at every compression ─► log p of what went
+    layer i    q, k, v ─► attention under the mask ─► …                  as in every teacher-forced pass
+                  └─► gate ─► logits at every compression ─┐
+    layer j    …                                       ────┴─► log p of what went, layer by layer in one loop
 
 Under the mask the keys and values of the pass are those that the sampler had in its cache, so the gate says the same of
 them. Work and memory beside the pass: compressions × columns numbers a row, layer and KV head, and their sort.
@@ -12,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from smd_jax.eviction_draws import EvictionDraws, candidates, ordered_logprob
 from smd_jax.gate import Gate, gate_parameters
@@ -28,28 +30,23 @@ from smd_jax.trajectory import Trajectory
 
 @any_leaves
 class JudgedLayer(struct.PyTreeNode):
-    """What a layer is attended under, and what became of its keys.
+    """What a layer is attended under, and what its gate is asked about.
 
     Attributes:
       mask: of the layer, as attention takes it. parameters: of the layer's gate.
       positions: `[batch, 1, T]` of the keys. newest: `[batch, compressions]` position of the newest query.
-      candidate, goes: `[batch, kv_heads, compressions, T]` see `smd_jax.eviction_draws.candidates`.
-      order: `[batch, kv_heads, T]`, see EvictionDraws.
     """
 
     mask: LayerMask
     parameters: Any
     positions: Int[Array, "batch 1 T"]
     newest: Int[Array, "batch compressions"]
-    candidate: Bool[Array, "batch kv_heads compressions T"]
-    goes: Bool[Array, "batch kv_heads compressions T"]
-    order: Int[Array, "batch kv_heads T"]
 
 
 @dataclass(frozen=True)
 class JudgingAttend:
-    """The attention of a teacher-forced pass; a layer's state is a JudgedLayer, and becomes the log-probabilities of
-    its draws, `[batch, kv_heads, compressions]`."""
+    """The attention of a teacher-forced pass; a layer's state is a JudgedLayer, and becomes what its gate says of every
+    key at every compression, `[batch, kv_heads, compressions, T]`."""
 
     attention: AttentionConfig
     gate: Gate
@@ -61,11 +58,9 @@ class JudgingAttend:
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: JudgedLayer,
         /,
-    ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions"]]:
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions tokens"]]:
         out = attend(q, k, v, layer.mask, self.attention.impl, self.attention.sizes)
-        logits = self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest)
-        order = jnp.broadcast_to(layer.order[:, :, None], layer.goes.shape)
-        return out, ordered_logprob(logits, order, layer.candidate, layer.goes)
+        return out, self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest)
 
 
 def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:
@@ -96,18 +91,27 @@ def response_hidden_and_evictions(
     start = jnp.argmax(trajectory.valid, axis=1).astype(jnp.int32)
     columns = jnp.arange(trajectory.tokens.shape[1], dtype=jnp.int32)
     positions = jnp.where(trajectory.valid, columns[None] - start[:, None], -1)
-    layers = []
-    for index, layer in enumerate(layer_masks(model.shape, trajectory.tokens, mask)):
-        order = draws.order[:, index]
-        candidate, goes = candidates(mask.evicted_at[:, index], order, boundaries)
-        newest = boundaries[None] - 1 - start[:, None]
-        parameters = gate_parameters(params, index)
-        layers.append(JudgedLayer(layer, parameters, positions[:, None], newest, candidate, goes, order))
+    newest = boundaries[None] - 1 - start[:, None]
+    layers = [
+        JudgedLayer(layer, gate_parameters(params, index), positions[:, None], newest)
+        for index, layer in enumerate(layer_masks(model.shape, trajectory.tokens, mask))
+    ]
     attention = JudgingAttend(model.shape.attention, draws.gate)
     places = model.encode_positions(trajectory.positions)
-    hidden, logprobs = model.hidden(params, trajectory.tokens, places, attention, tuple(layers))
+    hidden, logits = model.hidden(params, trajectory.tokens, places, attention, tuple(layers))
+
+    def logprobs_of_layer(
+        layer: tuple[Float[Array, "batch kv_heads compressions T"], Array, Array],
+    ) -> Float[Array, "batch kv_heads compressions"]:
+        logits, evicted_at, order = layer
+        candidate, goes = candidates(evicted_at, order, boundaries)
+        return ordered_logprob(logits, jnp.broadcast_to(order[:, :, None], goes.shape), candidate, goes)
+
+    # A loop, so that sums and sorts are compiled once, however many layers there are.
+    by_layer = jnp.stack(logits), jnp.moveaxis(mask.evicted_at, 1, 0), jnp.moveaxis(draws.order, 1, 0)
+    logprobs = jnp.moveaxis(jax.lax.map(logprobs_of_layer, by_layer), 0, 1)
     counted = draws.counted(trajectory.valid)[:, None, None]
-    return hidden[:, trajectory.prompt_width - 1 : -1], jnp.where(counted, jnp.stack(logprobs, axis=1), 0.0)
+    return hidden[:, trajectory.prompt_width - 1 : -1], jnp.where(counted, logprobs, 0.0)
 
 
 def replay_evictions(
