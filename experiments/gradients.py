@@ -8,7 +8,7 @@ Question   From one policy (dense reward 0.97 at temperature 1) and the same rol
            guesses about what is gone?
 Command    python experiments/gradients.py      (rows that are kept under runs/gradients are not made again;
                                                  --tasks, --samplers, --seeds: a part of it, --collect: the table alone)
-Cost       about 40 CPU minutes, and the supervised starts, which all studies share
+Cost       about an hour on one core, and the supervised starts, which all studies share
 Result     not yet: rows come to experiments/results/gradients.json
 
 Rows of the kind "gradient", an arm of a cell each:
@@ -53,6 +53,8 @@ from study.small_steps import Steps, StepSizes, stepped
 # In the order of importance: what is stopped has the first ones.
 CELLS = (
     ("sums-12", "tova-heads:14+2"),
+    ("sorting-12", "tova-heads:11+2"),  # the showdown's
+    ("sorting-12", "random:11+2"),
     ("sums-12", "tova:14+2"),
     ("sums-12", "streaming:14+2"),
     ("sums-12", "h2o:14+2"),
@@ -65,8 +67,8 @@ CELLS = (
     ("sums-24", "tova-heads:29+2"),
 )
 # Budgets and lengths are compared by their gradients alone.
-STEPPED = (*(sampler for task, sampler in CELLS if task == "sums-12" and sampler.endswith("14+2")), "tova-heads:20+2")
-CONTROL = "tova-heads:14+2"  # with its full cache as well
+STEPPED = (*(cell for cell in CELLS if cell[1].endswith(("14+2", "11+2"))), ("sums-12", "tova-heads:20+2"))
+CONTROL = ("tova-heads:14+2", "tova-heads:11+2")  # with their full cache as well
 SEEDS = (0,)
 SIZES = GradientSizes()
 STEP_SIZES = StepSizes()
@@ -101,9 +103,9 @@ class Study:
     results: Path
 
     def steps_of(self, job: Measurement) -> list[Steps]:
-        if job.problem.label != "sums-12" or job.sampler.label not in STEPPED:
+        if (job.problem.label, job.sampler.label) not in STEPPED:
             return []
-        control = [Steps(job, self.steps, evicts=False)] if job.sampler.label == CONTROL else []
+        control = [Steps(job, self.steps, evicts=False)] if job.sampler.label in CONTROL else []
         return [Steps(job, self.steps), *control]
 
     def command(self, job: Measurement) -> str:

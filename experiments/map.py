@@ -1,18 +1,24 @@
 """Where does replaying the sampler's masks pay, where does correcting a dense learner, and where neither?
 
 Cells      Tasks x samplers: running sums of 12 digits, copied sums of 8, sorting of 12 (experiments/study/problems.py),
-           under budgets from mild to cruel, and policies whose choice of keys depends on the parameters (TOVA of each
-           head, SnapKV, H2O) or does not (StreamingLLM, Random).
+           under a milder and a crueller budget, and policies whose choice of keys depends on the parameters (TOVA of
+           each head, SnapKV, H2O) or does not (StreamingLLM, Random).
 Start      Supervised with the full cache until 97 % of the steps are right at temperature 1, so that no arm gains by a
            lower entropy alone; the same for all arms of a seed, and for all cells of a task.
-Arms       naive, TIS, shadow masks; the last two with a frozen dense teacher, too; and shadow masks and TIS on the same
-           weights, half and half (experiments/study/mixed.py).
+Arms       Everywhere: the start as it is, naive, TIS, shadow masks; the last two with a frozen dense teacher, too; and
+           shadow masks and TIS on the same weights, half and half (experiments/study/mixed.py).
+           In the showdown, sorting under TOVA of each head and the crueller budget, all that a user may choose from,
+           and teachers without any reward.
+Rollouts   60 of 32 x 8 responses, 4 optimizer steps on each.
 Rates      Of 3e-5, 1e-4 and 3e-4 with a warm-up, for every arm of every task the one with the best mean of sparse and
            dense greedy reward on pilot seeds, which are not reported and judged on rows of their own, under TOVA of
-           each head and the cruel budget.
-Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy.
+           each head and the crueller budget.
+Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy. Five seeds of
+           the showdown and of the same corner of the other tasks, two elsewhere.
+Chosen     Budgets and the number of optimizer steps, on a few runs of seed 100: a cell should leave room to learn.
 Command    python experiments/map.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
+Cost       about 15 CPU seconds a run, 540 runs, on one core of an Intel Xeon (family 6, model 207)
 Result     experiments/results/map.json, a row a run, pilot included; the picture is made by experiments/report.py.
 """
 
@@ -20,7 +26,7 @@ from __future__ import annotations
 
 import tyro
 
-from study.arms import arms_of
+from study.arms import Arm, arms_of
 from study.command import StudyArgs, grid_of, run, stopping
 from study.grid import Cell
 from study.problems import problem_of
@@ -28,22 +34,42 @@ from study.runs import Sizes
 from study.samplers import sampler_of
 
 ARMS = arms_of(("untrained", "naive", "tis", "shadow", "tis-anchor", "shadow-anchor", "mixed-50"))
-RATES = (3e-5, 1e-4, 3e-4)
-SIZES = Sizes(rollouts=60, evaluate_every=30)
-SEEDS = (0, 1)
-BUDGETS = {"sums-12": ("17+2", "14+2"), "copy-8": ("14+2", "10+2"), "sorting-12": ("17+2", "14+2")}
-POLICIES = ("tova-heads", "snapkv", "h2o", "streaming", "random")
-CELLS = tuple(
-    Cell(problem_of(task), sampler_of(f"{policy}:{budget}"), ARMS, SEEDS, sampler_of(f"tova-heads:{budgets[1]}"))
-    for task, budgets in BUDGETS.items()
-    for policy in POLICIES
-    for budget in budgets
+ALL_ARMS = arms_of(
+    (
+        *("untrained", "full-cache", "naive", "bypass", "tis", "tis-sequence", "mis-sequence", "icepop", "sparse-rl"),
+        *("shadow", "naive-anchor", "tis-anchor", "shadow-anchor", "shadow-forward", "shadow-reverse"),
+        *("shadow-published", "mixed-20", "mixed-50", "mixed-80", "anchor-alone", "forward-alone"),
+    )
 )
+RATES = (3e-5, 1e-4, 3e-4)
+SIZES = Sizes(rollouts=60, minibatches=4, evaluate_every=30)
+# The milder budget, the crueller one, and the policies.
+TASKS = {
+    "sorting-12": (("14+2", "11+2"), ("tova-heads", "snapkv", "h2o", "streaming", "random")),
+    "sums-12": (("17+2", "14+2"), ("tova-heads", "h2o", "streaming")),
+    "copy-8": (("14+2", "10+2"), ("tova-heads", "h2o", "streaming")),
+}
+SHOWDOWN = ("sorting-12", "tova-heads:11+2")
+SEEDS = (0, 1)
+DECIDING_SEEDS = (0, 1, 2, 3, 4)
+
+
+def cells() -> tuple[Cell, ...]:
+    found = []
+    for task, ((mild, cruel), policies) in TASKS.items():
+        decides = sampler_of(f"tova-heads:{cruel}")
+        for policy in policies:
+            for budget in (cruel, mild):
+                sampler = sampler_of(f"{policy}:{budget}")
+                arms: tuple[Arm, ...] = ALL_ARMS if (task, sampler.label) == SHOWDOWN else ARMS
+                seeds = DECIDING_SEEDS if sampler == decides else SEEDS
+                found.append(Cell(problem_of(task), sampler, arms, seeds, pilot=decides))
+    return tuple(found)
 
 
 def main(args: StudyArgs) -> None:
     with stopping():
-        run(grid_of(args, "map", CELLS, RATES, SIZES), args)
+        run(grid_of(args, "map", cells(), RATES, SIZES), args)
 
 
 if __name__ == "__main__":

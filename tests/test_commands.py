@@ -317,6 +317,10 @@ def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[st
     dense, sparse = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (dense["decode"], sparse["decode"]) == ("dense", "h2o-12-2")
     assert dense["prompts"] == 4 and dense["cache_bytes_per_sequence"] > sparse["cache_bytes_per_sequence"]
+    with pytest.raises(SystemExit):
+        smd_eval([*words, "--decode", "snapkv:12+2"])
+    said = capsys.readouterr().err
+    assert "budget is --decode" in said and "--budget" not in said
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])

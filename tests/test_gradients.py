@@ -220,7 +220,10 @@ def test_what_was_measured_otherwise_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": ("sums-5",)}, r"expected tasks of \['sums-12', 'sums-24', 'sums-8'\]; got \['sums-5'\]"),
+        (
+            {"tasks": ("sums-5",)},
+            r"expected tasks of \['sorting-12', 'sums-12', 'sums-24', 'sums-8'\]; got \['sums-5'\]",
+        ),
         ({"samplers": ("tova:9+2",)}, r"expected samplers of \['h2o:14\+2'.*got \['tova:9\+2'\]"),
         ({"tasks": ("sums-8",), "samplers": ("tova:14+2",)}, "expected a cell of"),
     ],

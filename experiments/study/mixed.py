@@ -15,6 +15,7 @@ import jax
 
 import smd_jax as smd
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.objective import TokenTerms, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
@@ -24,9 +25,19 @@ from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_m
 from smd_jax.model.protocol import Params
 
 
+class MixedBatch(TrainBatch):
+    """What one step learns from.
+
+    Attributes:
+      dense_old_logprobs: `[batch, R]`, of the dense policy at the rollout's parameters; None: at the present ones.
+    """
+
+    dense_old_logprobs: jax.Array | None = None
+
+
 @dataclass(frozen=True)
 class MixedLoop(smd.GRPOLoop):
-    """GRPO whose one optimizer step a rollout takes both gradients.
+    """GRPO whose optimizer steps take both gradients.
 
     Attributes:
       dense: what the dense learner does; the other's configuration is `config.update`.
@@ -36,19 +47,30 @@ class MixedLoop(smd.GRPOLoop):
     dense: UpdateConfig = field(kw_only=True)
     share: float = field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.config.steps_per_rollout != 1:
-            # Later steps would need the dense policy's log-probabilities from before the first.
-            raise ValueError(f"expected one optimizer step a rollout; got {self.config.steps_per_rollout}")
+    @cached_property
+    def dense_replay(self) -> ReplayFunction:
+        """The dense policy's log-probabilities of a rollout."""
+        return make_replay(
+            self.model, self.dense.visibility, self.config.completions_per_step // self.config.minibatches
+        )
+
+    def _batch(
+        self, params: Params, trajectory: smd.Trajectory, advantages: jax.Array, counted_rows: jax.Array | None
+    ) -> MixedBatch:
+        # A single step is taken at the rollout's parameters, where it finds the log-probabilities itself.
+        later = self.config.steps_per_rollout > 1
+        old = self.dense_replay(params, trajectory) if later else None
+        return MixedBatch(
+            trajectory, advantages, self.old_logprobs(params, trajectory), counted_rows, dense_old_logprobs=old
+        )
 
     @cached_property
     def update(self) -> Update:
         model, optimizer, shadow, dense, share = self.model, self.optimizer, self.config.update, self.dense, self.share
 
-        def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        def update(state: TrainState, batch: MixedBatch) -> tuple[TrainState, Metrics]:
             # The old log-probabilities of the batch are the sampler's; the dense learner has its own.
-            of_dense = batch.replace(old_logprobs=None)
+            of_dense = batch.replace(old_logprobs=batch.dense_old_logprobs)
             parts = prepare(model, shadow, state.params, batch), prepare(model, dense, state.params, of_dense)
             ours, theirs = make_objective(model, shadow, state), make_objective(model, dense, state)
 

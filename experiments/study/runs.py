@@ -299,7 +299,8 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
         if (step + 1) % problem.start_every == 0:
             reward = evaluated(evaluator, state.params)["dense"]
             if reward >= sizes.dense_start:
-                checkpoint.save(folder, step + 1, state, data_position={}, config=settings)
+                if checkpoint.latest_step(folder) is None:  # another study may have been as fast
+                    checkpoint.save(folder, step + 1, state, data_position={}, config=settings)
                 return state.params
     raise RuntimeError(
         f"expected a dense reward of {sizes.dense_start} of {problem.label} within {sizes.start_steps} supervised "

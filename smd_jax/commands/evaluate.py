@@ -19,7 +19,7 @@ import tyro
 from smd_jax.commands.arguments import RewardArgs
 from smd_jax.commands.choices import with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import plain_warnings, reported, users_mistakes
+from smd_jax.commands.errors import EVALUATION_FLAGS, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     args = tyro.cli(Args, prog="smd-eval", description=__doc__, args=given)
-    with reported(args.debug), plain_warnings():
+    with reported(args.debug, EVALUATION_FLAGS), plain_warnings():
         run(args)
 
 

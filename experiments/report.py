@@ -1,0 +1,97 @@
+"""Builds REPORT.md, and its pictures, from the committed rows of the studies.
+
+    python experiments/report.py            writes them
+    python experiments/report.py --check    writes nothing: exit status 1 when page or pictures are of other rows
+
+A study without rows has no section: nothing stands here that was not measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from PIL import Image
+
+from reporting import cells, map_picture, memory_wall, showdown
+from reporting.page import Section
+from study.files import RESULTS, ROOT, read_rows, write_text
+
+PAGE = ROOT / "REPORT.md"
+INTRODUCTION = """# What was measured
+
+Where replaying the sampler's masks pays, where correcting a dense learner does, and where neither: every study with its
+question, its answer, its rows and its command. What lost stands here in the same size as what won.
+
+*Sparse* rewards are decoded under the budget, as the sampler does, *dense* ones with the full cache. This page is made
+by `python experiments/report.py` from the rows, and a test compares the two.
+"""
+
+
+@dataclass(frozen=True)
+class Args:
+    """Builds REPORT.md from the committed rows."""
+
+    check: bool = False  # compare only
+
+
+def sections() -> list[Section]:
+    """Of the studies that have rows, in the order in which one would ask."""
+    found = []
+    rows = read_rows(RESULTS / "map.json")
+    if rows:
+        found += [showdown.section(rows, "sorting-12", "tova-heads", 11), cells.section(rows)]
+    if rows := read_rows(RESULTS / "memory_wall.json"):
+        found.append(memory_wall.section(rows))
+    return found
+
+
+def page() -> str:
+    parts = sections()
+    short = "\n".join(f"* **{part.title}.** {part.answer}" for part in parts)
+    return "\n".join([INTRODUCTION, f"## In short\n\n{short}\n", *(part.markdown() for part in parts)])
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def pictures() -> dict[Path, Path]:
+    """Every picture, and the rows that it is of."""
+    return {RESULTS / cells.PICTURE: RESULTS / "map.json"}
+
+
+def stale() -> list[Path]:
+    """What is not as the rows say."""
+    old = [] if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else [PAGE]
+    old += [picture for picture, rows in pictures().items() if rows.exists() and made_of(picture) != digest(rows)]
+    return old
+
+
+def made_of(picture: Path) -> str | None:
+    """The digest of the rows that a picture is of."""
+    if not picture.exists():
+        return None
+    with Image.open(picture) as image:
+        return image.info.get("Description")
+
+
+def main(args: Args) -> None:
+    if args.check:
+        if old := stale():
+            names = ", ".join(str(path.relative_to(ROOT)) for path in old)
+            print(f"expected what the rows say; got something else in {names}: python experiments/report.py makes it")
+            sys.exit(1)
+        return
+    for picture, rows in pictures().items():
+        if rows.exists():
+            map_picture.draw(cells.cells_of(read_rows(rows)), picture, digest(rows))
+    write_text(PAGE, page())
+    print(PAGE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,95 @@
+"""The report: sections from rows, and that the page which is committed is that of the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import report
+from reporting import cells, map_picture, showdown
+from reporting.page import difference, signed, table
+from study.files import read_rows, write_rows
+from study.intervals import Estimate
+
+REWARDS = {  # sparse and dense of seed 0; seed 1 has a point more
+    "untrained": (0.50, 0.97),
+    "naive": (0.40, 0.90),
+    "tis": (0.52, 0.95),
+    "shadow": (0.70, 0.80),
+    "tis-anchor": (0.55, 0.96),
+    "shadow-anchor": (0.80, 0.75),
+    "mixed-50": (0.65, 0.90),
+    "anchor-alone": (0.75, 0.60),
+}
+
+
+def rows_of(policy: str = "tova-heads", arms: tuple[str, ...] = tuple(REWARDS)) -> list[dict[str, Any]]:
+    made = []
+    for seed in (0, 1):
+        for arm in arms:
+            sparse, dense = (reward + 0.01 * seed for reward in REWARDS[arm])
+            row = {"arm": arm, "seed": seed, "task": "sorting-12", "policy": policy, "budget": 11, "pilot": False}
+            row |= {"sparse": sparse, "dense": dense, "sparse_greedy": sparse, "dense_greedy": dense}
+            row |= {"learning_rate": 1e-4, "cpu_seconds": 1800.0, "cpu": "a CPU", "date": "2026-11-23"}
+            made.append(row)
+    return made
+
+
+def test_the_committed_page_is_that_of_the_rows():
+    assert not report.stale(), "python experiments/report.py makes page and pictures again"
+
+
+def test_a_page_of_other_rows_is_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    write_rows(tmp_path / "map.json", rows_of())
+    for name, place in (("RESULTS", tmp_path), ("ROOT", tmp_path), ("PAGE", tmp_path / "REPORT.md")):
+        monkeypatch.setattr(report, name, place)
+    with pytest.raises(SystemExit) as ended:
+        report.main(report.Args(check=True))
+    assert ended.value.code == 1 and "REPORT.md, map.png" in capsys.readouterr().out
+    report.main(report.Args())
+    assert report.stale() == []
+    changed = read_rows(tmp_path / "map.json")
+    changed[0]["sparse"] += 0.1
+    write_rows(tmp_path / "map.json", changed)
+    assert report.stale() == [tmp_path / "REPORT.md", tmp_path / "map.png"]
+
+
+def test_all_arms_on_one_task():
+    part = showdown.section(rows_of(), "sorting-12", "tova-heads", 11)
+    assert part.answer.startswith(
+        "Under the budget `shadow-anchor` ends highest (0.805); shadow masks end +0.180 ± 0.000"
+    )
+    assert "from TIS with the budget, and -0.150 ± 0.000 from it with the full cache" in part.answer
+    (line,) = [line for line in part.body.splitlines() if line.startswith("| `shadow`")]
+    assert "| 0.0001 | 0.705 | 0.805 | 0.705 | 0.805 | **+0.180 ± 0.000** | **-0.150 ± 0.000** |" in line
+    assert part.cost == "8.0 CPU hours for 16 rows, a CPU, 2026-11-23"
+
+
+def test_cells_of_the_map(tmp_path: Path):
+    rows = rows_of() + rows_of("random") + rows_of("h2o", ("untrained", "shadow"))
+    found = cells.cells_of(rows)
+    assert [cell.policy for cell in found] == ["tova-heads", "random"], "a cell without all methods waits"
+    assert (found[0].best("sparse"), found[0].best("dense")) == ("shadow-anchor", "tis-anchor")
+    assert "shadow masks end above TIS in 2 of 2 cells" in cells.section(rows).answer
+    assert "and with the full cache shadow masks end above TIS in 0 of 2" in cells.section(rows).answer
+    map_picture.draw(found, tmp_path / "map.png", "made of these")
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_differences_are_paired_by_seed():
+    rows = rows_of()
+    ours, theirs = ([row for row in rows if row["arm"] == arm] for arm in ("shadow", "tis"))
+    theirs[1]["sparse"] += 0.02
+    found = difference(ours, theirs[::-1], "sparse")
+    # Differences 0.18 and 0.16: mean 0.17, s = 0.0141, t(0.975, 1) = 12.706, half = 12.706 * 0.01.
+    assert found.mean == pytest.approx(0.17) and found.half == pytest.approx(0.12706, rel=1e-3)
+    assert signed(found) == "**+0.170 ± 0.127**"
+    assert signed(Estimate(0.1, 0.2, 3)) == "+0.100 ± 0.200", "not established: not bold"
+
+
+def test_tables():
+    assert table(["a", "b"], [["x|y", 1]]) == "| a | b |\n| --- | --: |\n| x\\|y | 1 |"
