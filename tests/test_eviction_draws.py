@@ -57,8 +57,13 @@ CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
 
 def with_gate(config: ModelConfig) -> dict[str, Any]:
     """A gate that has opinions: logits of a few nats apart."""
-    sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    params = add_gate(make_params(config), LinearGate(), **sizes)
+    params = add_gate(
+        make_params(config),
+        LinearGate(),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
     keys = iter(jax.random.split(jax.random.key(5), config.num_layers))
     gate = jax.tree.map(lambda x: 0.5 * jax.random.normal(next(keys), x.shape, x.dtype), params[EVICTION_GATE])
     return {**params, EVICTION_GATE: gate}
