@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.cache.compression import Compression, CompressionRecord, RowProgress
+from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.base import CacheView
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, Random
 from smd_jax.eviction.wrappers import Protect
@@ -188,27 +189,33 @@ def test_gradient_of_a_draw(scale: float):
 
 
 def test_draws_come_as_often_as_their_probability_says():
-    """Four keys, one goes: its share over 4,000 rows, within five standard deviations."""
-    rows, logits = 4000, np.array([0.0, 1.0, -1.0, 0.5])
+    """Of four keys two go: every ordered pair's share of 8,000 rows, as recorded, within five standard deviations. So
+    the log-probability beside it is that of the draw itself, not of another order of the same keys."""
+    rows, logits = 8000, np.array([0.0, 1.0, -1.0, 0.5])
     kernel = np.zeros((1, 6, 2), np.float32)
     kernel[0, 0, 0] = 1.0  # a key's first number is its logit
-    keys = jnp.broadcast_to(jnp.stack([jnp.asarray(logits, jnp.float32), jnp.zeros(4)], -1), (rows, 1, 4, 2))
-    view = CacheView(
-        keys=keys,
-        values=jnp.zeros_like(keys),
-        valid=jnp.ones((rows, 1, 4), bool),
-        positions=jnp.broadcast_to(jnp.arange(4), (rows, 1, 4)),
-        newest=jnp.full(rows, 3),
-        number=jnp.int32(3),
-        states=(),
-        rng=jax.random.split(jax.random.key(0), rows),
-        budget=3,
-        parameters={"kernel": jnp.asarray(kernel)},
-    )
-    lowest = np.bincount(np.asarray(LearnedGate().score(view))[:, 0].argmin(-1), minlength=4) / rows
-    expected = np.exp(-logits) / np.exp(-logits).sum()
-    assert np.all(np.abs(lowest - expected) <= 5 * np.sqrt(expected * (1 - expected) / rows))
-    assert (np.asarray(LearnedGate(greedy=True).score(view))[:, 0].argmin(-1) == 2).all()
+    of_slots = jnp.asarray([7.0, *logits], jnp.float32)  # the first slot is empty
+    keys = jnp.broadcast_to(jnp.stack([of_slots, jnp.zeros(5)], -1), (rows, 1, 5, 2))
+    columns = jnp.broadcast_to(jnp.asarray([EMPTY, 0, 1, 2, 3], jnp.int32), (rows, 1, 5))
+    cache = LayerCache(keys, jnp.zeros_like(keys), columns)
+    same = jnp.zeros(rows, jnp.int32)
+    progress = RowProgress(same, same + 3, same, same, jax.random.split(jax.random.key(0), rows))
+    params = {EVICTION_GATE: {"layers_0": {"kernel": jnp.asarray(kernel)}}}
+
+    def compressed(policy: LearnedGate) -> CompressionRecord:
+        compression = Compression(policy, budget=2, buffer=1, layer=0)
+        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), params)[1])(cache)
+
+    record: Any = compressed(LearnedGate())
+    gone = np.asarray(record.dropped)[:, 0]
+    assert (gone[:, 0] == EMPTY).all(), "nobody drew it"
+    for pair in itertools.permutations(range(4), 2):
+        probability = math.exp(plackett_luce(dict(enumerate(logits)), list(pair)))
+        drawn = (gone[:, 1:] == pair).all(axis=1)
+        assert abs(drawn.mean() - probability) <= 5 * math.sqrt(probability * (1 - probability) / rows)
+        np.testing.assert_allclose(np.asarray(record.logprob)[drawn, 0], math.log(probability), atol=1e-5)
+    decided: Any = compressed(LearnedGate(greedy=True))
+    assert (np.asarray(decided.dropped) == [EMPTY, 0, 2]).all() and decided.logprob is None
 
 
 def test_engine_records_the_same():
