@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from PIL import Image
 
-from reporting import cells, map_picture, memory_wall, showdown
+from reporting import cells, gradients, horizon, map_picture, memory_wall, real_model, showdown
 from reporting.page import Section
-from study.files import RESULTS, ROOT, read_rows, write_text
+from study.files import RESULTS, ROOT, Row, read_rows, write_text
 
 PAGE = ROOT / "REPORT.md"
 INTRODUCTION = """# What was measured
@@ -31,6 +32,9 @@ by `python experiments/report.py` from the rows, and a test compares the two.
 """
 
 
+SHOWDOWN = ("sorting-12", "tova-heads", 11)  # the cell of the map with all arms: task, policy, budget
+
+
 @dataclass(frozen=True)
 class Args:
     """Builds REPORT.md from the committed rows."""
@@ -40,13 +44,17 @@ class Args:
 
 def sections() -> list[Section]:
     """Of the studies that have rows, in the order in which one would ask."""
-    found = []
-    rows = read_rows(RESULTS / "map.json")
-    if rows:
-        found += [showdown.section(rows, "sorting-12", "tova-heads", 11), cells.section(rows)]
-    if rows := read_rows(RESULTS / "memory_wall.json"):
-        found.append(memory_wall.section(rows))
-    return found
+    makers: list[tuple[str, Callable[[list[Row]], Section]]] = [
+        ("map.json", lambda rows: showdown.section(rows, *SHOWDOWN)),
+        ("map.json", cells.section),
+        ("gradients.json", lambda rows: gradients.section(rows, SHOWDOWN)),
+        ("horizon_weights.json", horizon.weights_section),
+        ("horizon.json", horizon.section),
+        ("mismatch_smollm2.json", real_model.mismatch_section),
+        ("real_model.json", real_model.section),
+        ("memory_wall.json", memory_wall.section),
+    ]
+    return [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]
 
 
 def page() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import report
-from reporting import cells, map_picture, showdown
+from reporting import cells, gradients, map_picture, showdown
 from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
@@ -93,3 +93,25 @@ def test_differences_are_paired_by_seed():
 
 def test_tables():
     assert table(["a", "b"], [["x|y", 1]]) == "| a | b |\n| --- | --: |\n| x\\|y | 1 |"
+
+
+def test_gradients():
+    made = []
+    for policy, learns in (("tova-heads", True), ("random", False)):
+        place = {"task": "sorting-12", "policy": policy, "budget": 11, "seed": 0, "choice_learns": learns}
+        place |= {"cpu": "a CPU", "date": "2026-11-23", "cpu_seconds": 3600.0, "sparse": 0.5, "dense": 0.97}
+        for rank, arm in enumerate((*gradients.ARMS, *gradients.HELPS)):
+            row = {"kind": "gradient", "arm": arm}
+            for field in ("snr", "cosine_sparse", "cosine_dense", "alignment_reward"):
+                row |= {field: 0.01 * rank, f"{field}_half": 0.002}
+            made.append(place | row)
+        for length, ratio in ((0.03, 0.5 if learns else 1.0), (0.1, 0.4)):
+            row = {"kind": "step", "arm": "exact", "direction": "gradient", "step": length}
+            row |= {"predicted": 0.1, "predicted_half": 0.01, "realised": 0.1 * ratio, "realised_half": 0.01}
+            made.append(place | row | {"ratio": ratio, "ratio_half": 0.1})
+    part = gradients.section(made, ("sorting-12", "tova-heads", 11))
+    assert part.cost == "4.0 CPU hours, a CPU, 2026-11-23", "rows of a cell and kind share their seconds"
+    shadow = gradients.ARMS.index("shadow")
+    assert f"by {0.01 * shadow:.3f} with shadow masks, and by 0.010 with TIS" in part.answer
+    assert part.answer.endswith("Realised over predicted slope of a step of 0.03: tova-heads 0.50, random 1.00.")
+    assert "| sorting-12, random, 11 + 2 keys | 0.03 | 0.100 ± 0.010 | 0.100 ± 0.010 | 1.000 ± 0.100 |" in part.body

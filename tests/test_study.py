@@ -159,8 +159,16 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
     assert part.results == ROOT / "runs" / "map" / "map.json" and part.cells[0].seeds == (7,)
 
 
+def test_an_arm_may_have_its_own_number_of_steps():
+    (arm,) = arms_of(("shadow-16-steps",))
+    job = Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, prompts=16))
+    assert runs.make_loop(job).config.minibatches == 16 == job.identity["minibatches"]
+
+
 def test_arms_are_all_different():
-    assert len({(repr(arm.update), arm.dense_share, arm.full_cache, arm.trains) for arm in ARMS}) == len(ARMS)
+    assert len(
+        {(repr(arm.update), arm.dense_share, arm.full_cache, arm.trains, arm.minibatches) for arm in ARMS}
+    ) == len(ARMS)
     assert len({arm.name for arm in ARMS}) == len(ARMS)
 
 

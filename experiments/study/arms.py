@@ -24,10 +24,12 @@ class Arm:
     Attributes:
       teacher: the second track: which divergence pulls the learner to a policy with its full context; None: none.
       teacher_coef: its weight in the loss.
+      teacher_rows: the share of the rows that it looks at.
       policy_coef: weight of the policy loss; 0 leaves the teacher alone.
       dense_share: share of a dense learner's loss with token weights (TIS) beside the arm's own, see `study/mixed.py`.
       full_cache: the sampler evicts nothing: what an unlimited cache would have given.
       trains: False: the start, as it is.
+      minibatches: optimizer steps per rollout; None: as many as the study takes.
     """
 
     name: str
@@ -35,14 +37,18 @@ class Arm:
     correction: smd.corrections.Correction
     teacher: Direction | None = None
     teacher_coef: float = 0.1
+    teacher_rows: float = 1.0
     policy_coef: float = 1.0
     dense_share: float = 0.0
     full_cache: bool = False
     trains: bool = True
+    minibatches: int | None = None
 
     @property
     def update(self) -> smd.UpdateConfig:
-        distill = None if self.teacher is None else smd.DistillConfig(self.teacher, self.teacher_coef)
+        distill = None
+        if self.teacher is not None:
+            distill = smd.DistillConfig(self.teacher, self.teacher_coef, self.teacher_rows)
         return smd.UpdateConfig(
             self.visibility, policy_coef=self.policy_coef, correction=self.correction, distill=distill
         )
@@ -84,6 +90,14 @@ ARMS = (
     Arm("mixed-80", "shadow", smd.corrections.Shadow(), dense_share=0.8),
     Arm("anchor-alone", "shadow", smd.corrections.Shadow(), "anchor", policy_coef=0.0),  # distillation without reward
     Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
+    # Other choices of what is the same for the arms above.
+    Arm("tis-1-step", "dense", smd.corrections.TIS(), minibatches=1),
+    Arm("tis-16-steps", "dense", smd.corrections.TIS(), minibatches=16),
+    Arm("shadow-1-step", "shadow", smd.corrections.Shadow(), minibatches=1),
+    Arm("shadow-16-steps", "shadow", smd.corrections.Shadow(), minibatches=16),
+    Arm("shadow-anchor-0.01", "shadow", smd.corrections.Shadow(), "anchor", teacher_coef=0.01),
+    Arm("shadow-anchor-1", "shadow", smd.corrections.Shadow(), "anchor", teacher_coef=1.0),
+    Arm("shadow-anchor-quarter", "shadow", smd.corrections.Shadow(), "anchor", teacher_rows=0.25),
 )
 
 

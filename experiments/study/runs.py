@@ -103,6 +103,11 @@ class Job:
         return repr((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
+    def minibatches(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.arm.minibatches or self.sizes.minibatches
+
+    @property
     def cell(self) -> tuple[str, str]:
         return self.problem.label, self.sampler.label
 
@@ -123,7 +128,7 @@ class Job:
             "length": self.problem.prompt_width + self.problem.response_width,
             "learning_rate": self.learning_rate,
             "rollouts": self.sizes.rollouts,
-            "minibatches": self.sizes.minibatches,
+            "minibatches": self.minibatches,
             "prompts": self.sizes.prompts,
             "pilot": self.pilot,
         }
@@ -218,7 +223,7 @@ def make_loop(job: Job) -> smd.GRPOLoop:
         policy=FULL_CACHE if job.arm.full_cache else job.sampler.eviction,
         rollout=job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens)),
         update=job.arm.update,
-        minibatches=sizes.minibatches,
+        minibatches=job.minibatches,
         seed=job.seed,
     )
     parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokens, make_optimizer(job), config
@@ -230,7 +235,7 @@ def make_loop(job: Job) -> smd.GRPOLoop:
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
     """Adam after a warm-up. The rate lies in the state, not in the program, which is compiled once for all rates."""
-    steps = job.sizes.warmup * job.sizes.minibatches
+    steps = job.sizes.warmup * job.minibatches
     rise = optax.scale_by_schedule(optax.linear_schedule(1 / steps, 1.0, steps - 1))
 
     def adam(factor: float) -> optax.GradientTransformation:

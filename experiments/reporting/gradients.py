@@ -1,0 +1,117 @@
+"""Gradients before any training: what they are worth, and what a frozen mask leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reporting.page import Section, machines, table
+from study.files import Row
+
+ARMS = ("naive", "tis", "mis-sequence", "icepop", "sparse-rl", "shadow", "mixed-50", "anchor", "shadow-anchor")
+# What might lower the noise of guesses, on top of the replayed masks.
+HELPS = ("to-go", "oracle", "overlap", "ratio", "certain", "entropy-0.2", "variate", "to-go-variate", "to-go-oracle")
+COMPARED = ("naive", "tis", "shadow", "shadow-anchor")
+Place = tuple[str, str, int]
+
+
+def section(rows: Sequence[Row], decisive: Place) -> Section:
+    """
+    Args:
+      decisive: task, policy and budget of the cell whose arms are all shown.
+    """
+    arms = {(place_of(row), row["arm"]): row for row in rows if row["kind"] == "gradient"}
+    places = list(dict.fromkeys(place for place, _ in arms))
+    here = {arm: row for (place, arm), row in arms.items() if place == decisive}
+    parts = [
+        "One step along the mean gradient of an arm changes the sparse reward in proportion to its *alignment* with "
+        "that reward's own gradient (masks frozen), per rollout of 32 × 8 responses; *snr* is signal over noise of one "
+        "rollout. ± is the 95 % jackknife.",
+        f"Sorting, {name_of(decisive)}:",
+        arm_table(here, (*ARMS, *HELPS)),
+        "Alignment with the gradient of the sparse reward, by cell:",
+        table(
+            ["cell", "sparse", "dense", *(f"`{arm}`" for arm in COMPARED)],
+            [
+                [
+                    f"{place[0]}, {name_of(place)}",
+                    f"{arms[place, 'shadow']['sparse']:.2f}",
+                    f"{arms[place, 'shadow']['dense']:.2f}",
+                    *(with_half(arms[place, arm], "alignment_reward") for arm in COMPARED),
+                ]
+                for place in places
+            ],
+        ),
+    ]
+    steps = [row for row in rows if row["kind"] == "step" and row["direction"] == "gradient"]
+    if steps:
+        parts += [
+            "What a frozen mask leaves out: a small step along the gradient of the sparse reward, whose slope the "
+            "frozen mask predicts, against the change that is realised when the sampler chooses its keys anew (common "
+            "random numbers). *control*: with the full cache, where nothing is chosen.",
+            step_table(steps),
+        ]
+    shadow, tis = (here[arm]["alignment_reward"] for arm in ("shadow", "tis"))
+    answer = (
+        f"In the showdown's cell a rollout's gradient is aligned with that of the sparse reward by {shadow:.3f} with "
+        f"shadow masks, and by {tis:.3f} with TIS."
+    ) + of_steps(steps, decisive)
+    return Section(
+        "Gradients, before any training",
+        "From one policy and the same rollouts: what is every arm's gradient worth, and what does a frozen mask leave "
+        "out where the choice of keys moves with the parameters?",
+        answer,
+        "\n\n".join(parts),
+        "python experiments/gradients.py",
+        f"{sum(cpu_seconds(rows).values()) / 3600:.1f} CPU hours, {machines(rows)}",
+        ("gradients.json",),
+    )
+
+
+def place_of(row: Row) -> Place:
+    return row["task"], row["policy"], row["budget"]
+
+
+def name_of(place: Place) -> str:
+    return f"{place[1]}, {place[2]} + 2 keys"
+
+
+def arm_table(here: dict[str, Row], names: Sequence[str]) -> str:
+    columns = ["gradient", "snr", "cosine to sparse GRPO", "cosine to dense GRPO", "alignment with sparse reward"]
+    fields = ("snr", "cosine_sparse", "cosine_dense", "alignment_reward")
+    return table(columns, [[f"`{name}`", *(with_half(here[name], field) for field in fields)] for name in names])
+
+
+def step_table(steps: Sequence[Row]) -> str:
+    lines = []
+    for row in steps:
+        control = ", control" if row["arm"] == "full-cache-exact" else ""
+        numbers = [with_half(row, name) for name in ("predicted", "realised", "ratio")]
+        lines.append([f"{row['task']}, {name_of(place_of(row))}{control}", f"{row['step']:g}", *numbers])
+    return table(["cell", "length of the step", "predicted slope", "realised slope", "realised / predicted"], lines)
+
+
+def of_steps(steps: Sequence[Row], decisive: Place) -> str:
+    """What came of the shortest steps: there, and where the choice of keys does not depend on the parameters."""
+    if not steps:
+        return ""
+    shortest = min(row["step"] for row in steps)
+    short = [row for row in steps if row["step"] == shortest and row["arm"] != "full-cache-exact"]
+    there = [row for row in short if place_of(row) == decisive]
+    fixed = [row for row in short if not row["choice_learns"] and row["task"] == decisive[0]]
+    said = [f"{row['policy']} {row['ratio']:.2f}" for row in (*there, *fixed) if row["ratio"] is not None]
+    return f" Realised over predicted slope of a step of {shortest:g}: {', '.join(said)}." if said else ""
+
+
+def with_half(row: Row, name: str) -> str:
+    value, half = row[name], row[f"{name}_half"]
+    if value is None:
+        return "–"
+    return f"{value:.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+def cpu_seconds(rows: Sequence[Row]) -> dict[tuple[object, ...], float]:
+    """Of every cell and kind, whose rows share them."""
+    return {
+        (place_of(row), row["seed"], row["kind"] == "step", row["arm"] == "full-cache-exact"): row["cpu_seconds"]
+        for row in rows
+    }

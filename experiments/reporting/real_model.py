@@ -1,0 +1,111 @@
+"""SmolLM2-135M-Instruct: its mismatch under budgets, and what training does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reporting.page import Section, difference, machines, mean_of, of_arms, plain, signed, table
+from study.files import Row
+from study.runs import DECODINGS
+
+
+def mismatch_section(rows: Sequence[Row]) -> Section:
+    """Before any training."""
+    off = [row for row in rows if row["kind"] == "mismatch"]
+    lines = []
+    for row in off:
+        by_length = {part["tokens"]: part["response_ess"] for part in row["by_length"]}
+        ends = min(by_length), max(by_length)
+        lines.append(
+            [
+                f"{row['policy']}, {row['budget']} keys" + (", with examples" if row["examples"] else ""),
+                f"{row['evicted_share']:.2f}",
+                f"{row['mean_abs_dlogp']:.3f}",
+                f"{row['p999_abs_dlogp']:.2f}",
+                f"{row['shadow_max_abs_dlogp']:.1e}",
+                f"{row['token_ess']:.2f}",
+                *(f"{by_length[end]:.2f}" for end in ends),
+            ]
+        )
+    worst = max(off, key=lambda row: row["mean_abs_dlogp"])
+    replayed = max(row["shadow_max_abs_dlogp"] for row in off)
+    columns = [
+        "sampler",
+        "keys gone",
+        "mean abs Δ log p, dense learner",
+        "99.9th percentile",
+        "largest with shadow masks",
+    ]
+    columns += ["ESS of tokens", "of responses, shortest prefix", "whole responses"]
+    return Section(
+        "A real model, before training",
+        "SmolLM2-135M-Instruct answers GSM8K's questions under a budget. How far is a dense learner from the sampler, "
+        "how far one that replays the masks, and what is left of importance weights?",
+        f"A dense learner is off by up to {worst['mean_abs_dlogp']:.2f} nats a token in the mean ({worst['policy']}, "
+        f"{worst['budget']} keys); one that replays the masks by at most {replayed:.1e} anywhere.",
+        table(columns, lines) + accuracy(rows),
+        "python experiments/mismatch.py --gsm8k test.jsonl",
+        f"not recorded, {machines(rows)}",
+        ("mismatch_smollm2.json",),
+    )
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["kind"] == "accuracy"]
+    if not found:
+        return ""
+    lines = []
+    for row in found:
+        ways = [
+            f"{row[name]:.2f} ({row[f'{name}_low']:.2f} … {row[f'{name}_high']:.2f})" for name in ("sampled", "greedy")
+        ]
+        budget = "full cache" if row["budget"] is None else f"{row['policy']}, {row['budget']} keys"
+        lines.append([budget, *ways])
+    return "\n\nSums of two or three digits, share right and its 95 % interval:\n\n" + table(
+        ["sampler", "temperature 1", "greedy"], lines
+    )
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Trained rewards, of runs that are finished."""
+    reported = of_arms([row for row in rows if not row["pilot"] and row["finished"]])
+    lines = []
+    for name, found in reported.items():
+        cells: list[Any] = [f"`{name}`", len(found)]
+        for kind in DECODINGS:
+            cells.append(f"{mean_of(found, kind).mean:.3f}")
+        against = "untrained" if "untrained" in reported else name
+        cells += [
+            signed(gain(found, reported[against], kind)) if name != against else "" for kind in ("sparse", "dense")
+        ]
+        lines.append(cells)
+    columns = ["arm", "seeds", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
+    leads = ""
+    if {"shadow", "tis"} <= reported.keys():
+        lead = [plain(difference(reported["shadow"], reported["tis"], kind)) for kind in ("sparse", "dense")]
+        leads = f"Shadow masks end {lead[0]} from TIS with the budget, and {lead[1]} with the full cache."
+    some = next(iter(reported.values()))[0]
+    shares = [row["evicted_share"] for row in rows if row["evicted_share"] is not None and row["arm"] == "shadow"]
+    gone = (
+        f"{shares[0]:.2f} of the keys are gone when the last token looks"
+        if shares
+        else "the share of evicted keys is not measured"
+    )
+    return Section(
+        "A real model, trained",
+        "SmolLM2-135M-Instruct learns sums step by step with adapters, under a budget: naive, TIS, shadow masks, with "
+        "a teacher, and with an unlimited cache.",
+        leads or "Not all arms are there yet.",
+        f"{some['task']}, SnapKV with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
+        f"{gone}. {some['evaluation_rows']} held-out sums.\n\n" + table(columns, lines),
+        "python experiments/real_model.py",
+        f"not recorded, {machines(rows)}",
+        ("real_model.json",),
+    )
+
+
+def gain(ours: Sequence[Row], start: Sequence[Row], kind: str) -> Any:
+    """The start is one model for all seeds."""
+    (before,) = (row[kind] for row in start)
+    return difference(ours, [row | {kind: before} for row in ours], kind)
