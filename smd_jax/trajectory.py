@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax import foreign, foreign_tokens
 from smd_jax.drawable_tokens import DrawableTokens
+from smd_jax.eviction_draws import EvictionDraws
 from smd_jax.masks import ShadowMask, dense_mask, positions
 from smd_jax.pytrees import any_leaves
 
@@ -31,6 +32,7 @@ class Trajectory(struct.PyTreeNode):
       entropy: `[batch, R]` entropy of the distributions that the tokens were drawn from, in nats, 0 where not valid;
         None if nobody wrote it down.
       drawable: which tokens could be drawn, where filters or a minimum length left only some; None: all of them.
+      evictions: the draws by which keys were evicted, where the eviction policy draws from a gate's logits; else None.
     """
 
     tokens: Int[Array, "batch T"]
@@ -42,6 +44,7 @@ class Trajectory(struct.PyTreeNode):
     replayable: bool = struct.field(pytree_node=False, default=True)
     entropy: Float[Array, "batch R"] | None = None
     drawable: DrawableTokens | None = None
+    evictions: EvictionDraws | None = None
 
     @classmethod
     def from_records(
@@ -154,6 +157,7 @@ class Trajectory(struct.PyTreeNode):
             mask=mask.first_columns(columns) if isinstance(mask, ShadowMask) else mask[..., :columns, :columns],
             entropy=None if self.entropy is None else self.entropy[:, :response_tokens],
             drawable=None if self.drawable is None else self.drawable.first_columns(response_tokens),
+            evictions=None if self.evictions is None else self.evictions.first_columns(columns),
         )
 
     def lengths(self) -> Int[Array, " batch"]:

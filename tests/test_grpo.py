@@ -109,7 +109,8 @@ def test_every_metric_has_its_line_in_the_table():
     of_others |= {"dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
     of_others |= {f"eval/{{name}}/{name}" for name in EVALUATION_METRICS}
     of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
-    of_others |= {"loss/dense_avg"}  # of two learners
+    # Of two learners, and of a sampler that learns what to forget.
+    of_others |= {"loss/dense_avg", "evictions/loss", "evictions/logp_difference/max"}
     of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0

@@ -18,6 +18,7 @@ GOOD_PAIRS = DPOInputs(*[jnp.zeros(4)] * 5)
 WITHOUT_JAXTYPING = """
 import jax.numpy as jnp
 from smd_jax import losses
+from smd_jax.losses.evictions import eviction_loss
 from smd_jax.losses.returns import terminal_rewards, whiten
 
 row, tokens, mask = jnp.zeros(4), jnp.zeros((4, 6)), jnp.ones((4, 6), bool)
@@ -33,6 +34,7 @@ for call in (
     lambda: losses.value_loss(tokens, tokens, jnp.zeros(6), tokens, losses.ValueConfig()),
     lambda: losses.SequenceMean().weights(jnp.ones(4, bool)),
     lambda: losses.TokenMean().weights(mask, jnp.ones(6, bool)),
+    lambda: eviction_loss(jnp.zeros((4, 1, 1, 2)), jnp.zeros((4, 1, 1, 2)), tokens, jnp.zeros((4, 2))),
 ):
     try:
         call()
@@ -53,6 +55,7 @@ MESSAGES = [
     "expected returns of shape [4, 6]; got [6]",
     "expected mask of shape [batch, R]; got [4]",
     "expected counted_rows of shape [4]; got [6]",
+    "expected advantages of shape [4]; got [4, 6]",
 ]
 
 

@@ -6,12 +6,15 @@ for all arms of a study.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import optax
+
 import smd_jax as smd
 from smd_jax.losses.distillation import Direction
+from smd_jax.model.protocol import ModelShape, Params
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,15 @@ class Arm:
             distill=distill,
             dense_learner=smd.learner.DenseLearner(self.dense_share) if self.dense_share else None,
         )
+
+    def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
+        """The start of a seed, and what this arm trains beside the model's parameters."""
+        del shape
+        return params
+
+    def optimizer(self, adam: Callable[[float], optax.GradientTransformation]) -> optax.GradientTransformation:
+        """What moves the parameters; `adam(factor)` has the learning rate of the run times a factor."""
+        return adam(1.0)
 
     @property
     def is_exact(self) -> bool:

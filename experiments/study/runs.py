@@ -18,6 +18,7 @@ import optax
 
 import smd_jax as smd
 from provenance import provenance
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.task import batch_indices
@@ -47,6 +48,7 @@ MEASURED = (
     "rollout_corr/eff_sample_size",
     "rollout_corr/rollout_rs_masked_fraction",
     "sampling/sampling_logp_difference/max",
+    "evictions/logp_difference/max",
 )
 
 
@@ -171,6 +173,7 @@ def execute(job: Job, runs: Path) -> Row:
     sizes = job.sizes
     loop = make_loop(job)
     params = start(job.problem, job.seed, sizes, runs.parent / "starts")
+    params = job.arm.with_own_parameters(params, loop.model.shape)
     reference = params if loop.config.update.needs_reference else None
     state = smd.init_state(params, loop.optimizer, jax.random.key(job.seed), reference)
     evaluator = make_evaluator(loop, job.problem, job.sampler, job.split, sizes.evaluation_rows)
@@ -229,9 +232,13 @@ def make_loop(job: Job) -> smd.GRPOLoop:
 def make_optimizer(job: Job) -> optax.GradientTransformation:
     """Adam after a warm-up. The rate lies in the state, not in the program, which is compiled once for all rates."""
     steps = job.sizes.warmup * job.minibatches
-    adam = optax.inject_hyperparams(optax.adam)(learning_rate=job.learning_rate)
     rise = optax.scale_by_schedule(optax.linear_schedule(1 / steps, 1.0, steps - 1))
-    return optax.chain(optax.clip_by_global_norm(1.0), adam, rise)
+
+    def adam(factor: float) -> optax.GradientTransformation:
+        adam = optax.inject_hyperparams(optax.adam)(learning_rate=factor * job.learning_rate)
+        return optax.chain(optax.clip_by_global_norm(1.0), adam, rise)
+
+    return job.arm.optimizer(adam)
 
 
 def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int) -> Evaluator:
@@ -243,6 +250,9 @@ def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split
         Decode("sparse_greedy", sampler.eviction, sampling=greedy),
         Decode("dense_greedy", FULL_CACHE, sampling=greedy),
     )
+    if isinstance(sampler.eviction, LearnedGate):
+        # Tokens and evictions without chance; stands in the curve alone.
+        decodes += (Decode("sparse_decided", replace(sampler.eviction, greedy=True), sampling=greedy),)
     config = EvaluationConfig(decodes, loop.config.rollout, problem.prompt_width, rows=rows, seed=7)
     return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
 

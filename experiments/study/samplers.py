@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import smd_jax as smd
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, Recent, SnapKV, StreamingLLM
 
 # Windows and sinks fit budgets of some ten keys.
 POLICIES: dict[str, EvictionPolicy] = {
@@ -18,6 +19,9 @@ POLICIES: dict[str, EvictionPolicy] = {
     "streaming": StreamingLLM(),
     "random": Random(),
     "knorm": Knorm(),
+    "recent": Recent(),
+    "oldest": StreamingLLM(sinks=13),  # a prompt of 13 tokens is never evicted
+    "gate": LearnedGate(),
 }
 # Whose choice of keys depends on the parameters: the sampler changes what it forgets while it learns.
 LEARNS_WHAT_TO_FORGET = ("tova", "tova-heads", "h2o", "snapkv", "knorm")

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy
+from smd_jax.eviction_draws import STAYED, ordered_logprob
+from smd_jax.gate import Gate
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import Parity
 
@@ -49,12 +51,14 @@ class CompressionRecord(struct.PyTreeNode):
 
     Attributes:
       dropped: `[rows, kv_heads, slots - budget]` columns of the keys that went, -1 in place of empty slots; None if
-        there was room for all.
+        there was room for all. Where evictions are draws, in the order in which they were drawn.
+      logprob: `[rows, kv_heads]` of these draws, see `smd_jax.eviction_draws`; None where they are none.
       parity: of the codes that a quantised cache made, `[rows, kv_heads, columns, bytes]`; None without any.
     """
 
     dropped: Int[Array, "rows kv_heads rest"] | None
     parity: Parity | None
+    logprob: Float[Array, "rows kv_heads"] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,24 @@ class Compression:
     window: int | None = None
 
     def __call__(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
     ) -> tuple[LayerCache, CompressionRecord]:
         """The cache with `budget + buffer` slots; a few rows at a time.
 
         Args:
           number: of the newest query, see `Observation.number`.
+          params: as the sampler has them, for policies that have parameters of their own.
         """
-        return row_parts.apart(lambda cache, progress: self._compress(cache, progress, number), cache, progress)
+        parameters = self.policy.parameters(params, self.layer)
+        return row_parts.apart(
+            lambda cache, progress: self._compress(cache, progress, number, parameters), cache, progress
+        )
 
     def in_place(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
     ) -> tuple[LayerCache, CompressionRecord]:
         """The same for a cache that has `budget + buffer` slots already."""
+        parameters = self.policy.parameters(params, self.layer)
         # Statistics per row stay as they are: among what is written they would be copied for every part.
         moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
         fixed = tuple(() if x.per_slot else state for x, state in zip(cache.statistics, cache.states, strict=True))
@@ -100,7 +109,8 @@ class Compression:
             slots: LayerCache, read: tuple[tuple[Any, ...], RowProgress]
         ) -> tuple[LayerCache, CompressionRecord]:
             fixed, progress = read
-            new, record = self._compress(slots.replace(states=together(slots.states, fixed)), progress, number)
+            slots = slots.replace(states=together(slots.states, fixed))
+            new, record = self._compress(slots, progress, number, parameters)
             left = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, new.states, strict=True))
             return new.replace(states=left), record
 
@@ -108,7 +118,7 @@ class Compression:
         return new.replace(states=together(new.states, fixed)), record
 
     def _compress(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any
     ) -> tuple[LayerCache, CompressionRecord]:
         # How many slots are too many. A short prompt may have fewer than the budget.
         rest = cache.columns.shape[2] - self.budget
@@ -116,10 +126,15 @@ class Compression:
             cache, parity = self._quantize(cache, progress)
             # Empty slots go to the left, so that the newest key stays the last of the kept ones.
             return kv_cache.pad(cache, -rest, self.buffer), CompressionRecord(None, parity)
+        logprob = None
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
-            scores = self.policy.score(self._view(seen, progress, number))
+            view = self._view(seen, progress, number, parameters)
+            scores = self.policy.score(view)
             kept, gone = kv_cache.select(scores, seen.valid, self.budget)
+            if self.policy.gate is not None:
+                gone = _lowest_first(scores, seen.valid, gone)
+                logprob = _draw_logprob(self.policy.gate, view, gone)
             dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
         else:  # a cache that is quantised and never evicts has room for all: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
@@ -127,7 +142,7 @@ class Compression:
         # Before anything is dropped, because a group's range is that of all its columns, evicted or not: the learner,
         # which computes all of them, finds the same range.
         cache, parity = self._quantize(cache, progress)
-        return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity)
+        return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
         """Slots whose keys no query to come will see count as empty, so that they go first. When their keys became
@@ -145,7 +160,7 @@ class Compression:
         cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
         return cache, parity if self.record_parity else None
 
-    def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""]) -> CacheView:
+    def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any) -> CacheView:
         # A key for every compression of every layer of a row.
         rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), self.layer))
         keys, values = kv_cache.full_precision(cache)
@@ -161,4 +176,24 @@ class Compression:
             rng=rng(progress.rng, progress.step.astype(jnp.uint32)),
             budget=self.budget,
             declared=cache.statistics,
+            parameters=parameters,
         )
+
+
+def _lowest_first(
+    scores: Float[Array, "rows kv_heads slots"],
+    valid: Bool[Array, "rows kv_heads slots"],
+    gone: Int[Array, "rows kv_heads rest"],
+) -> Int[Array, "rows kv_heads rest"]:
+    """The slots that go in the order in which they were drawn: empty ones, which nobody drew, before all others."""
+    of_gone = jnp.take_along_axis(jnp.where(valid, scores, -jnp.inf), gone, axis=2)
+    return jnp.take_along_axis(gone, jnp.argsort(of_gone, axis=2), axis=2)
+
+
+def _draw_logprob(gate: Gate, view: CacheView, gone: Int[Array, "rows kv_heads rest"]) -> Float[Array, "rows kv_heads"]:
+    """log-probability of the draws that evicted these slots, in their order."""
+    logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None])[:, :, 0]
+    numbers = jnp.broadcast_to(jnp.arange(gone.shape[2], dtype=jnp.int32), gone.shape)
+    nowhere = jnp.full(view.valid.shape, STAYED, jnp.int32)
+    order = jnp.put_along_axis(nowhere, gone, numbers, axis=-1, inplace=False)
+    return ordered_logprob(logits, order, view.valid, view.valid & (order != STAYED))

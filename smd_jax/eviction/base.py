@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.statistics import State, Statistic
+from smd_jax.gate import Gate
 from smd_jax.pytrees import any_leaves
 
 
@@ -34,6 +35,7 @@ class CacheView(struct.PyTreeNode):
       rng: `[batch]` one PRNG key per row, new at every compression and layer; the key is consumed.
       budget: keys that will be kept. Static.
       declared: the policy's statistics. Static.
+      parameters: what the policy takes of the parameters for this layer, see `EvictionPolicy.parameters`.
     """
 
     keys: Float[Array, "batch kv_heads slots head_dim"]
@@ -46,6 +48,7 @@ class CacheView(struct.PyTreeNode):
     rng: Key[Array, " batch"]
     budget: int = struct.field(pytree_node=False)
     declared: tuple[Statistic[Any], ...] = struct.field(pytree_node=False, default=())
+    parameters: Any = ()
 
     def statistic(self, kind: Statistic[State]) -> State:
         """The state of one of the policy's statistics; whatever belongs to a slot lies as the keys do.
@@ -75,6 +78,21 @@ class EvictionPolicy:
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
         """What is to be kept beside the keys; `score` asks the view for the states."""
+        return ()
+
+    @property
+    def gate(self) -> Gate | None:
+        """Whose logits the choice of keys is a draw from, so that its log-probability is recorded; None: of none, and
+        the choice has no probability that a learner could know."""
+        return None
+
+    def parameters(self, params: Any, layer: int) -> Any:
+        """What `score` needs of the parameters, as `view.parameters`: a pytree of arrays.
+
+        Args:
+          params: as the sampler has them, of the model and whatever lies beside it.
+        """
+        del params, layer
         return ()
 
     def protected(self, budget: int) -> int:

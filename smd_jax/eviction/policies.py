@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,6 +47,19 @@ def pool(x: Scores, kernel: int, reducer: str) -> Scores:
     if reducer == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, sides)
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, sides) / kernel
+
+
+def drawn_by_position(view: CacheView, draw: Callable[[Key[Array, ""]], Array]) -> Scores:
+    """A number `draw(rng)` for every key, by head and position and not by slot, so that padding changes nothing."""
+
+    def of_key(rng: Key[Array, ""], head: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
+        return draw(jax.random.fold_in(jax.random.fold_in(rng, head), position))
+
+    of_head = jax.vmap(of_key, in_axes=(None, None, 0))
+    of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
+    heads = jnp.arange(view.positions.shape[1])
+    # Empty slots share a position and hence a number, which nobody reads.
+    return jax.vmap(of_row, in_axes=(0, None, 0))(view.rng, heads, view.positions)
 
 
 @dataclass(frozen=True)
@@ -260,11 +274,4 @@ class Random(EvictionPolicy):
     """
 
     def score(self, view: CacheView) -> Scores:
-        def of_key(rng: Key[Array, ""], head: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, head), position))
-
-        of_head = jax.vmap(of_key, in_axes=(None, None, 0))
-        of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
-        heads = jnp.arange(view.positions.shape[1])
-        # Empty slots share a position and hence a number, which nobody reads.
-        return jax.vmap(of_row, in_axes=(0, None, 0))(view.rng, heads, view.positions)
+        return drawn_by_position(view, jax.random.uniform)

@@ -19,6 +19,9 @@ class _Wrapper(EvictionPolicy):
     def statistics(self) -> tuple[Statistic[Any], ...]:
         return self.inner.statistics
 
+    def parameters(self, params: Any, layer: int) -> Any:
+        return self.inner.parameters(params, layer)
+
     def protected(self, budget: int) -> int:
         return self.inner.protected(budget)
 

@@ -9,6 +9,7 @@ from smd_jax.learner.state import TrainBatch as TrainBatch
 from smd_jax.learner.state import TrainState as TrainState
 from smd_jax.learner.config import UpdateConfig as UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner as DenseLearner
+from smd_jax.learner.evictions import replay_evictions as replay_evictions
 from smd_jax.learner.reference import ReferenceSync as ReferenceSync
 from smd_jax.learner.state import init_state as init_state
 from smd_jax.learner.storage import stored as stored

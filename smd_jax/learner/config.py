@@ -36,6 +36,9 @@ class UpdateConfig:
         (arXiv:2506.01939 has 0.2); 1: all. The KL acts on all tokens, the bonus on the share; denominators stay. The
         entropies are those that the sampler recorded, where it stands for the learner before the step
         (`takes_sampler_for_old`); others need a forward pass of their own.
+      eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`), for rollouts whose eviction
+        policy draws from a gate, `smd.eviction.LearnedGate`; 1 weighs what is forgotten as tokens are. 0: the gate has
+        no gradient.
       correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
         none; every other one runs under either visibility, and has nothing to do under "shadow".
       distill: the second track, or None. Under "dense" the student sees everything, and its teacher must be another
@@ -57,6 +60,7 @@ class UpdateConfig:
     policy_coef: float = 1.0
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
+    eviction_coef: float = 0.0
     correction: Correction = Shadow()
     distill: DistillConfig | None = None
     dense_learner: DenseLearner | None = None
@@ -78,10 +82,11 @@ class UpdateConfig:
                 "expected visibility 'shadow' with distillation whose teacher is the dense policy itself, or a "
                 f"direction of {REFERENCE_TEACHERS}; got 'dense' with {self.distill}"
             )
-        if self.policy_coef < 0 or (self.policy_coef == 0 and self.distill is None):
+        self._check_evictions()
+        if self.policy_coef < 0 or (self.policy_coef == 0 and self.distill is None and self.eviction_coef == 0):
             raise ValueError(
-                f"expected policy_coef > 0, or 0 with a distillation to learn from; got {self.policy_coef} and "
-                f"distill {self.distill}"
+                f"expected policy_coef > 0, or 0 with a distillation or evictions to learn from; got "
+                f"{self.policy_coef} and distill {self.distill}"
             )
         if self.loss.beta > 0 and self.policy_coef == 0:
             raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
@@ -100,6 +105,15 @@ class UpdateConfig:
             raise ValueError(
                 f"expected a loss that clips the ratio of single tokens (Clip, ratio_level 'token') with "
                 f"{type(self.correction).__name__}, which scales its bounds; got {self.loss}"
+            )
+
+    def _check_evictions(self) -> None:
+        if not 0 <= self.eviction_coef < math.inf:
+            raise ValueError(f"expected a finite eviction_coef >= 0; got {self.eviction_coef}")
+        if self.eviction_coef > 0 and self.visibility == "dense":
+            raise ValueError(
+                "expected visibility 'shadow' with an eviction_coef, because the probability of an eviction is known "
+                f"under the sampler's mask alone; got 'dense' with {self.eviction_coef}"
             )
 
     def _check_entropy(self) -> None:
@@ -164,6 +178,7 @@ class UpdateConfig:
             dense_learner=None,
             distill=None,
             entropy_coef=0.0,
+            eviction_coef=0.0,
             reference_sync=None,
         )
 

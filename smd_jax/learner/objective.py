@@ -5,6 +5,7 @@ hidden states under the learner's mask ─┬─► log-probabilities ─► pol
                                         ├─► the dense teacher beside them ─► distillation
                                         │   or a dense learner            ─► its policy loss
                                         └─► the critic's values ─► value loss
+keys and values of the same pass ─► log-probabilities of evictions ─► their policy loss
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from smd_jax.corrections.chain import split_by_time
 from smd_jax.learner.accumulation import Objective
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.distill import Agreement, distill_term
+from smd_jax.learner.evictions import recorded_draws, response_hidden_and_evictions
 from smd_jax.learner.forward import learner_mask, replay, replay_hidden, response_hidden
 from smd_jax.learner.prepare import Prepared, correction_inputs
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.losses.entropy import weighted_entropy
+from smd_jax.losses.evictions import eviction_loss
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
 from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.model.protocol import LanguageModel, Params
@@ -33,7 +36,10 @@ from smd_jax.trajectory import Trajectory
 
 @any_leaves
 class TokenTerms(struct.PyTreeNode):
-    """Per-token results of the forward passes, `[batch, R]`, for the metrics; None of what the step does not do."""
+    """Per-token results of the forward passes, `[batch, R]`, for the metrics; None of what the step does not do.
+
+    `eviction_difference` is, per row, the largest |log p_learner - log p_sampler| of its draws of evictions.
+    """
 
     logprobs: Float[Array, "batch R"]
     entropy: Float[Array, "batch R"]
@@ -41,6 +47,7 @@ class TokenTerms(struct.PyTreeNode):
     correction_weights: Float[Array, "batch R"]
     values_clipped: Bool[Array, "batch R"] | None
     agreement: Agreement | None
+    eviction_difference: Float[Array, " batch"] | None
 
 
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
@@ -52,7 +59,12 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
         trajectory = part.batch.trajectory
-        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
+        eviction_weights = part.eviction_weights
+        evictions = None
+        if eviction_weights is None:
+            hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
+        else:  # under the sampler's own mask, as `config` has made sure
+            hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
         learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=config.entropy_coef > 0)
         weights = _correction_weights(config, part, learner.logprobs)
         loss, loss_terms = _policy_loss(model, config, state, part, learner.logprobs, weights)
@@ -66,6 +78,13 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 
         if part.entropy_weights is not None:
             loss = loss - config.entropy_coef * weighted_entropy(learner.entropy, part.entropy_weights)
+
+        eviction_difference = None
+        if evictions is not None and eviction_weights is not None:
+            sampled = recorded_draws(trajectory)[1].logprobs
+            sums["evictions/loss"] = eviction_loss(evictions, sampled, part.batch.advantages, eviction_weights)
+            loss = loss + config.eviction_coef * sums["evictions/loss"]
+            eviction_difference = jnp.abs(evictions - sampled).max(axis=(1, 2, 3))
 
         agreement = None
         if config.distill is not None:
@@ -94,6 +113,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
             correction_weights=weights,
             values_clipped=values_clipped,
             agreement=agreement,
+            eviction_difference=eviction_difference,
         )
         return loss, jax.lax.stop_gradient((sums, terms))
 

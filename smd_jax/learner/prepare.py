@@ -13,9 +13,11 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.corrections.base import CorrectionInputs, CorrectionTerms
 from smd_jax.corrections.chain import split_by_time
 from smd_jax.learner.config import UpdateConfig, takes_sampler_for_old
+from smd_jax.learner.evictions import recorded_draws
 from smd_jax.learner.forward import learner_replay
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.entropy import high_entropy_tokens
+from smd_jax.losses.evictions import eviction_weights
 from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.model.protocol import LanguageModel, Params
@@ -37,6 +39,7 @@ class Prepared(struct.PyTreeNode):
       chosen: tokens that the policy loss learns from, by their entropy; None: all.
       entropy_weights: weights of the entropies in the bonus, a mean over the tokens that are chosen; None: no bonus.
       dense: the same for the dense learner on the same weights; None without one.
+      eviction_weights: `[batch, compressions]` weights of the evictions' log-probabilities; None: nobody trains them.
     """
 
     batch: TrainBatch
@@ -48,6 +51,7 @@ class Prepared(struct.PyTreeNode):
     chosen: Bool[Array, "batch R"] | None
     entropy_weights: Float[Array, "batch R"] | None
     dense: Prepared | None
+    eviction_weights: Float[Array, "batch compressions"] | None
 
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
@@ -83,7 +87,13 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
         chosen=chosen,
         entropy_weights=TokenMean().weights(mask if chosen is None else chosen) if config.entropy_coef else None,
         dense=dense,
+        eviction_weights=_eviction_weights(trajectory, mask) if config.eviction_coef else None,
     )
+
+
+def _eviction_weights(trajectory: Trajectory, mask: Bool[Array, "batch R"]) -> Float[Array, "batch compressions"]:
+    draws = recorded_draws(trajectory)[1]
+    return eviction_weights(draws.counted(trajectory.valid), mask)
 
 
 def _known_entropy(config: UpdateConfig, trajectory: Trajectory) -> Float[Array, "batch R"] | None:

@@ -1,7 +1,8 @@
-"""Which parameters an optimizer step changes: all of them; with adapters those and the critic's head, never the base.
+"""Which parameters an optimizer step changes: all of them; with adapters those, the critic's head
+and the gate of evictions, never the base.
 
-state.params    embed … norm      lora      value_head
-                └─ frozen ─┘      └──── trained ─────┘      gradients, moments, updates
+state.params    embed … norm      lora      value_head      eviction_gate
+                └─ frozen ─┘      └────────────── trained ──────────────┘      gradients, moments, updates
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 
 import jax
 
+from smd_jax.gate import EVICTION_GATE, drop_gate
 from smd_jax.learner.accumulation import Objective
 from smd_jax.model.lora import LORA, base_params, has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import VALUE_HEAD, drop_value_head
 
-TRAINED_BESIDE_A_BASE = (LORA, VALUE_HEAD)
+TRAINED_BESIDE_A_BASE = (LORA, VALUE_HEAD, EVICTION_GATE)
 
 
 def trained_params(params: Params) -> Params:
@@ -28,7 +30,7 @@ def trained_params(params: Params) -> Params:
 
 def frozen_params(params: Params) -> Params | None:
     """What no step changes: the base below the adapters; None where all is trained. No copies."""
-    return drop_value_head(base_params(params)) if has_lora(params) else None
+    return _model_alone(params) if has_lora(params) else None
 
 
 def with_trained(params: Params, trained: Params) -> Params:
@@ -49,7 +51,7 @@ def shared_reference(reference: Params | None, params: Params) -> Params | None:
     """What of a reference policy has to be kept beside `params`. Where it stands on the same base, the very same
     arrays, these are its adapters alone, or nothing; otherwise all of it."""
     base = frozen_params(params)
-    if base is None or reference is None or not _same_arrays(drop_value_head(base_params(reference)), base):
+    if base is None or reference is None or not _same_arrays(_model_alone(reference), base):
         return reference
     return {LORA: reference[LORA]} if has_lora(reference) else None
 
@@ -77,6 +79,10 @@ def check_followable(reference: Params | None, params: Params) -> None:
             "expected adapters as the reference that follows adapters, init_state(params, …, reference=params); got "
             + ("their base" if reference is None else "whole parameters")
         )
+
+
+def _model_alone(params: Params) -> Params:
+    return drop_gate(drop_value_head(base_params(params)))
 
 
 def _same_arrays(left: Params, right: Params) -> bool:

@@ -75,6 +75,8 @@ def _metrics(config: UpdateConfig, state: TrainState, prepared: Prepared, terms:
         metrics["distill_coef"] = config.distill.coef_at(state.step)
     if terms.agreement is not None:
         metrics["distill/agreement_p5"] = lower_percentile(terms.agreement.overlap, terms.agreement.inside, 5.0)
+    if terms.eviction_difference is not None:
+        metrics["evictions/logp_difference/max"] = terms.eviction_difference.max()
     if terms.values_clipped is not None:
         metrics["val/clipfrac_avg"] = token_mean(terms.values_clipped, mask)
     return metrics

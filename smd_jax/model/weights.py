@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from smd_jax.config import FloatName, ModelConfig
+from smd_jax.gate import EVICTION_GATE
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.lora import LORA
 from smd_jax.model.stored_tensors import (
@@ -183,6 +184,11 @@ def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
         raise ValueError(
             "expected parameters without a value head, because a language model in Hugging Face's format has none: "
             f"smd.model.drop_value_head(params); got {some(sorted({path.split('/')[0] for path in flat}))}"
+        )
+    if any(path.startswith(f"{EVICTION_GATE}/") for path in flat):
+        raise ValueError(
+            "expected parameters without a gate of evictions, because a language model in Hugging Face's format has "
+            f"none: smd.eviction.drop_gate(params); got {some(sorted({path.split('/')[0] for path in flat}))}"
         )
     if LORA in flat:
         raise ValueError(

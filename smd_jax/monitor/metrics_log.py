@@ -68,6 +68,8 @@ METRICS: dict[str, str] = {
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
     "loss/dense_avg": "policy loss of a dense learner on the same weights, before its share",
+    "evictions/loss": "policy loss of the evictions that a gate draws, without its coefficient",
+    "evictions/logp_difference/max": "maximum of |log p_learner - log p_sampler| over the draws of evictions, nats",
     "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
     "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",

@@ -20,6 +20,7 @@ from smd_jax.cache.compression import RowProgress
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape
+from smd_jax.eviction_draws import STAYED, record_order
 from smd_jax.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
@@ -39,10 +40,14 @@ class PromptRecord(struct.PyTreeNode):
     Attributes:
       evicted_at: `[prompts, kv_heads, P]` of the shadow mask.
       parity: of a quantised cache, `[prompts, kv_heads, P, bytes]`; None without one.
+      order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]`, of the draws that evicted keys, see
+        `smd_jax.eviction_draws`; None where evictions are none.
     """
 
     evicted_at: Int[Array, "prompts kv_heads P"]
     parity: Parity | None
+    order: Int[Array, "prompts kv_heads P"] | None = None
+    logprob: Float[Array, "prompts kv_heads"] | None = None
 
 
 @any_leaves
@@ -80,7 +85,9 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
     # Padding says NEVER here, too. `smd_jax.sampler.records` puts its 0 in, where it knows the columns of the response.
     evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
-    compressed = [_compress_prompt(sampler, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)]
+    compressed = [
+        _compress_prompt(sampler, params, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)
+    ]
     cache, records = zip(*compressed, strict=True)
     return Prefilled(hidden[:, -1], start, cache, records)
 
@@ -142,7 +149,8 @@ def _prefill_chunks(
             return reading
         # The first column whose query does not see what goes here: the chunk's last query still does.
         boundary = chunks.columns(index)[-1] + 1
-        return _compress_chunk(sampler, chunks, _progress(sampler, prompts, rng, boundary), boundary, reading)
+        progress = _progress(sampler, prompts, rng, boundary)
+        return _compress_chunk(sampler, params, chunks, progress, boundary, reading)
 
     # Chunks in which every row is padding are not read.
     first_chunk = (jnp.min(start) - chunks.first) // chunks.length
@@ -198,14 +206,19 @@ def _read_chunk(
 
 
 def _compress_chunk(
-    sampler: Sampler, chunks: _Chunks, progress: RowProgress, boundary: Int[Array, ""], reading: _Reading
+    sampler: Sampler,
+    params: Params,
+    chunks: _Chunks,
+    progress: RowProgress,
+    boundary: Int[Array, ""],
+    reading: _Reading,
 ) -> _Reading:
     """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
     cache = []
     noted = []
     layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
     for compression, layer, evicted_at in layers:
-        layer, gone = compression.in_place(layer, progress, boundary - 1)
+        layer, gone = compression.in_place(layer, progress, boundary - 1, params)
         if gone.dropped is not None:
             evicted_at = record_evictions(evicted_at, gone.dropped, boundary[None, None, None])
         cache.append(layer)
@@ -240,14 +253,22 @@ def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCach
 
 
 def _compress_prompt(
-    sampler: Sampler, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
+    sampler: Sampler, params: Params, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
 ) -> tuple[LayerCache, PromptRecord]:
     compression = sampler.compressions(sampler.row_buffer)[layer]
-    cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1))
+    cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1), params)
+    order = logprob = None
+    if sampler.policy.gate is not None:
+        # Also where there was room for all: batches of narrower prompts have the same records.
+        order = jnp.full_like(evicted_at, STAYED)
+        logprob = jnp.zeros(evicted_at.shape[:2], jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
+    if order is not None and gone.dropped is not None:
+        order = record_order(order, gone.dropped[:, :, None])
+        logprob = gone.logprob
     if gone.dropped is not None:
         # Every query of the prompt still sees it, and none of the response does.
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
-    return cache, PromptRecord(evicted_at, gone.parity)
+    return cache, PromptRecord(evicted_at, gone.parity, order, logprob)
 
 
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 from smd_jax.cache.slots import EMPTY
 from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction_draws import STAYED, EvictionDraws, boundary_count, record_order
 from smd_jax.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
 from smd_jax.model.attention import cost
 from smd_jax.quantization import Parity, QuantizedReplay
@@ -77,6 +78,7 @@ def to_trajectory(
         mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
         entropy=by_row(records.entropy),
         drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
+        evictions=_evictions(sampler, valid, prompt_records, records),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
     )
@@ -117,6 +119,31 @@ def _evicted_at(
     # After the evictions, so that columns without a token are never seen, whatever was noted of them.
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
     return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
+
+
+def _evictions(
+    sampler: Sampler, valid: Bool[Array, "rows T"], prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
+) -> EvictionDraws | None:
+    """The draws by which keys went; None where they are no draws."""
+    gate = sampler.policy.gate
+    if gate is None or records.gone is None:
+        return None
+    first, length = sampler.prompt_width, sampler.config.buffer
+    count = boundary_count(first, length, sampler.columns)
+    orders, logprobs = [], []
+    for prompt, gone in zip(prompt_records, records.gone, strict=True):
+        assert prompt.order is not None and prompt.logprob is not None
+        assert gone.dropped is not None and gone.logprob is not None
+        order = jnp.pad(prompt.order, [(0, 0), (0, 0), (0, sampler.config.max_new_tokens)], constant_values=STAYED)
+        # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
+        orders.append(record_order(order, jnp.moveaxis(gone.dropped[: count - 1], 0, 2)))
+        logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(gone.logprob, 0, -1)], axis=-1))
+    draws = EvictionDraws(jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count], gate, first, length)
+    # Rows that had ended went on dropping what they had.
+    counted = draws.counted(valid)[:, None, None]
+    return draws.replace(
+        order=jnp.where(valid[:, None, None], draws.order, STAYED), logprobs=jnp.where(counted, draws.logprobs, 0.0)
+    )
 
 
 def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None) -> Int[Array, "rows kv_heads T"]:

@@ -84,7 +84,7 @@ def run_segment(
     newest_query = sampler.prompt_width + state.cache_steps - 1
     layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
     with jax.named_scope("compress"):
-        compressed = [compression.in_place(layer, progress, newest_query) for compression, layer in layers]
+        compressed = [compression.in_place(layer, progress, newest_query, params) for compression, layer in layers]
     cache, gone = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(gone=gone)
 

@@ -78,10 +78,23 @@ class Sampler:
                 f"got {self.prompt_width} + {self.config.max_new_tokens}"
             )
 
+        if self.policy.gate is not None:
+            self._check_recordable()
         vocab_size = self.model.shape.vocab_size
         for name, token in (("eos_token_id", self.config.eos_token_id), ("pad_token_id", self.config.pad_token_id)):
             if token is not None and not 0 <= token < vocab_size:
                 raise ValueError(f"expected {name} from 0 to {vocab_size - 1}, the model's vocabulary; got {token}")
+
+    def _check_recordable(self) -> None:
+        """Raises where the draws of a gate could not be recomputed from what a trajectory holds."""
+        config = self.config
+        rest = f"with {type(self.policy).__name__}, whose draws the learner recomputes"
+        if config.quant is not None:
+            raise ValueError(f"expected quant None {rest} from precise keys; got {config.quant}")
+        if config.mask_storage != "compact":
+            raise ValueError(f"expected mask_storage 'compact' {rest} from it; got {config.mask_storage!r}")
+        if config.prefill_chunk is not None:
+            raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
 
     @property
     def columns(self) -> int:

@@ -1,0 +1,50 @@
+"""The study of evictions as actions: what each of its arms moves, and which jobs it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import eviction_action
+from eviction_action import GATE_ARMS, GATE_SPEED, cells, speed_jobs
+from smd_jax.gate import EVICTION_GATE
+from smd_jax.model.decoder import Decoder
+
+MOVES = {"gate-frozen": (1.0, 0.0), "gate-alone": (0.0, GATE_SPEED), "gate-joint": (1.0, GATE_SPEED)}
+
+
+@pytest.mark.parametrize("arm", GATE_ARMS, ids=lambda arm: arm.name)
+def test_what_an_arm_moves(arm: eviction_action.GateArm):
+    tokens, gate = MOVES[arm.name]
+    params: Any = {"embed": {"embedding": jnp.ones(2)}, EVICTION_GATE: {"layers_0": {"kernel": jnp.ones(3)}}}
+    optimizer = arm.optimizer(lambda factor: optax.sgd(factor))
+    updates: Any = optimizer.update(params, optimizer.init(params), params)[0]
+    assert updates["embed"]["embedding"].tolist() == [-tokens] * 2
+    assert updates[EVICTION_GATE]["layers_0"]["kernel"].tolist() == [-gate] * 3
+    assert (arm.update.policy_coef > 0, arm.update.eviction_coef > 0) == (tokens > 0, gate > 0)
+    assert arm.is_exact
+
+
+def test_every_task_has_every_arm():
+    for task in eviction_action.TASKS:
+        found = [(cell.sampler.policy, arm.name) for cell in cells() if cell.problem.label == task for arm in cell.arms]
+        rules = ["random", "h2o", "snapkv", "recent", "oldest"]
+        expected = [(rule, "untrained") for rule in rules] + [(rule, "shadow") for rule in rules[:3]]
+        assert sorted(found) == sorted(expected + [("gate", name) for name in MOVES])
+
+
+def test_speeds_are_tried_on_what_is_not_reported():
+    jobs = speed_jobs(eviction_action.SIZES)
+    assert all(job.pilot and job.seed not in eviction_action.SEEDS for job in jobs)
+    assert sorted({job.arm.name for job in jobs}) == ["gate-joint-100", "gate-joint-30", "gate-joint-300"]
+    assert len(jobs) == 6 and GATE_SPEED in eviction_action.GATE_SPEEDS
+
+
+def test_a_gate_lies_beside_the_start():
+    shape = Decoder(cells()[0].problem.model_config()).shape
+    params = GATE_ARMS[0].with_own_parameters({"embed": jnp.ones(1)}, shape)
+    assert set(params) == {"embed", EVICTION_GATE}
+    assert params[EVICTION_GATE]["layers_1"]["kernel"].shape == (2, 34, 2)

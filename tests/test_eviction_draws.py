@@ -1,0 +1,325 @@
+"""Evictions as draws: the learner gives the sampler's log-probabilities of tokens and of evictions again, both are
+those of Plackett and Luce, and reward moves the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.cache.compression import Compression, CompressionRecord, RowProgress
+from smd_jax.cache.slots import EMPTY, LayerCache
+from smd_jax.config import ModelConfig
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import H2O, Random
+from smd_jax.eviction.wrappers import Protect
+from smd_jax.eviction_draws import STAYED, ordered_logprob
+from smd_jax.gate import EVICTION_GATE, LinearGate, add_gate, drop_gate
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.evictions import replay_evictions
+from smd_jax.learner.forward import replay
+from smd_jax.learner.state import TrainBatch
+from smd_jax.losses.evictions import eviction_loss, eviction_weights
+from smd_jax.masks import NEVER
+from smd_jax.model.attention import attend
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import layer_masks
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.engine import Engine
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.testing import tiny_model_config
+from smd_jax.trajectory import Trajectory
+from tests.tiny_update import distance, metrics_and_gradients
+from tests.under_test import SHAPES, left_padded, make_params
+
+WIDTH, RESPONSE = 12, 30
+LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
+LIMITS = np.array([30, 4, 30, 17, 9, 30, 1, 30])  # some rows end within a segment, one with the first token
+CONFIG = RolloutConfig(RESPONSE, budget=7, buffer=3, eos_token_id=7)
+# float32, and log-probabilities of up to ten nats, sums over up to five draws.
+BOUND = 3e-5
+
+CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
+    "GQA": (dataclasses.replace(SHAPES["GQA"], sliding_windows=(9, None)), CONFIG),  # a window in the first layer
+    "MHA": (
+        dataclasses.replace(SHAPES["MHA"], num_layers=1),
+        dataclasses.replace(CONFIG, budget=6, buffer=4),
+    ),
+}
+
+
+def with_gate(config: ModelConfig) -> dict[str, Any]:
+    """A gate that has opinions: logits of a few nats apart."""
+    params = add_gate(
+        make_params(config),
+        LinearGate(),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    keys = iter(jax.random.split(jax.random.key(5), config.num_layers))
+    gate = jax.tree.map(lambda x: 0.5 * jax.random.normal(next(keys), x.shape, x.dtype), params[EVICTION_GATE])
+    return {**params, EVICTION_GATE: gate}
+
+
+@cache
+def roll(case: str) -> tuple[Decoder, Any, Trajectory]:
+    shape, config = CASES[case]
+    model, params = Decoder(shape), with_gate(shape)
+    prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
+    key = jax.random.key(3)
+    trajectory = rollout(model, params, prompts, key, policy=LearnedGate(), config=config, limits=LIMITS)
+    return model, params, trajectory
+
+
+replay_jitted = jax.jit(replay, static_argnums=0)
+evictions_jitted = jax.jit(replay_evictions, static_argnums=0)
+
+
+def differences(model: Decoder, params: Any, trajectory: Any) -> tuple[float, float]:
+    """Largest |log p_sampler - log p_learner| of tokens and of evictions."""
+    tokens = np.abs(np.asarray(replay_jitted(model, params, trajectory).logprobs - trajectory.logprobs))
+    draws = np.abs(np.asarray(evictions_jitted(model, params, trajectory) - trajectory.evictions.logprobs))
+    return float(tokens[np.asarray(trajectory.response_mask)].max()), float(draws.max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_identity(case: str):
+    """Both parts, in float32: unequal prompts, rows that end early, compressions of prompts and responses."""
+    model, params, trajectory = roll(case)
+    draws: Any = trajectory.evictions
+    tokens, evictions = differences(model, params, trajectory)
+    print(f"{case}: |dlogp| tokens {tokens:.1e}, evictions {evictions:.1e}")
+    assert tokens <= 2e-5 and evictions <= BOUND
+    counted = np.asarray(draws.counted(trajectory.valid))
+    by_compression = np.moveaxis(np.asarray(draws.logprobs), 3, 1)
+    assert (by_compression[counted] < -0.1).mean() > 0.5, "something was drawn"
+    assert not by_compression[~counted].any() and counted.sum(axis=1).min() == 0
+    shuffled = draws.replace(order=jnp.where(draws.order == STAYED, STAYED, -draws.order))
+    assert differences(model, params, trajectory.replace(evictions=shuffled))[1] > 0.1, "another order, another p"
+    moved = {**params, EVICTION_GATE: jax.tree.map(lambda x: 1.1 * x, params[EVICTION_GATE])}
+    assert differences(model, moved, trajectory)[1] > 0.05, "another gate, another p"
+
+
+def plackett_luce(logits: dict[int, float], gone: list[int]) -> float:
+    """log p that these keys go in this order, by the definition and in float64."""
+    left = {key: math.exp(-logit) for key, logit in logits.items()}
+    total = 0.0
+    for key in gone:
+        total += math.log(left[key] / sum(left.values()))
+        del left[key]
+    return total
+
+
+def numpy_gate(kernel: np.ndarray, key: np.ndarray, value: np.ndarray, position: int, newest: int) -> float:
+    features = np.concatenate([key, value, [1.0, math.log1p(position)]])
+    constant, with_age = features @ kernel
+    return float(constant + with_age * math.log1p(newest - position))
+
+
+class Recorder:
+    """The attention of a teacher-forced pass that also hands out keys and values."""
+
+    def __call__(self, q: Any, k: Any, v: Any, layer: Any, /) -> tuple[Any, Any]:
+        return attend(q, k, v, layer, "reference"), (k, v)
+
+
+def test_against_plackett_and_luce():
+    """Every recorded number, from the mask and the order alone: keys of a plain pass, sums in float64."""
+    model, params, trajectory = roll("GQA")
+    t: Any = jax.tree.map(np.asarray, trajectory)
+    masks = layer_masks(model.shape, trajectory.tokens, trajectory.mask)
+    places = model.encode_positions(trajectory.positions)
+    _, states = jax.jit(model.hidden, static_argnums=3)(params, trajectory.tokens, places, Recorder(), masks)
+    checked = 0
+    for row, layer, head in itertools.product(range(len(LENGTHS)), range(2), range(2)):
+        keys, values = (np.asarray(x[row, head], np.float64) for x in states[layer])
+        kernel = np.asarray(params[EVICTION_GATE][f"layers_{layer}"]["kernel"][head], np.float64)
+        gone_at = t.mask.evicted_at[row, layer, head]
+        order = t.evictions.order[row, layer, head]
+        start, length = WIDTH - LENGTHS[row], int(t.valid[row].sum())
+        end = start + length
+        window = model.shape.window(layer) or NEVER
+        for number, boundary in enumerate(range(WIDTH, WIDTH + RESPONSE, t.evictions.length)):
+            recorded = t.evictions.logprobs[row, layer, head, number]
+            if boundary + 1 >= end:
+                assert recorded == 0, "nothing was drawn after it"
+                continue
+            cached = [s for s in range(start, boundary) if gone_at[s] >= boundary and s + window > boundary]
+            gone = sorted((s for s in cached if gone_at[s] == boundary), key=lambda s: order[s])
+            logits = {s: numpy_gate(kernel, keys[s], values[s], s - start, boundary - 1 - start) for s in cached}
+            assert len(cached) - len(gone) <= 7 and all(order[s] >= 0 for s in gone)
+            assert abs(recorded - plackett_luce(logits, gone)) <= BOUND
+            checked += len(gone)
+    assert checked > 100
+
+
+def test_all_orders_of_a_draw_sum_to_one():
+    logits = jnp.asarray([0.3, -1.0, 2.0, 0.7, 9.0])
+    candidate = jnp.asarray([True, True, True, True, False])
+    total = 0.0
+    for gone in itertools.permutations(range(4), 2):
+        order = jnp.full(5, STAYED).at[jnp.asarray(gone)].set(jnp.asarray([3, 8]))
+        total += math.exp(float(ordered_logprob(logits, order, candidate, order != STAYED)))
+    assert total == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_gradient_of_a_draw(scale: float):
+    """Against differences of the definition; nothing overflows where keys are hundreds of nats apart."""
+    logits, gone = scale * np.array([0.3, -1.0, 2.0, 0.7, 9.0, -4.0]), [1, 3, 0]
+    order = jnp.full(6, STAYED).at[jnp.asarray(gone)].set(jnp.asarray([2, 5, 6]))
+    candidate = jnp.asarray([True] * 5 + [False])
+
+    def of(logits: np.ndarray) -> float:
+        return plackett_luce(dict(enumerate(logits[:5])), gone)
+
+    slope = [(of(logits + step) - of(logits - step)) / 2e-4 for step in 1e-4 * np.eye(6)]
+    found = jax.grad(ordered_logprob)(jnp.asarray(logits, jnp.float32), order, candidate, order != STAYED)
+    np.testing.assert_allclose(found, slope, atol=1e-5)
+    assert scale > 1 or np.abs(slope).max() > 0.5
+
+
+def test_draws_come_as_often_as_their_probability_says():
+    """Of four keys two go: every ordered pair's share of 8,000 rows, as recorded, within five standard deviations. So
+    the log-probability beside it is that of the draw itself, not of another order of the same keys."""
+    rows, logits = 8000, np.array([0.0, 1.0, -1.0, 0.5])
+    kernel = np.zeros((1, 6, 2), np.float32)
+    kernel[0, 0, 0] = 1.0  # a key's first number is its logit
+    of_slots = jnp.asarray([7.0, *logits], jnp.float32)  # the first slot is empty
+    keys = jnp.broadcast_to(jnp.stack([of_slots, jnp.zeros(5)], -1), (rows, 1, 5, 2))
+    columns = jnp.broadcast_to(jnp.asarray([EMPTY, 0, 1, 2, 3], jnp.int32), (rows, 1, 5))
+    cache = LayerCache(keys, jnp.zeros_like(keys), columns)
+    same = jnp.zeros(rows, jnp.int32)
+    progress = RowProgress(same, same + 3, same, same, jax.random.split(jax.random.key(0), rows))
+    params = {EVICTION_GATE: {"layers_0": {"kernel": jnp.asarray(kernel)}}}
+
+    def compressed(policy: LearnedGate) -> CompressionRecord:
+        compression = Compression(policy, budget=2, buffer=1, layer=0)
+        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), params)[1])(cache)
+
+    record: Any = compressed(LearnedGate())
+    gone = np.asarray(record.dropped)[:, 0]
+    assert (gone[:, 0] == EMPTY).all(), "nobody drew it"
+    for pair in itertools.permutations(range(4), 2):
+        probability = math.exp(plackett_luce(dict(enumerate(logits)), list(pair)))
+        drawn = (gone[:, 1:] == pair).all(axis=1)
+        assert abs(drawn.mean() - probability) <= 5 * math.sqrt(probability * (1 - probability) / rows)
+        np.testing.assert_allclose(np.asarray(record.logprob)[drawn, 0], math.log(probability), atol=1e-5)
+    decided: Any = compressed(LearnedGate(greedy=True))
+    assert (np.asarray(decided.dropped) == [EMPTY, 0, 2]).all() and decided.logprob is None
+
+
+def test_engine_records_the_same():
+    """Rows seated late, prompts in batches of their own widths."""
+    shape, config = CASES["MHA"]
+    model, params, trajectory = roll("MHA")
+    prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
+    engine = Engine(model, LearnedGate(), config, decode_rows=5, prefill_rows=3)
+    again: Any = engine.run(params, prompts, jax.random.key(3), limits=LIMITS).trajectory
+    draws: Any = trajectory.evictions
+    np.testing.assert_array_equal(again.tokens, trajectory.tokens)
+    np.testing.assert_array_equal(again.evictions.order >= 0, draws.order >= 0)
+    np.testing.assert_allclose(again.evictions.logprobs, draws.logprobs, atol=BOUND)
+
+
+def test_first_columns():
+    """What a narrower learner sees has the draws of these columns, and counts those that something comes after."""
+    _, _, trajectory = roll("GQA")
+    draws: Any = trajectory.evictions
+    short: Any = trajectory.first_columns(16).evictions
+    assert short.boundaries.tolist() == [12, 15, 18, 21, 24, 27] and short.order.shape[-1] == 28
+    np.testing.assert_array_equal(short.logprobs, draws.logprobs[..., :6])
+
+
+MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1))
+
+
+@cache
+def batch() -> tuple[dict[str, Any], TrainBatch]:
+    params = with_gate(MODEL.config)
+    prompts = left_padded([8, 5, 3, 8], 8, 32)
+    config = RolloutConfig(8, 5, 2, eos_token_id=5)
+    key = jax.random.key(1)
+    trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=config, group_size=2)
+    advantages = jnp.asarray([1.0, -2.0, 0.5, 1.5, 0.1, 0.3, -1.0, 1.0])
+    return params, TrainBatch(trajectory, advantages, trajectory.logprobs)
+
+
+def test_gradient_is_that_of_reinforce():
+    """Of the update, against one taken of the definition: A log p of every draw, over the number of tokens."""
+    params, data = batch()
+    t: Any = data.trajectory
+
+    def expected(params: Any) -> Any:
+        logprobs = replay_evictions(MODEL, params, t).sum(axis=(1, 2, 3))
+        return -(data.advantages * logprobs).sum() / t.response_mask.sum()
+
+    halves = UpdateConfig(policy_coef=0.0, eviction_coef=2.0, microbatch_size=4)
+    metrics, gradient = metrics_and_gradients(halves, data=data, model=MODEL, params=params)
+    assert distance(gradient, jax.tree.map(lambda x: 2 * x, jax.jit(jax.grad(expected))(params))) <= 1e-5
+    assert metrics["evictions/logp_difference/max"] <= BOUND
+    assert np.linalg.norm(gradient[EVICTION_GATE]["layers_0"]["kernel"]) > 1e-2
+
+
+def test_a_prompts_draws_cancel_within_a_group():
+    """What a prompt lost is the same for all of its responses, and their advantages sum to zero."""
+    draws: Any = batch()[1].trajectory.evictions
+    groups = np.asarray(draws.logprobs).reshape(4, 2, -1, draws.logprobs.shape[-1])
+    np.testing.assert_array_equal(groups[:, 0, :, 0], groups[:, 1, :, 0])
+    assert (groups[:, 0, :, 1] != groups[:, 1, :, 1]).any()
+
+
+def test_loss_by_hand():
+    """Two rows, one draw each: a ratio of 1.5 is clipped where the advantage is positive, and not where it isn't."""
+    logprobs = jnp.log(jnp.asarray([1.5, 1.5])).reshape(2, 1, 1, 1)
+    weights = eviction_weights(jnp.ones((2, 1), bool), jnp.ones((2, 4), bool))
+    np.testing.assert_allclose(weights, 1 / 8)
+    loss = eviction_loss(logprobs, jnp.zeros((2, 1, 1, 1)), jnp.asarray([1.0, -1.0]), weights)
+    assert float(loss) == pytest.approx(-(1.2 - 1.5) / 8)
+    nothing = eviction_weights(jnp.ones((2, 1), bool), jnp.zeros((2, 4), bool))
+    assert not nothing.any()
+
+
+def test_fresh_gate_is_indifferent():
+    """Every logit is 0, whatever the keys: each of n candidates goes first with probability 1 / n."""
+    gate = LinearGate()
+    keys = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
+    positions = jnp.arange(3).reshape(1, 1, 3)
+    assert not gate.logits(gate.init(2, 8, jnp.float32), keys, keys, positions, jnp.asarray([[2]])).any()
+
+
+def test_what_does_not_go(tmp_path: Any):
+    params, data = batch()
+    prompts = left_padded([8, 5, 3, 8], 8, 32)
+    with pytest.raises(ValueError, match="without a gate"):
+        add_gate(params, LinearGate(), num_layers=1, num_kv_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=r"expected parameters with 'eviction_gate'.*smd.eviction.add_gate"):
+        rollout(
+            MODEL, drop_gate(params), prompts, jax.random.key(0), policy=LearnedGate(), config=RolloutConfig(4, 5, 2)
+        )
+    quant = QuantConfig(4, group=2)
+    refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"mask_storage": "boolean"}, {"quant": quant}]
+    for options in refused:
+        with pytest.raises(ValueError, match=r"expected .* with LearnedGate, whose draws the learner recomputes"):
+            config = RolloutConfig(4, 5, 2, **options)
+            rollout(MODEL, params, prompts, jax.random.key(0), policy=LearnedGate(), config=config)
+    with pytest.raises(ValueError, match="expected visibility 'shadow' with an eviction_coef"):
+        UpdateConfig("dense", eviction_coef=1.0)
+    with pytest.raises(ValueError, match="expected a finite eviction_coef >= 0; got -1"):
+        UpdateConfig(eviction_coef=-1.0)
+    with pytest.raises(ValueError, match="expected a trajectory with recorded draws of evictions"):
+        without = data.replace(trajectory=data.trajectory.replace(evictions=None))
+        metrics_and_gradients(UpdateConfig(eviction_coef=1.0), data=without, model=MODEL, params=params)
+    with pytest.raises(ValueError, match=r"without a gate of evictions.*smd.eviction.drop_gate\(params\)"):
+        save_checkpoint(tmp_path / "with", params, MODEL.config)
+    assert LearnedGate(greedy=True).gate is None and Protect(LearnedGate(), sinks=1).gate is None
+    assert H2O().gate is None and Random().gate is None
