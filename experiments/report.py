@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 from PIL import Image
 
-from reporting import cells, gradients, horizon, map_picture, memory_wall, real_model, showdown
+from reporting import cells, evictions, gradients, horizon, map_picture, memory_wall, real_model, showdown
 from reporting.page import Section
 from study.files import RESULTS, ROOT, Row, read_rows, write_text
 
@@ -52,6 +52,7 @@ def sections() -> list[Section]:
         ("horizon.json", horizon.section),
         ("mismatch_smollm2.json", real_model.mismatch_section),
         ("real_model.json", real_model.section),
+        ("eviction_action.json", evictions.section),
         ("memory_wall.json", memory_wall.section),
     ]
     return [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import report
-from reporting import cells, gradients, map_picture, showdown
+from reporting import cells, evictions, gradients, horizon, map_picture, real_model, showdown
 from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
@@ -115,3 +115,61 @@ def test_gradients():
     assert f"by {0.01 * shadow:.3f} with shadow masks, and by 0.010 with TIS" in part.answer
     assert part.answer.endswith("Realised over predicted slope of a step of 0.03: tova-heads 0.50, random 1.00.")
     assert "| sorting-12, random, 11 + 2 keys | 0.03 | 0.100 ± 0.010 | 0.100 ± 0.010 | 1.000 ± 0.100 |" in part.body
+
+
+def rewards(sparse: float, dense: float) -> dict[str, float]:
+    return {"sparse": sparse, "dense": dense, "sparse_greedy": sparse, "dense_greedy": dense}
+
+
+ORIGIN = {"cpu": "a CPU", "date": "2026-11-23", "cpu_seconds": 36.0, "pilot": False, "budget": 14, "buffer": 2}
+
+
+def test_evictions_as_actions():
+    made = []
+    for seed in (0, 1):
+        for policy, arm, sparse in (("h2o", "shadow", 0.8), ("random", "shadow", 0.6), ("gate", "gate-joint", 0.9)):
+            row = ORIGIN | rewards(sparse + 0.01 * seed, 0.9)
+            made.append(row | {"task": "sorting-12", "policy": policy, "arm": arm, "seed": seed, "length": 26})
+    part = evictions.section(made)
+    assert part.answer.endswith("ends +0.100 ± 0.000 to the best trained rule (h2o) in sorting-12.")
+    assert "| `gate-joint` | 2 | 0.905 | 0.900 |" in part.body
+
+
+def test_the_horizon():
+    made = []
+    for task, lead in (("walk-64", 0.2), ("walk-16", 0.1)):
+        for seed in (0, 1):
+            for arm, sparse in (("untrained", 0.5), ("tis", 0.6), ("shadow", 0.6 + lead)):
+                made.append(
+                    ORIGIN | rewards(sparse, 0.9) | {"task": task, "policy": "tova-heads", "arm": arm, "seed": seed}
+                )
+    part = horizon.section(made)
+    assert part.answer.endswith("above TIS by +0.100 ± 0.000 at 16 tokens, +0.200 ± 0.000 at 64 tokens.")
+    assert "| `shadow` | **+0.200 ± 0.000** | +0.000 ± 0.000 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
+
+
+def test_importance_weights_against_the_length():
+    made = []
+    for tokens, share in ((16, 0.5), (512, 0.004)):
+        row = {"policy": "h2o", "budget": 12, "tokens": tokens, "response_ess": share, "token_ess": 0.8}
+        made.append(ORIGIN | row | {"responses": 256, "shadow_max_abs_dlogp": 2e-5, "budget": 12})
+    part = horizon.weights_section(made)
+    assert (
+        "fall from 0.50 … 0.50 at 16 tokens to 0.00 … 0.00 at 512" in part.answer and "at most 2.0e-05" in part.answer
+    )
+    assert "| h2o, 12 keys: responses | 0.500 | 0.004 |" in part.body
+
+
+def test_a_real_model():
+    made = []
+    for arm, sparse in (("untrained", 0.1), ("tis", 0.2), ("shadow", 0.4)):
+        for seed in (0,) if arm == "untrained" else (0, 1):
+            row = ORIGIN | rewards(sparse, 0.5) | {"task": "digit-sums-3", "arm": arm, "seed": seed, "finished": True}
+            made.append(row | {"evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
+    part = real_model.section(made)
+    assert (
+        part.answer
+        == "Shadow masks end +0.200 ± 0.000 from TIS with the budget, and +0.000 ± 0.000 with the full cache."
+    )
+    assert "| `shadow` | 2 | 0.400 | 0.500 | 0.400 | 0.500 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
+    assert "0.35 of the keys are gone" in part.body
