@@ -11,16 +11,20 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "smd_jax"
 
 # Links in Markdown to a file of the repository: [text](../smd_jax/masks.py), ![plot](../experiments/results/plot.png).
 OUTWARD_LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
+# A page that lies outside of docs/, where readers of the repository look for it.
+REPORT = "REPORT.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of the reference, and the files that pages link to outside of docs/, under their own paths."""
+    files.append(File.generated(config, REPORT, content=report_page()))
     pages = [file for file in files if file.is_documentation_page()]
     for name, text in reference_pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
@@ -29,6 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             linked = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.src_uri), link))
             # MkDocs looks for the link's target from docs/ on: ../smd_jax/masks.py. In the site it lies inside.
             uri = posixpath.relpath(linked, "docs")
+            if linked == REPORT:
+                continue  # a page of the site
             if uri.startswith("../") and (ROOT / linked).is_file() and files.get_file_from_path(uri) is None:
                 # Told to include it: MkDocs leaves out what begins with a dot.
                 path = str(ROOT / linked)
@@ -36,6 +42,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 file.dest_uri = file.dest_uri.removeprefix("../")
                 files.append(file)
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to the report, as pages in the repository have them, lead to its page in the site."""
+    inside = posixpath.relpath(REPORT, posixpath.dirname(page.file.src_uri) or ".")
+    return re.sub(rf"\]\((?:\.\./)+{re.escape(REPORT)}", f"]({inside}", markdown)
+
+
+def report_page() -> str:
+    """The report with links as they are from docs/."""
+    text = (ROOT / REPORT).read_text(encoding="utf-8")
+    return text.replace("](docs/", "](").replace("](experiments/", "](../experiments/")
 
 
 def reference_pages() -> dict[str, str]:
