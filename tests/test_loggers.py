@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from smd_jax.monitor.loggers import Loggers, dashboard_name
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MEMORY_METRICS
 from smd_jax.monitor.tensorboard import TensorBoardLogger, messages
-from smd_jax.monitor.weights_and_biases import WandbLogger
 
 
 class Recorder:
@@ -166,14 +166,25 @@ def wandb_history(path: Path) -> Iterator[dict[str, float]]:
                 yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "")
+OFFLINE_RUN = """
+import sys
+from smd_jax.monitor.loggers import Loggers
+from smd_jax.monitor.weights_and_biases import WandbLogger
+
+directory, resume = sys.argv[1], sys.argv[2] == "resume"
+# In a thread of its own, as in a run.
+with Loggers([WandbLogger(directory, config={"seed": 1}, mode="offline", resume=resume)]) as loggers:
+    for step in range(1, 5) if resume else range(3):
+        loggers.write(step, {"reward": step / 4, "eval/sparse": 1.0})
+"""
+
+
+def test_weights_and_biases_offline(tmp_path):
+    """A run that resumes is another process: within one, wandb may not write out a second run of the same id."""
     ids = []
-    for resume, steps in ((False, range(3)), (True, range(1, 5))):
-        # In a thread of its own, as in a run.
-        with Loggers([WandbLogger(tmp_path, config={"seed": 1}, mode="offline", resume=resume)]) as loggers:
-            for step in steps:
-                loggers.write(step, {"reward": step / 4, "eval/sparse": 1.0})
+    for words in (["begin"], ["resume"]):
+        command = [sys.executable, "-c", OFFLINE_RUN, str(tmp_path), *words]
+        subprocess.run(command, check=True, env=os.environ | {"WANDB_API_KEY": ""})
         ids.append(json.loads((tmp_path / "wandb.json").read_text()))
     assert ids[0]["id"] == ids[1]["id"] and [known["next_step"] for known in ids] == [3, 5]
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
