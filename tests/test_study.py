@@ -96,6 +96,18 @@ def test_what_is_kept_is_not_run_again(folder: Path):
     }, "equal jobs make equal rows"
 
 
+def test_a_study_goes_on_from_its_results_on_another_machine(folder: Path, tmp_path: Path):
+    rows = read_rows(folder / "rows.json")
+    write_rows(tmp_path / "rows.json", rows)
+    with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
+        assert run_here(make_grid(tmp_path)) == run_here(make_grid(folder))
+    write_rows(tmp_path / "others" / "rows.json", [row | {"settings": "0" * 16} for row in rows])
+    with mock.patch.object(runs, "execute", side_effect=InterruptedError) as execute:
+        with pytest.raises(InterruptedError):
+            run_here(make_grid(tmp_path / "others"))
+    execute.assert_called_once()  # rows of other settings do not count
+
+
 def test_runs_of_other_settings_are_refused(folder: Path):
     job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(QUICK, rollouts=3))
     with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=2"):

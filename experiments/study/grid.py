@@ -24,7 +24,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from study.arms import Arm
 from study.files import Row, read_rows, write_rows
 from study.problems import Problem
-from study.runs import Job, Sizes, finished, kept_row, start
+from study.runs import Job, Sizes, finished, keep, kept_row, start
 from study.samplers import Sampler
 
 PILOT_SEEDS = (100, 101)
@@ -150,11 +150,24 @@ class Grid:
         return rows
 
     def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> None:
+        self._keep_results(jobs)
         missing = [job for job in jobs if kept_row(job, self.runs) is None]
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
         work = [functools.partial(_unless_late, until, job, self.runs, self.command(job)) for job in missing]
         for _ in pool.imap_unordered(_call, work):
             self.collect()
+
+
+    def _keep_results(self, jobs: Sequence[Job]) -> None:
+        """Of the rows in the file of results, those of these jobs count as kept: a study goes on on another machine.
+
+        Rows of other settings are made again, and then replaced.
+        """
+        there = {(_key(row), row.get("settings")): row for row in read_rows(self.results)}
+        for job in jobs:
+            row = there.get((_key(job.identity), job.fingerprint))
+            if row is not None and kept_row(job, self.runs) is None:
+                keep(job, self.runs, row)
 
 
 def best_rate(rewards: dict[float, float]) -> float:

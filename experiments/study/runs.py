@@ -5,6 +5,7 @@ A row that is kept is not made again; one that was made with other settings is r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -102,6 +103,11 @@ class Job:
         return repr((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
+    def fingerprint(self) -> str:
+        """Of the settings: a row that carries it was made with them."""
+        return hashlib.sha256(self.settings.encode()).hexdigest()[:16]
+
+    @property
     def minibatches(self) -> int:
         """Optimizer steps per rollout."""
         return self.arm.minibatches or self.sizes.minibatches
@@ -130,6 +136,7 @@ class Job:
             "minibatches": self.minibatches,
             "prompts": self.sizes.prompts,
             "pilot": self.pilot,
+            "settings": self.fingerprint,
         }
 
 
@@ -151,13 +158,18 @@ def kept_row(job: Job, runs: Path) -> Row | None:
     return stored["row"]
 
 
+def keep(job: Job, runs: Path, row: Row) -> None:
+    """For `kept_row`."""
+    write_text(job.folder(runs) / "run.json", json.dumps({"settings": job.settings, "row": row}, allow_nan=False))
+
+
 def finished(job: Job, runs: Path, command: str) -> Row:
     """The row as it was kept, or else made now. `command` makes this row alone."""
     row = kept_row(job, runs)
     if row is not None:
         return row
     row = execute(job, runs) | {"command": command}
-    write_text(job.folder(runs) / "run.json", json.dumps({"settings": job.settings, "row": row}, allow_nan=False))
+    keep(job, runs, row)
     rewards = ", ".join(f"{kind} {row[f'{kind}_before']:.3f} -> {row[kind]:.3f}" for kind in DECODINGS)
     print(f"{'/'.join(job.folder(Path()).parts)}: {rewards} ({row['cpu_seconds']:.0f} s)", flush=True)
     return row
