@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 from PIL import Image
 
-from reporting import cells, evictions, gradients, horizon, map_picture, memory_wall, real_model, showdown
+from reporting import cells, choices, evictions, gradients, horizon, map_picture, memory_wall, real_model, showdown
 from reporting.page import Section
 from study.files import RESULTS, ROOT, Row, read_rows, write_text
 
@@ -47,6 +47,7 @@ def sections() -> list[Section]:
     makers: list[tuple[str, Callable[[list[Row]], Section]]] = [
         ("map.json", lambda rows: showdown.section(rows, *SHOWDOWN)),
         ("map.json", cells.section),
+        ("choices.json", lambda rows: choices.section(rows, decisive())),
         ("gradients.json", lambda rows: gradients.section(rows, SHOWDOWN)),
         ("horizon_weights.json", horizon.weights_section),
         ("horizon.json", horizon.section),
@@ -56,6 +57,12 @@ def sections() -> list[Section]:
         ("memory_wall.json", memory_wall.section),
     ]
     return [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]
+
+
+def decisive() -> list[Row]:
+    """Reported rows of the cell with all arms."""
+    rows = read_rows(RESULTS / "map.json")
+    return [row for row in rows if not row["pilot"] and (row["task"], row["policy"], row["budget"]) == SHOWDOWN]
 
 
 def page() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import report
-from reporting import cells, evictions, gradients, horizon, map_picture, real_model, showdown
+from reporting import cells, choices, evictions, gradients, horizon, map_picture, real_model, showdown
 from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
@@ -78,6 +78,17 @@ def test_cells_of_the_map(tmp_path: Path):
     assert "and with the full cache shadow masks end above TIS in 0 of 2" in cells.section(rows).answer
     map_picture.draw(found, tmp_path / "map.png", "made of these")
     assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_choices():
+    usual = rows_of()
+    made = []
+    for name, other in (("tis", "tis-1-step"), ("shadow", "shadow-1-step"), ("shadow-anchor", "shadow-anchor-1")):
+        made += [row | {"arm": other, "sparse": row["sparse"] - 0.05} for row in usual if row["arm"] == name]
+    part = choices.section(made, usual)
+    assert "by +0.180 ± 0.000 with 1 step, +0.180 ± 0.000 with 4 steps a rollout." in part.answer
+    assert part.answer.endswith("under the budget: a weight of 0.1 on all rows (0.805).")
+    assert "| 1 step a rollout in place of 4 | 2 | 0.0001 | 0.655 | 0.805 | **−0.050 ± 0.000** |" in part.body
 
 
 def test_differences_are_paired_by_seed():

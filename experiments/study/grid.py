@@ -157,7 +157,6 @@ class Grid:
         for _ in pool.imap_unordered(_call, work):
             self.collect()
 
-
     def _keep_results(self, jobs: Sequence[Job]) -> None:
         """Of the rows in the file of results, those of these jobs count as kept: a study goes on on another machine.
 
