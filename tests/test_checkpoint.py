@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from smd_jax.config import LinearRope, ModelConfig
+from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.train import checkpoint
+from smd_jax.train.checksums import write_checksums
 from tests.bitwise import assert_bitwise_equal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -295,6 +301,126 @@ def test_a_sharding_that_does_not_fit_is_no_damage(tmp_path):
     like = {"w": jax.ShapeDtypeStruct((3, 4), jnp.float32, sharding=sharding)}
     with pytest.raises(ValueError, match="evenly divide|divisible"):
         checkpoint.restore(tmp_path, like, config=CONFIG)
+
+
+def truncate_all(folder: Path):
+    for file in damageable_files(folder):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["with checksums", "killed before its checksums"])
+def test_the_newest_that_can_be_read(tmp_path, checksums):
+    for step in (3, 6, 9):
+        save(tmp_path, step, {"x": jnp.arange(1000.0) + step})
+    like = {"x": jnp.zeros(1000)}
+    assert checkpoint.restore_newest(tmp_path, like, config=CONFIG).damaged == ()
+    flip_one_bit(tmp_path / "6" / "meta" / "metadata")
+    for file in damageable_files(tmp_path / "9"):
+        if "/d/" in file.as_posix():
+            file.write_bytes(file.read_bytes()[:-7])
+    if not checksums:
+        (tmp_path / "9" / "checksums.json").unlink()
+    restored = checkpoint.restore_newest(tmp_path, like, config=CONFIG)
+    assert restored.step == 3 and np.array_equal(restored.state["x"], np.arange(1000.0) + 3)
+    assert [line.partition(" in ")[0] for line in restored.damaged] == ["checkpoint 9", "checkpoint 6"]
+    assert checkpoint.all_steps(tmp_path) == [3, 6, 9], "reading deletes nothing"
+    # Another configuration is no damage: it is refused, not passed over.
+    with pytest.raises(checkpoint.OtherConfigError, match="budgets.1"):
+        checkpoint.restore_newest(tmp_path, like, config=dataclasses.replace(CONFIG, budgets=(4, 9)))
+
+
+def test_no_checkpoint_can_be_read(tmp_path):
+    for step in (3, 6):
+        save(tmp_path, step)
+        truncate_all(tmp_path / str(step))
+    with pytest.raises(
+        checkpoint.DamagedCheckpointError, match="up to step 6; got none:\n.*checkpoint 6(.|\n)*ckpoint 3"
+    ):
+        checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
+
+
+def test_another_format_is_refused(tmp_path):
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+    meta = tmp_path / "6" / "meta" / "metadata"
+    content = json.loads(meta.read_text())
+    assert content["format"] == checkpoint.FORMAT
+    meta.write_text(json.dumps(content | {"format": 7, "shards": []}))
+    (tmp_path / "6" / "checksums.json").unlink()
+    with pytest.raises(checkpoint.OtherFormatError, match=r"expected a checkpoint of format 1 at .*6; got format 7"):
+        checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
+
+
+def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(4, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
+    with pytest.raises(
+        checkpoint.OtherFormatError,
+        match=r"expected a checkpoint of smd_jax at .*4, with state and meta; got .*default",
+    ):
+        checkpoint.restore_newest(tmp_path, {"w": jnp.zeros(3)}, config=CONFIG)
+
+
+def test_saving_goes_on_beside_the_updates(tmp_path, monkeypatch):
+    update = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x + 1, state), donate_argnums=0)
+    state = update({"w": jnp.arange(300_000.0)})
+    expected = np.array(state["w"])
+    written, go_on = threading.Event(), threading.Event()
+
+    def slow(folder: Path, items: Sequence[str]) -> None:
+        assert go_on.wait(60)
+        write_checksums(folder, items)
+        written.set()
+
+    monkeypatch.setattr(checkpoint, "write_checksums", slow)
+    with checkpoint.Writer(tmp_path) as writer:
+        writer.save(1, state, data_position={}, config=CONFIG)
+        for _ in range(3):
+            state = update(state)  # takes the buffers
+        writer.check()
+        assert not written.is_set(), "returned before it was whole"
+        go_on.set()
+        writer.save(2, state, data_position={}, config=CONFIG)
+        assert written.is_set(), "one after the other"
+    assert np.array_equal(
+        checkpoint.restore(tmp_path, {"w": jnp.zeros(300_000)}, config=CONFIG, step=1).state["w"], expected
+    )
+    assert checkpoint.all_steps(tmp_path) == [1, 2]
+
+
+def test_what_fails_beside_the_updates_is_said_at_the_next_look(tmp_path, monkeypatch):
+    failed = threading.Event()
+
+    def full_disk(folder: Path, items: Sequence[str]) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    with checkpoint.Writer(tmp_path) as writer:
+        writer.save(1, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
+        writer.wait()
+        monkeypatch.setattr(checkpoint, "write_checksums", full_disk)
+        writer.save(2, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
+        assert failed.wait(60)
+        with pytest.raises(OSError, match=r"checkpoint 2 in .* could not be written \(.*No space left"):
+            writer.wait()
+        writer.check()  # said once
+
+
+def test_saved_on_eight_devices_and_read_on_four_and_on_one(tmp_path):
+    """Fully sharded, with the optimizer's state and the keys, which lie on all of them."""
+
+    def lay(devices: int, state: Any) -> Any:
+        mesh = make_mesh(1, devices, 1, devices=jax.devices()[:devices])
+        return shard_tree(state, mesh)
+
+    state = lay(8, train_step(initial_state())[0])
+    assert len(state["params"]["w"].sharding.device_set) == 8
+    save(tmp_path, 1, state)
+    for devices in (4, 1):
+        like = lay(devices, initial_state())
+        restored = checkpoint.restore_newest(tmp_path, like, config=CONFIG).state
+        assert_bitwise_equal(restored, state)
+        assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(restored))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import checkpoint, disk
 from smd_jax.train.grpo import GRPOConfig
+from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective, Standing
 from smd_jax.train.run import RunConfig, check_directory, check_room, train
 from smd_jax.train.settings import rounding_only, split_settings, taken_out
@@ -369,6 +370,42 @@ def test_taking_out_what_is_not_there():
     assert taken_out({"a": {"b": 1, "c": 2}}, ["a.b"]) == ({"a": {"c": 2}}, {"a.b": 1})
     with pytest.raises(ValueError, match="expected a setting 'a.d'; got"):
         taken_out({"a": {"b": 1}}, ["a.d"])
+
+
+# --- a checkpoint that is damaged
+
+
+def cut_off(checkpoint_folder: Path):
+    for file in checkpoint_folder.rglob("*"):
+        if file.is_file() and file.name != "checksums.json":
+            file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys):
+    whole = start(tmp_path / "whole", 9)
+    run = tmp_path / "run"
+    start(run, 6, checkpoint_every=2)
+    cut_off(run / "checkpoints" / "6")
+    with pytest.raises(checkpoint.OtherConfigError):
+        start(run, 9, resume=True, config=replace(CONFIG, seed=1))
+    assert saved(run) == [2, 4, 6], "a run that is refused is left as it was"
+    capsys.readouterr()
+    state = start(run, 9, resume=True)
+    said = capsys.readouterr().out
+    assert f"warning: checkpoint 6 in {run / 'checkpoints'} cannot be read" in said
+    assert "the run goes on from step 4" in said
+    assert_bitwise_equal(state, whole)
+    assert rows(run) == rows(tmp_path / "whole") and saved(run) == [2, 4, 9]
+
+
+def test_what_a_run_stands_on_is_compared(tmp_path, capsys, monkeypatch):
+    start(tmp_path, 1)
+    start(tmp_path, 2, resume=True)
+    assert "resumed" not in capsys.readouterr().out
+    monkeypatch.setattr("smd_jax.train.run.machine", lambda mesh: machine(mesh) | {"jaxlib": "0.1"})
+    start(tmp_path, 3, resume=True)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed")]
+    assert line.startswith("resumed elsewhere, which may change rounding, jaxlib: was ") and line.endswith('now "0.1"')
 
 
 # --- the disk

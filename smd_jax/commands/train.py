@@ -50,7 +50,13 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.train import checkpoint
-from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError, to_jsonable
+from smd_jax.train.checkpoint import (
+    DamagedCheckpointError,
+    OtherConfigError,
+    OtherFormatError,
+    OtherStateError,
+    to_jsonable,
+)
 from smd_jax.train.disk import check_export, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
@@ -186,7 +192,7 @@ def troubles() -> Iterator[None]:
     """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint."""
     try:
         yield
-    except (OtherConfigError, DamagedCheckpointError, NoSuchMetricError) as error:
+    except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
         raise UserError(str(error)) from error
     except (TooManyFailures, UnloadableRewardError, OSError) as error:
         raise UserError(str(error)) from error

@@ -1,17 +1,21 @@
-"""Checkpoints: everything that a run needs to continue bitwise, written atomically with orbax.
+"""Checkpoints: everything that a run needs to continue bitwise, written atomically with orbax, beside the run.
 
 One checkpoint is a directory `<directory>/<step>` with two orbax items and a file beside them:
 
     state            the pytree of arrays: parameters, optimizer state, step counter, typed PRNG keys
-    meta             JSON: {"leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ..., "noted": ...}
+    meta             JSON: {"format": 1, "leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ...,
+                     "noted": ..., "machine": ...}
     checksums.json   CRC-32 of every file of the two
 
 The `meta` item is read first, so that a run under another configuration, or a state of another shape, is refused with
-names before any array is read. Saving is synchronous, and a checkpoint appears by renaming a finished temporary
-directory: a run that is killed while it saves leaves the older checkpoints as they were.
+names before any array is read. A checkpoint appears by renaming a finished temporary directory: a run that is killed
+while it saves leaves the older checkpoints as they were.
 
-Orbax keeps no checksum of array data: a flipped bit would be trained on. So the checksums are written after the rename
-and compared before anything is read. A checkpoint without them, from a run killed in between, is complete and is read.
+    main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
+    beside it                                                   └─► files ─► rename ─► checksums
+
+The checksums are written after the rename and compared before anything is read. A checkpoint without them, from a run
+killed in between, is complete and is read.
 """
 
 from __future__ import annotations
@@ -21,29 +25,42 @@ import json
 import logging
 import math
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from smd_jax.train.checksums import CHECKSUMS, check_files, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure
 
 # What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
+# Of what a checkpoint holds, and where. Those from before there was a number have this one, without notes and machine.
+FORMAT = 1
+
 _ITEMS = ("state", "meta")
-_CHECKSUMS = "checksums.json"
 _ABSENT = "(absent)"
+_Read = TypeVar("_Read")
 
 
 class OtherConfigError(ValueError):
     """A checkpoint was made under another configuration than the one that would go on from it."""
+
+
+class OtherStateError(ValueError):
+    """A checkpoint holds the state of another model or optimizer."""
+
+
+class OtherFormatError(ValueError):
+    """What lies there was not written by this library, or by a later version of it."""
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -58,13 +75,114 @@ class Restored:
       step: the step under which the checkpoint was saved.
       state: pytree with the structure, shapes, dtypes and shardings of `like`.
       data_position: the JSON object given to `save`.
-      noted: what was given to `save`, as JSON; None also for checkpoints from before there was such a thing.
+      noted, machine: what was given to `save`, as JSON; None also for checkpoints from before there was such a thing.
+      damaged: one line on each later checkpoint that cannot be read, the newest first; see `restore_newest`.
     """
 
     step: int
     state: Any
     data_position: dict[str, Json]
     noted: Json
+    machine: Json = None
+    damaged: tuple[str, ...] = ()
+
+
+class Writer:
+    """Writes the checkpoints of one run beside its steps. `save` returns when the arrays are on the host, so that an
+    update may take their buffers; one checkpoint is written at a time.
+
+    Args:
+      directory: where the checkpoints of one run lie; made when the first is saved.
+      max_to_keep: the newest that stay, at least 1.
+    """
+
+    def __init__(self, directory: str | Path, max_to_keep: int = 3) -> None:
+        if max_to_keep < 1:
+            raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
+        self.directory = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._manager: ocp.CheckpointManager | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: tuple[int, Future[None]] | None = None
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data_position: Mapping[str, Any],
+        config: object,
+        noted: object = None,
+        machine: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Begins to write checkpoint `step`, after which all but the newest `max_to_keep` are deleted. Arguments and
+        errors are those of the function `save`; an OSError may come from a later call."""
+        # Whatever can be refused is refused before a file is written.
+        meta = {
+            "format": FORMAT,
+            "leaves": _leaf_table(state),
+            "data_position": _checked_position(data_position),
+            "config": to_jsonable(config),
+            "noted": to_jsonable(noted, "noted"),
+            "machine": to_jsonable(machine, "machine"),
+        }
+        self.wait()
+        _check_later(self.directory, step)
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        with _failure_named(self.directory, step):
+            self._manager = self._manager or _manager(self.directory, self._max_to_keep)
+            self._manager.save(step, args=items)
+        self._writing = step, self._thread.submit(self._finish, self._manager, step)
+
+    def check(self) -> None:
+        """Raises OSError, as `save`, if the last checkpoint could not be written; does not wait for it."""
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is whole, and raises OSError, as `save`, if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        step, written = writing
+        try:
+            with _failure_named(self.directory, step):
+                written.result()
+        except OSError:
+            self._manager = None  # which would raise once more when it is closed
+            raise
+
+    def discard_after(self, step: int) -> list[int]:
+        """The function `discard_after` of this directory."""
+        self.wait()
+        self._close_manager()  # it remembers which checkpoints there are
+        return discard_after(self.directory, step)
+
+    def close(self) -> None:
+        """Waits, and raises, as `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._close_manager()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
+        manager.wait_until_finished()
+        if jax.process_index() == 0:
+            write_checksums(_folder(self.directory, step), _ITEMS)
+
+    def _close_manager(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
 
 
 def save(
@@ -75,9 +193,10 @@ def save(
     data_position: Mapping[str, Any],
     config: object,
     noted: object = None,
+    machine: Mapping[str, Json] | None = None,
     max_to_keep: int = 3,
 ) -> None:
-    """Writes checkpoint `step` and then deletes all but the newest `max_to_keep`.
+    """Writes checkpoint `step`, waits until it is whole, and then deletes all but the newest `max_to_keep`.
 
     Args:
       directory: where the checkpoints of one run lie; made when absent.
@@ -86,6 +205,7 @@ def save(
       data_position: what the data source needs to continue, as JSON values with string keys.
       config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
       noted: settings that are kept, and that a run which continues may change.
+      machine: what the run stands on, see `smd_jax.train.machine`; None: nothing is kept of it.
       max_to_keep: how many checkpoints stay, at least 1.
 
     Raises:
@@ -93,22 +213,8 @@ def save(
       TypeError: a leaf of `state` is no array, or `data_position`, `config` or `noted` does not fit into JSON.
       OSError: the disk is full, or fails; in one line. The checkpoints that were there are as they were.
     """
-    if max_to_keep < 1:
-        raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
-    # Whatever can be refused is refused before a file is written.
-    meta = {
-        "leaves": _leaf_table(state),
-        "data_position": _checked_position(data_position),
-        "config": to_jsonable(config),
-        "noted": to_jsonable(noted, "noted"),
-    }
-    _check_later(directory, step)
-    items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-    with _failure_named(directory, step):
-        with _writer(directory, max_to_keep) as manager:
-            manager.save(step, args=items)
-        if jax.process_index() == 0:
-            _write_checksums(_folder(directory, step))
+    with Writer(directory, max_to_keep) as writer:
+        writer.save(step, state, data_position=data_position, config=config, noted=noted, machine=machine)
 
 
 def restore(
@@ -131,7 +237,9 @@ def restore(
 
     Raises:
       FileNotFoundError: no checkpoint in `directory`, or none with this `step`.
-      ValueError: the configuration or the structure of the state differs; the message lists every difference.
+      OtherConfigError, OtherStateError: the configuration or the structure of the state differs; the message lists
+        every difference. Both are ValueErrors, as is a sharding that does not divide an array.
+      OtherFormatError: this is no checkpoint of this library, or one of a later version.
       DamagedCheckpointError: the checkpoint cannot be read. Older ones are untouched and are named.
     """
     step = _existing_step(directory, step)
@@ -140,21 +248,34 @@ def restore(
     _check_config(meta["config"], to_jsonable(config), may_differ)
     _check_leaves(meta["leaves"], _leaf_table(like))
     target = jax.tree.map(_placed, like)
-    # The files are known to be good: what fails here is no damage, but a sharding that does not fit, or no memory.
-    state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-    return Restored(step=step, state=state, data_position=meta["data_position"], noted=meta.get("noted"))
+    # The sharding fits, so what fails here is the file: of a checkpoint whose checksums were never written.
+    with _damage_named(directory, step):
+        state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+    return Restored(step, state, meta["data_position"], meta.get("noted"), meta.get("machine"))
 
 
-def saved_config(directory: str | Path, step: int | None = None) -> Json:
-    """The configuration that a checkpoint was made under.
-
-    Args:
-      step: which checkpoint; None means the newest.
+def restore_newest(directory: str | Path, like: Any, *, config: object, may_differ: Sequence[str] = ()) -> Restored:
+    """Reads the newest checkpoint that can be read; arguments and errors are those of `restore`. The later ones, which
+    are damaged, stay as they are, see `discard_after`.
 
     Raises:
-      FileNotFoundError, DamagedCheckpointError: as `restore`.
+      DamagedCheckpointError: none can be read.
     """
-    return _read_meta(directory, _existing_step(directory, step))["config"]
+
+    def read(step: int) -> Restored:
+        return restore(directory, like, config=config, step=step, may_differ=may_differ)
+
+    restored, damaged = _newest_readable(directory, read)
+    return dataclasses.replace(restored, damaged=tuple(damaged))
+
+
+def saved_config(directory: str | Path) -> Json:
+    """The configuration of the newest checkpoint that can be read.
+
+    Raises:
+      FileNotFoundError, OtherFormatError, DamagedCheckpointError: as `restore_newest`.
+    """
+    return _newest_readable(directory, lambda step: _read_meta(directory, step))[0]["config"]
 
 
 def restore_part(directory: str | Path, like: dict[str, Any], step: int | None = None) -> dict[str, Any]:
@@ -193,11 +314,10 @@ def latest_step(directory: str | Path) -> int | None:
 
 
 def check_config(directory: str | Path, config: object) -> None:
-    """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as `restore`
-    does, before anything is read that takes long."""
-    step = latest_step(directory)
-    if step is not None:
-        _check_config(saved_config(directory, step), to_jsonable(config), ())
+    """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as
+    `restore_newest` does, before anything is read that takes long."""
+    if latest_step(directory) is not None:
+        _check_config(saved_config(directory), to_jsonable(config), ())
 
 
 def discard_after(directory: str | Path, step: int) -> list[int]:
@@ -208,7 +328,7 @@ def discard_after(directory: str | Path, step: int) -> list[int]:
     """
     later = [found for found in all_steps(directory) if found > step]
     if later:
-        with _writer(directory, max_to_keep=None) as manager:
+        with _manager(directory, max_to_keep=None) as manager:
             for found in later:
                 manager.delete(found)
     return later
@@ -317,6 +437,7 @@ def _placed(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf
     sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding.shard_shape(leaf.shape)  # raises ValueError if it does not divide the array
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -336,7 +457,7 @@ def _check_leaves(saved: dict[str, str], given: dict[str, str]) -> None:
         if saved.get(name) != given.get(name)
     ]
     if lines:
-        raise ValueError(
+        raise OtherStateError(
             "the state has another structure than the checkpoint; expected is what the checkpoint holds, got is what "
             "this run has:\n  " + "\n  ".join(lines)
         )
@@ -361,12 +482,28 @@ def _existing_step(directory: str | Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
+def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tuple[_Read, list[str]]:
+    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors."""
+    damaged = list[str]()
+    last = _existing_step(directory, None)
+    for step in sorted(all_steps(directory), reverse=True):
+        try:
+            return read(step), damaged
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+    raise DamagedCheckpointError(
+        f"expected a checkpoint that can be read, up to step {last}; got none:\n" + "\n".join(damaged)
+    )
+
+
 def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
     """What lies beside the arrays of a checkpoint whose files are as they were written."""
+    _check_ours(_folder(directory, step))
     with _damage_named(directory, step):
-        _check_files(_folder(directory, step))
+        check_files(_folder(directory, step), _ITEMS)
         meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         _check_keys(meta)
+    _check_format(meta, _folder(directory, step))
     return meta
 
 
@@ -412,10 +549,27 @@ def _said_once(record: logging.LogRecord) -> bool:
     return OS_ERROR not in f"{record.getMessage()} {error}"
 
 
+def _check_ours(folder: Path) -> None:
+    """Raises OtherFormatError for a step's directory that has neither item: somebody else's checkpoint."""
+    if not any((folder / name).exists() for name in (*_ITEMS, CHECKSUMS)):
+        found = sorted(path.name for path in folder.iterdir())
+        raise OtherFormatError(
+            f"expected a checkpoint of smd_jax at {folder}, with {' and '.join(_ITEMS)}; got {found}"
+        )
+
+
+def _check_format(meta: dict[str, Any], folder: Path) -> None:
+    if meta.get("format", FORMAT) != FORMAT:
+        raise OtherFormatError(
+            f"expected a checkpoint of format {FORMAT} at {folder}; got format {meta['format']!r}, which another "
+            "version of smd_jax wrote"
+        )
+
+
 def _check_keys(meta: dict[str, Any]) -> None:
     expected = {"leaves", "data_position", "config"}
-    # Older checkpoints have no notes.
-    if set(meta) - {"noted"} != expected:
+    # Older checkpoints have no others; those of a later format may have more.
+    if not expected <= set(meta):
         raise ValueError(f"meta: expected the keys {sorted(expected)}; got {sorted(meta)}")
 
 
@@ -423,47 +577,12 @@ def _folder(directory: str | Path, step: int) -> Path:
     return Path(directory) / str(step)
 
 
-def _write_checksums(folder: Path) -> None:
-    # Renamed when whole: half a list would make good files look damaged.
-    temporary = folder / f"{_CHECKSUMS}.tmp"
-    temporary.write_text(json.dumps(_checksums(folder)), encoding="utf-8")
-    temporary.replace(folder / _CHECKSUMS)
-
-
-def _check_files(folder: Path) -> None:
-    # A run killed between the rename of the checkpoint and this file leaves a whole one without checksums.
-    file = folder / _CHECKSUMS
-    if not file.is_file():
-        return
-    expected = json.loads(file.read_text(encoding="utf-8"))
-    found = _checksums(folder)
-    damaged = [name for name in expected if expected[name] != found.get(name)]
-    if damaged:
-        lines = [f"{name} (CRC-32 expected {expected[name]}, got {found.get(name, 'no file')})" for name in damaged]
-        raise ValueError(f"{len(lines)} of {len(expected)} files are damaged: {', '.join(lines)}")
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """Relative path -> CRC-32 of every file in the items."""
-    files = [file for item in _ITEMS for file in sorted((folder / item).rglob("*")) if file.is_file()]
-    return {file.relative_to(folder).as_posix(): _crc32(file) for file in files}
-
-
-def _crc32(file: Path) -> int:
-    value = 0
-    with open(file, "rb") as stream:
-        # 16 MiB at a time: a file may be larger than the memory that is left.
-        while chunk := stream.read(1 << 24):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-def _writer(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
+def _manager(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         # None keeps all: `discard_after` chooses for itself.
         preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
-        # Synchronous, so that a checkpoint is whole when `save` returns. What a killed save left behind is removed.
-        enable_async_checkpointing=False,
+        enable_async_checkpointing=True,
+        # What a killed save left behind is removed.
         cleanup_tmp_directories=True,
     )
     return ocp.CheckpointManager(Path(directory).resolve(), options=options)

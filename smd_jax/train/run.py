@@ -27,6 +27,7 @@ from smd_jax.train.disk import check_space, check_writable, stored_bytes
 from smd_jax.train.frozen_base import with_base, without_base
 from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
 from smd_jax.train.loop import Loop
+from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
 from smd_jax.train.stop import RunStoppedError, StopSignals
 
@@ -91,8 +92,9 @@ def train(
       config: what decides the result, kept with every checkpoint; a resume under another one is refused.
       noted: settings that are kept, too, and may differ at a resume, which prints the differences: plans of memory,
         places of files, what is logged. `smd_jax.train.settings` tells the two apart.
-      resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A run that
-        stopped before its first checkpoint, or never began, starts at `state`.
+      resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A damaged one
+        is said, and the last good one before it is taken. A run that stopped before its first checkpoint, or never
+        began, starts at `state`.
       evaluate: gives metrics to log beside the step's own, see `smd_jax.train.evaluation.every_evaluation`. A resumed
         run does not evaluate its start again.
       loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
@@ -110,38 +112,41 @@ def train(
     evaluates = evaluate is not None and run.evaluate_every > 0
     _check_objective(run.objective, evaluates)
     state = shard_tree(state, loop.mesh)
+    here = machine(loop.mesh)
     # Without `resume` there is none: `check_directory` has seen to that.
     if checkpoint.latest_step(directory / CHECKPOINTS) is not None:
         # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
-        restored = checkpoint.restore(directory / CHECKPOINTS, without_base(state), config=config)
+        restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
         state = with_base(restored.state, state)
-        _say_differences(restored.noted, noted)
+        for line in restored.damaged:
+            print(f"warning: {line}; the run goes on from step {restored.step}", flush=True)
+        # The run will save these steps again, and never behind them.
+        checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
+        _say_differences("with another setting", restored.noted, noted)
+        _say_differences("elsewhere, which may change rounding", restored.machine, here)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = saved = int(state.step) // loop.config.steps_per_rollout
 
-    def save(folder: str, keep: int) -> None:
+    def save(writer: checkpoint.Writer) -> None:
         position = {"rollouts": done, "seed": loop.config.seed}
-        checkpoint.save(
-            directory / folder,
-            done,
-            without_base(state),
-            data_position=position,
-            config=config,
-            noted=noted,
-            max_to_keep=keep,
-        )
+        trained = without_base(state)
+        writer.save(done, trained, data_position=position, config=config, noted=noted, machine=here)
 
     def save_best() -> None:
         # A later one is of rollouts that are taken once more; one of just now is this state.
-        checkpoint.discard_after(directory / BEST, done)
+        best.discard_after(done)
         if checkpoint.latest_step(directory / BEST) != done:
-            save(BEST, 1)
+            save(best)
 
     with (
         StopSignals() as stop,
         Loggers(loggers) as others,
         Journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
         training_panel(run.steps, start=start, name=label) as report,
+        # The first to close, because loggers that wait for a network must not keep a checkpoint from being whole; and
+        # a signal that comes then must not cut it off.
+        checkpoint.Writer(directory / CHECKPOINTS, run.keep) as newest,
+        checkpoint.Writer(directory / BEST, 1) as best,
     ):
         if evaluate is not None and evaluates and done == 0 and not journal.start_is_evaluated:
             journal.write_evaluation(0, evaluate(state))
@@ -165,12 +170,12 @@ def train(
                 save_best()
             # The last one is saved below, whether it is due or not.
             if _due(done, run.checkpoint_every) and done < run.steps:
-                save(CHECKPOINTS, run.keep)
+                save(newest)
                 saved = done
-        # In here, because loggers that wait for a network when they are closed must not keep it from being saved; and a
-        # signal that comes now must not cut it off.
+            newest.check()
+            best.check()
         if done > saved:
-            save(CHECKPOINTS, run.keep)
+            save(newest)
     if stop.received is not None:
         raise RunStoppedError(stop.received, done, run.steps, directory)
     if journal.has_ended and done < run.steps:
@@ -223,13 +228,13 @@ def _check_objective(objective: Objective | None, evaluates: bool) -> None:
         )
 
 
-def _say_differences(saved: checkpoint.Json, given: object) -> None:
-    """Prints which of the noted settings are others than in the checkpoint."""
+def _say_differences(what: str, saved: checkpoint.Json, given: object) -> None:
+    """Prints what is noted with a checkpoint and is otherwise now."""
     # A checkpoint from before there were notes, or a caller without.
     if saved is None or given is None:
         return
     for line in checkpoint.config_differences(saved, checkpoint.to_jsonable(given, "noted"), words=("was", "is now")):
-        print(f"resumed with another setting, {line}", flush=True)
+        print(f"resumed {what}, {line}", flush=True)
 
 
 def _due(done: int, every: int) -> bool:
