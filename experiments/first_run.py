@@ -97,7 +97,7 @@ def stopped_run(args: Args) -> int:
 def greedy_texts(args: Args) -> dict[str, Any]:
     """How many prompts that were not trained on have the same greedy completion, token by token, here and on torch."""
     exported = args.run / "model"
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
     config, params = smd.load_checkpoint(exported)
     parameters = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
     task = ReasoningGymTask("chain_sum", 1_000_000, args.prompts, parameters)

@@ -157,7 +157,7 @@ def main(args: Args) -> None:
     keep_programs()
     # On a GPU, float32 products would otherwise be TensorFloat-32.
     jax.config.update("jax_default_matmul_precision", "highest")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     end = eos_token_id(tokenizer)
     prompts = encoded(tokenizer, LENGTHS)
     job = {"model": str(args.model.resolve()), "prompts": prompts, "new_tokens": args.response_tokens, "end": end}

@@ -253,7 +253,7 @@ def main(args: Args) -> None:
     if not missing:
         return
     config, params = smd.load_checkpoint(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     measurer = Measurer(args, smd.Decoder(config), params, tokenizer, load_gsm8k(args.gsm8k))
     for cell in missing:
         row = {"model": args.model.name} | asdict(cell) | measurer.row(cell) | provenance()

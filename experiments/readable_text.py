@@ -198,7 +198,7 @@ def evicted_share(trajectory: smd.Trajectory) -> float:
 def main(args: Args) -> None:
     keep_programs()
     origin = provenance()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     prompts = long_prompts(tokenizer, args.prompts, args.prompt_tokens)
     shape, params = smd.load_checkpoint(args.model)
     model = smd.Decoder(shape)

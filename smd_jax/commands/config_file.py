@@ -25,6 +25,8 @@ from smd_jax.commands.trl_names import in_place_of
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
+OUTPUT_DIR = "output_dir"
+OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # what lies beside the file that a run keeps
 
 
 def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
@@ -46,6 +48,8 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
         if source is None:
             continue
         options = read_options(source)
+        if not any(word.partition("=")[0] == "--output-dir" for word in rest):
+            check_place(source, options)
         algorithm = options.pop(ALGORITHM, None)
         if chosen is not None and algorithm not in (None, chosen):
             raise UserError(f"{source}: expected a configuration of {chosen!r}; got one of {algorithm!r}")
@@ -98,6 +102,19 @@ def read_options(path: Path) -> dict[str, Any]:
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
     return options
+
+
+def check_place(source: Path, options: Mapping[str, Any]) -> None:
+    """Raises UserError for the file that a run keeps if it names another folder than its own: somebody else's run, or
+    one that was moved, must not write to where it once was."""
+    if OUTPUT_DIR not in options or not any((source.parent / name).exists() for name in OF_A_RUN):
+        return
+    own, named = source.parent.resolve(), Path(str(options[OUTPUT_DIR])).expanduser().resolve()
+    if own != named:
+        raise UserError(
+            f"{source}: expected {OUTPUT_DIR} to be {own}, the folder of this run; got {named}: a run that was moved "
+            "needs its new --output-dir"
+        )
 
 
 def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterator[str]:

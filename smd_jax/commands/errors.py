@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from smd_jax.tasks.task import MissingExtraError
+from smd_jax.text.visible_text import visible
 
 
 class UserError(Exception):
@@ -94,9 +95,11 @@ def users_mistakes() -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings in one line, without the place in our code that says them."""
+    """Warnings without the place in our code that says them, as text that moves no terminal."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, category, filename, lineno, line=None: f"{category.__name__}: {message}\n"
+    warnings.formatwarning = lambda message, category, filename, lineno, line=None: (
+        f"{category.__name__}: {visible(str(message))}\n"
+    )
     try:
         yield
     finally:
@@ -113,6 +116,8 @@ def with_flags(message: str, flags: Mapping[str, str] = FLAGS) -> str:
 
 def print_box(title: str, message: str) -> None:
     """A framed text on standard error."""
-    # Text objects: nothing in a message is taken for rich's markup.
-    panel = Panel(Text(message), title=Text(title), title_align="left", box=box.ROUNDED, border_style="red")
+    # Text objects: nothing in a message is taken for rich's markup. It may quote a file, or what a model wrote.
+    panel = Panel(
+        Text(visible(message)), title=Text(visible(title)), title_align="left", box=box.ROUNDED, border_style="red"
+    )
     Console(file=sys.stderr, highlight=False).print(panel)

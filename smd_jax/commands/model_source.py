@@ -74,7 +74,13 @@ def load_tokenizer(model: Path, name: str | None = None) -> Any:
         said = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
         mended = "--tokenizer names another directory, or an id on the Hub"
         raise UserError(f"--model: {said}. {mended}" if name is None else f"--tokenizer: {said}")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    try:
+        # Said, because without it transformers would ask the person at the terminal.
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except ValueError as error:
+        raise UserError(
+            f"expected a tokenizer in {directory} that transformers can read without code of its own; {error}"
+        ) from error
     if tokenizer.pad_token is None:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.
         tokenizer.pad_token = tokenizer.eos_token

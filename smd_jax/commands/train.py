@@ -42,13 +42,13 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.tensorboard import TensorBoardLogger
-from smd_jax.monitor.visible_text import visible
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.sharding import shard_tree
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
+from smd_jax.text.visible_text import visible
 from smd_jax.train import checkpoint
 from smd_jax.train.checkpoint import (
     DamagedCheckpointError,

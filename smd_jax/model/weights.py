@@ -152,6 +152,7 @@ def save_checkpoint(
         `max_shard_bytes` is not positive.
       FileExistsError: `directory` holds files that are no part of a checkpoint.
       FileNotFoundError: `tokenizer_from` holds no tokenizer.
+      ValueError: a file of it is a link to elsewhere.
       OSError: the disk is full, or fails.
     """
     if max_shard_bytes <= 0:
@@ -257,7 +258,21 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(present):
         raise FileNotFoundError(f"expected tokenizer.json, tokenizer.model or vocab.json in {source}; got {present}")
     for name in present:
-        shutil.copyfile(source / name, target / name)
+        shutil.copyfile(_own_file(source, name), target / name)
+
+
+def _own_file(directory: Path, name: str) -> Path:
+    """A file of a checkpoint, which a link must not lead out of: what is copied may be shared with others.
+
+    Raises:
+      ValueError: a link to elsewhere.
+    """
+    directory, file = directory.resolve(), (directory / name).resolve()
+    # The Hub's cache has its files in blobs/ and links in snapshots/REVISION/.
+    places = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
+    if not any(file.is_relative_to(place) for place in places):
+        raise ValueError(f"expected {name} in {directory} itself; got a link to {file}")
+    return file
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
-from smd_jax.monitor.visible_text import one_line
+from smd_jax.text.visible_text import one_line
 
 
 @runtime_checkable

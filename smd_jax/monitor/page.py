@@ -33,7 +33,7 @@ from smd_jax.monitor.metrics_log import evaluated, meaning
 from smd_jax.monitor.page_data import chart_data, embedded, mask_data
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.monitor.svg_chart import COLOURS, Series, draw_chart
-from smd_jax.monitor.visible_text import visible
+from smd_jax.text.visible_text import visible
 
 # Shown at once, with every evaluation and the mean of every reward function; all other metrics are folded away.
 MAIN = (

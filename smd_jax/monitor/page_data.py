@@ -11,7 +11,7 @@ import numpy as np
 
 from smd_jax.monitor.saved_masks import SavedMask
 from smd_jax.monitor.svg_chart import Series
-from smd_jax.monitor.visible_text import visible
+from smd_jax.text.visible_text import visible
 
 
 def embedded(data: Any) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
+from smd_jax.text.visible_text import visible
+
 Report = Callable[[int, Mapping[str, float]], None]
 Cell = str | float | int | None
 TextFile = io.TextIOWrapper | io.StringIO
@@ -180,7 +182,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, every: int, labe
 
 def _print_line(line: str, file: TextFile | None) -> None:
     # Standard output is looked up at every line: while there is a bar, rich puts a file in its place that prints above.
-    print(line, file=file or sys.stdout, flush=True)
+    print(visible(line), file=file or sys.stdout, flush=True)
 
 
 def _print_plain_table(

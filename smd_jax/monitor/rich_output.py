@@ -23,7 +23,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from smd_jax.text.visible_text import visible
+
 TextFile = io.TextIOWrapper | io.StringIO
+
+
+def _text(content: str, style: str = "") -> Text:
+    """Somebody's text: brackets in it are no markup of rich's, and it holds no escape sequence."""
+    return Text(visible(content), style=style)
 
 
 @contextmanager
@@ -41,10 +48,10 @@ def progress_bar(name: str, total: int, start: int, file: TextFile | None) -> It
         expand=True,
     )
     with bar:
-        task = bar.add_task(name, total=total, completed=start, status="")
+        task = bar.add_task(visible(name), total=total, completed=start, status="")
 
         def update(step: int, status: str) -> None:
-            bar.update(task, completed=step, status=status)
+            bar.update(task, completed=step, status=visible(status))
 
         yield update
 
@@ -53,12 +60,11 @@ def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextFile | None, width: int | None
 ) -> None:
     """The first column to the left, the others to the right."""
-    # Text objects, so that brackets in a title or cell are not taken for rich's markup.
-    table = Table(title=Text(title, style="bold"))
+    table = Table(title=_text(title, style="bold"))
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left")
+        table.add_column(_text(column), justify="right" if index else "left")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(_text(cell) for cell in row))
     Console(file=file, width=width).print(table)
 
 
@@ -99,12 +105,12 @@ class _StatusPanel:
         rows.add_column(justify="right", style="dim")
         rows.add_column(overflow="ellipsis", no_wrap=True)
         for name, text in status.rows():
-            rows.add_row(Text(name), Text(text))
+            rows.add_row(_text(name), _text(text))
         return Panel(
             Group(rows, ProgressBar(total=max(status.total, 1), completed=status.step)),
-            title=Text(f" {status.name} "),
+            title=_text(f" {status.name} "),
             title_align="left",
-            subtitle=Text(f" {status.headline()} "),
+            subtitle=_text(f" {status.headline()} "),
             subtitle_align="right",
         )
 
@@ -118,14 +124,14 @@ def print_texts(
     width: int | None,
 ) -> None:
     """A table whose first `texts` columns share the width and are folded; the others are numbers."""
-    table = Table(title=Text(title, style="bold"), expand=True, show_lines=True)
+    table = Table(title=_text(title, style="bold"), expand=True, show_lines=True)
     for index, column in enumerate(columns):
         if index < texts:
-            table.add_column(Text(column), ratio=1, overflow="fold")
+            table.add_column(_text(column), ratio=1, overflow="fold")
         else:
-            table.add_column(Text(column), justify="right", no_wrap=True)
+            table.add_column(_text(column), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(_text(cell) for cell in row))
     target = file or sys.stdout
     # Drawn elsewhere and printed as lines: a live panel lets lines pass above it, but not another console.
     drawn = io.StringIO()

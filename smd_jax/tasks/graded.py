@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from smd_jax.tasks.reward_calls import Outcome
+from smd_jax.text.visible_text import visible
 
 
 class Failure(NamedTuple):
@@ -27,9 +28,9 @@ class Failure(NamedTuple):
     message: str
 
     def described(self) -> str:
-        """One line for a person."""
+        """For a person, whose terminal nothing in it moves: a message may quote what a model wrote."""
         whose = f"reward {self.function!r}" if self.function else "the sum of the rewards"
-        return f"{whose} failed on completion {self.row}: {self.message}"
+        return f"{whose} failed on completion {self.row}: {visible(self.message)}"
 
 
 class Graded(NamedTuple):

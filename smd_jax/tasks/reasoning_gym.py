@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from smd_jax.tasks.evaluated_answers import readable_answer
 from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
 
 # What verifiers raise at answers that are not of the form they expect: that of prime_factorization at "?".
@@ -71,7 +72,7 @@ class ReasoningGymTask:
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
     ) -> list[float]:
         """The dataset's own score of every completion, white space at its ends removed; 0.0 where its verifier raises
-        because it cannot read the answer."""
+        because it cannot read the answer. What would be run is put before none, see `evaluated_answers`."""
         questions = map(question_of, prompts)
         texts = map(completion_text, completions)
         rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
@@ -80,8 +81,9 @@ class ReasoningGymTask:
     def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
         # The fields that the dataset gave the row with: verifiers look at more than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
+        answer = readable_answer(self.name, completion.strip())
         try:
-            return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+            return float(self.dataset.score_answer(answer=answer, entry=entry))
         except _UNREADABLE:
             return 0.0
 

@@ -94,6 +94,7 @@ class CallsInProcess:
         self._ready = False
         self._waiting = False  # for an answer
         self._deadline = 0.0
+        self._rows = 0
         pickled_function(name, function)  # for its error, before anything is sampled
 
     def start(self) -> None:
@@ -136,7 +137,7 @@ class CallsInProcess:
         self.start()
         assert self._child is not None
         if not self._ready:
-            outcome = self._answer(START_SECONDS)
+            outcome = self._answer(START_SECONDS, rows=0)
             if isinstance(outcome, tuple):
                 self.close()
                 raise UnloadableRewardError(
@@ -144,6 +145,7 @@ class CallsInProcess:
                 )
             self._ready = True
         self._deadline = time.monotonic() + self._seconds
+        self._rows = rows
         self._waiting = True
         # A process that has ended meanwhile is found by `finish`.
         with contextlib.suppress(ConnectionError):
@@ -151,18 +153,20 @@ class CallsInProcess:
 
     def finish(self) -> Outcome:
         """What came of the call that was begun, once it is there or its time is over."""
-        return self._answer(max(self._deadline - time.monotonic(), 0.0))
+        return self._answer(max(self._deadline - time.monotonic(), 0.0), self._rows)
 
-    def _answer(self, seconds: float) -> Outcome:
+    def _answer(self, seconds: float, rows: int) -> Outcome:
         assert self._child is not None, "begin comes first"
         process, connection = self._child
         answered = False
         try:
             if not connection.poll(seconds):
                 return "time", f"took longer than {self._seconds:g} s"
-            answer: Outcome = connection.recv()
+            answer = reward_calls.unpacked(connection.recv_bytes(), rows)
             answered = True
             return answer
+        except ValueError as error:  # the function itself wrote into the pipe
+            return "no answer", str(error)
         except (EOFError, ConnectionError):
             return "end of its process", f"its process ended with exit code {process.wait()}"
         finally:

@@ -1,8 +1,8 @@
 """One call of a reward function: what it gives back, or why it gave nothing. And the process that calls it for another.
 
 That process starts with this file alone, as a script, and imports what the function needs: nothing of smd_jax stands
-here, because importing the library takes seconds that most reward functions don't need. What goes back is therefore of
-built-in types only.
+here, because importing the library takes seconds that most reward functions don't need. What goes back is JSON: what a
+model wrote may have talked a function into anything, and nobody unpickles what comes out of its process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import importlib.util
 import inspect
+import json
 import math
 import pickle
 import reprlib
@@ -108,6 +109,42 @@ def described(error: BaseException) -> str:
     return f"{text} ({own.filename}, line {own.lineno})"
 
 
+def packed(outcome: Outcome) -> bytes:
+    """An outcome as JSON: `{"values": [0.5, null, [expected, came]]}` or `{"failed": [kind, message]}`."""
+    return json.dumps({"failed": outcome} if isinstance(outcome, tuple) else {"values": outcome}).encode()
+
+
+def unpacked(message: bytes, rows: int) -> Outcome:
+    """What `packed` made.
+
+    Args:
+      rows: rewards that are expected.
+
+    Raises:
+      ValueError: something else, or another number of them.
+    """
+    content = json.loads(message)
+    match content:
+        case {"failed": [str(kind), str(said)]}:
+            return kind, said
+        case {"values": list(values)} if len(values) == rows:
+            return [_unpacked_value(value) for value in values]
+        case _:
+            raise ValueError(f"expected {rows} rewards or why there are none; got {reprlib.repr(content)}")
+
+
+def _unpacked_value(value: Any) -> Value:
+    match value:
+        case None:
+            return None
+        case int() | float() if math.isfinite(value):
+            return float(value)
+        case [str(wanted), str(got)]:
+            return wanted, got
+        case _:
+            raise ValueError(f"expected a reward; got {reprlib.repr(value)}")
+
+
 async def awaited(awaitable: Awaitable[Any]) -> Any:
     """A coroutine of any awaitable: only coroutines can be run."""
     return await awaitable
@@ -139,9 +176,9 @@ def serve(connection: Connection) -> None:
             load_file(name, file)
         function = pickle.loads(pickled)
     if caught.error is not None:
-        connection.send((type(caught.error).__name__, described(caught.error)))
+        connection.send_bytes(packed((type(caught.error).__name__, described(caught.error))))
         return
-    connection.send([])
+    connection.send_bytes(packed([]))
     # One event loop for all calls: an async function may keep a client that belongs to it.
     with asyncio.Runner() as runner:
         while True:
@@ -155,7 +192,7 @@ def serve(connection: Connection) -> None:
             else:
                 outcome = type(caught.error).__name__, described(caught.error)
             faulthandler.cancel_dump_traceback_later()
-            connection.send(outcome)
+            connection.send_bytes(packed(outcome))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.panel import training_panel
 from smd_jax.sharding import shard_tree
+from smd_jax.text.visible_text import visible
 from smd_jax.train import checkpoint
 from smd_jax.train.disk import check_space, check_writable, stored_bytes
 from smd_jax.train.frozen_base import with_base, without_base
@@ -234,7 +235,7 @@ def _say_differences(what: str, saved: checkpoint.Json, given: object) -> None:
     if saved is None or given is None:
         return
     for line in checkpoint.config_differences(saved, checkpoint.to_jsonable(given, "noted"), words=("was", "is now")):
-        print(f"resumed {what}, {line}", flush=True)
+        print(visible(f"resumed {what}, {line}"), flush=True)
 
 
 def _due(done: int, every: int) -> bool:

@@ -72,7 +72,7 @@ class Loop(smd.GRPOLoop):
 
 def make_loop(args: argparse.Namespace, grader: whole_step.Grader) -> tuple[Loop, smd.model.Params]:
     config, params = smd.load_checkpoint(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     task = Problems(whole_step.problems(args), grader)
     sparse = args.budget is not None
     rollout = smd.RolloutConfig(

@@ -1,0 +1,59 @@
+"""Answers that a verifier of reasoning-gym hands to Python: let through where they can run nothing.
+
+Some verifiers call `eval` on what a model wrote, others sympy's `parse_expr`, which calls it. An answer such as
+`__import__("os").system(...)` would run, with the rights of whoever trains. So what is neither a literal nor arithmetic
+is put before those verifiers as "?", which none of them can read; it gets the reward of an unreadable answer.
+
+`tests/test_security.py` compares both lists with the sources of the installed package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+# Verifiers that call `eval`, for answers that are written as Python lists.
+LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+# Verifiers that call `sympy.parse_expr`.
+EXPRESSIONS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+UNREADABLE = "?"
+
+# Without calls, attributes, subscripts and comprehensions Python runs nothing but arithmetic.
+_NODES = (
+    *(ast.Expression, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Constant, ast.Name, ast.Load),
+    *(ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator),
+)
+# What stands in an expression; no quotes, brackets or colons.
+_CHARACTERS = re.compile(r"[\w\s+\-*/^().,!=]*")
+_FUNCTIONS = {
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sec", "csc", "cot"),
+    *("exp", "log", "ln", "sqrt", "Abs", "abs", "factorial", "Rational", "erf"),
+}
+_CALLS = re.compile(r"([^\W\d]\w*)\s*\(")
+# A call of something else than a name, an attribute, names of Python's own.
+_OTHER_CODE = re.compile(r"\)\s*\(|\.\s*[^\W\d]|__")
+
+
+def readable_answer(dataset: str, answer: str) -> str:
+    """The answer as the verifier of this dataset may have it."""
+    if dataset in LITERALS and not _runs_nothing(answer):
+        return UNREADABLE
+    if dataset in EXPRESSIONS and not _is_arithmetic(answer):
+        return UNREADABLE
+    return answer
+
+
+def _runs_nothing(text: str) -> bool:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True  # `eval` raises, too
+    return all(isinstance(node, _NODES) for node in ast.walk(tree))
+
+
+def _is_arithmetic(text: str) -> bool:
+    if not _CHARACTERS.fullmatch(text) or _OTHER_CODE.search(text):
+        return False
+    return all(name in _FUNCTIONS for name in _CALLS.findall(text))
