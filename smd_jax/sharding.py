@@ -42,17 +42,21 @@ RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first `data * fsdp * tensor` devices.
+    """A mesh over the first `data * fsdp * tensor` devices, those of a process next to each other.
 
     Raises:
-      ValueError: if there are fewer devices.
+      ValueError: if there are fewer devices; or more, with several processes, because each has a part in it.
     """
     available = list(jax.devices() if devices is None else devices)
     needed = data * fsdp * tensor
-    if len(available) < needed:
+    several = devices is None and jax.process_count() > 1
+    if len(available) < needed or (several and len(available) > needed):
+        where = f" in {jax.process_count()} processes" if several else ""
         raise ValueError(
-            f"expected {needed} devices for data={data}, fsdp={fsdp}, tensor={tensor}; got {len(available)}"
+            f"expected {needed} devices for data={data}, fsdp={fsdp}, tensor={tensor}; got {len(available)}{where}"
         )
+    # Tensor, the last axis, talks most, and rows of one process are to lie side by side.
+    available.sort(key=lambda device: device.process_index)
     grid = np.asarray(available[:needed]).reshape(data, fsdp, tensor)
     # Auto: the compiler spreads shardings from the few places that pin them.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -87,8 +91,9 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
-    """Puts a pytree with parameters in it onto the mesh."""
-    return jax.device_put(tree, tree_shardings(tree, mesh))
+    """Puts a pytree with parameters in it onto the mesh; with several processes, what is not there already must be the
+    same in all."""
+    return _put(tree, tree_shardings(tree, mesh), mesh)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -116,7 +121,23 @@ def shard_batch(tree: Any, mesh: Mesh) -> Any:
     """
     for leaf in jax.tree.leaves(tree):
         check_rows(leaf.shape[0], mesh)
-    return jax.device_put(tree, batch_sharding(mesh))
+    sharding = batch_sharding(mesh)
+    return _put(tree, jax.tree.map(lambda _: sharding, tree), mesh)
+
+
+def _put(tree: Any, shardings: Any, mesh: Mesh) -> Any:
+    """`jax.device_put`, also onto devices of other processes."""
+    if batch_sharding(mesh).is_fully_addressable:
+        return jax.device_put(tree, shardings)
+
+    def put(x: Any, sharding: NamedSharding) -> Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            # `device_put` takes no random keys there, and those stay where they are.
+            return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+        # Each process takes its devices' parts of what all have. `device_put` would send it around, to compare it.
+        return jax.make_array_from_callback(np.shape(x), sharding, lambda index: x[index])
+
+    return jax.tree.map(put, tree, shardings)
 
 
 def constrain(x: Array) -> Array:
@@ -188,13 +209,17 @@ def gathered_tree(tree: Any) -> Any:
     """A pytree with parameters in it, gathered from fsdp and still split over tensor; without a mesh does nothing. For
     what a loop uses in every round."""
     mesh = _mesh()
-    if mesh is None:
-        return tree
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, gathered_shardings(tree, mesh))
 
-    def spec(path: Any, leaf: Any) -> P:
-        return P(*(None if axis == "fsdp" else axis for axis in _leaf_spec(path, leaf, mesh)))
 
-    return jax.lax.with_sharding_constraint(tree, jax.tree_util.tree_map_with_path(spec, tree))
+def gathered_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """`tree_shardings` without fsdp."""
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        spec = _leaf_spec(path, leaf, mesh)
+        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in spec)))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def parts() -> tuple[int, int]:

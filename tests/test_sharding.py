@@ -19,7 +19,7 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import (
     constrain,
@@ -232,6 +232,33 @@ def test_the_update_compiles_once_and_leaves_the_state_where_it_was():
     placed = zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True)
     assert all(leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf, sharding in placed)
     assert shard_shape(by_name(state.params)["embed/embedding"]) == (16, 16)
+
+
+def in_loops(hlo: str) -> list[str]:
+    """Collectives that loops of a compiled program run, with what they call: shape and kind."""
+    bodies = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{\n(.*?)^\}", hlo, re.DOTALL | re.MULTILINE))
+    waiting, seen = re.findall(r"body=%([\w.-]+)", hlo), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += re.findall(r"(?:body|condition|calls)=%([\w.-]+)", bodies[name])
+    kinds = r"= (.*? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?)\("
+    return [found for name in seen for found in re.findall(kinds, bodies[name])]
+
+
+def test_decoding_gathers_no_weights():
+    """They are gathered from fsdp once, before the loop. XLA's CPU backend would move such gathers out of a loop by
+    itself, where that does not cost too much memory: here it may not."""
+    stay = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"}
+    mesh, config = mesh_of((1, 4, 1)), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
+    with jax.set_mesh(mesh):
+        prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
+        placed = shard_tree(params(), mesh)
+        lowered = rollout_program.lower(MODEL, placed, prompts, jax.random.key(2), policy=H2O(), config=config)
+        program = lowered.compile(compiler_options=stay).as_text()
+    assert "f32[16,64]" in program, "parameters come in four parts"
+    assert [kind.split("{")[0] for kind in in_loops(program)] == ["pred[] all-reduce"], "whether all rows are done"
 
 
 def gathers(lowered: jax.stages.Lowered) -> list[str]:

@@ -42,7 +42,7 @@ from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import batch_sharding, check_rows, constrain_rows, row_ways
+from smd_jax.sharding import batch_sharding, check_rows, constrain_rows, gathered_tree, row_ways
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.trajectory import Trajectory
@@ -392,7 +392,7 @@ class _Pace:
 
 @partial(jax.jit, static_argnames="model")
 def _cast(model: LanguageModel, params: Params) -> Params:
-    return sampler_params(model, params)
+    return gathered_tree(sampler_params(model, params))  # here, or every step of a segment would gather them
 
 
 @partial(jax.jit, static_argnames="sampler")

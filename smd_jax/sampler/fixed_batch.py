@@ -29,6 +29,7 @@ from smd_jax.sampler.records import no_records, segment_count, to_trajectory
 from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
+from smd_jax.sharding import gathered_tree
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.trajectory import Trajectory
@@ -97,7 +98,7 @@ def rollout_program(
     count, width = prompts.tokens.shape
     rows = count * group_size
     sampler = Sampler(model, policy, config, width)
-    params = sampler_params(model, params)
+    params = gathered_tree(sampler_params(model, params))  # here, or every step of the loop would gather them
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, prompt_keys(prompts))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)

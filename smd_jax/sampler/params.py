@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sharding import constrain_tree
 
 
 def sampler_params(model: LanguageModel, params: Params) -> Params:
@@ -21,3 +24,9 @@ def sampler_params(model: LanguageModel, params: Params) -> Params:
         return leaf if id(leaf) in given else jax.lax.optimization_barrier(leaf)
 
     return jax.tree.map(converted_here, model.compute_params(params))
+
+
+@partial(jax.jit, static_argnames="model")
+def converted(model: LanguageModel, params: Params) -> Params:
+    """The parameters in a program of their own, for a sampler that lies elsewhere; each where its original is."""
+    return constrain_tree(sampler_params(model, params))

@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from smd_jax.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
 
 MAX_SPARE_ROWS = 512  # embedding rows without a token that pass for padding; Qwen2.5, the largest we know, has 399
@@ -102,18 +103,19 @@ def wants_special_tokens(tokenizer: Tokenizer) -> bool:
 
 
 def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
-    """Raises ValueError for prompts that `encode_prompts` would not make; reads the values.
+    """Raises ValueError for prompts that `encode_prompts` would not make; reads the values, of several processes each
+    its own rows.
 
     A row must end in the last column and have no padding inside: the first response token follows the last column. All
     ids must be the vocabulary's, those of the padding too: a look-up outside of the embedding gives NaN, or for
     negative ids another token's row, and a NaN spreads even from a key that has no weight.
     """
-    valid = np.asarray(prompts.valid)
-    if valid.ndim != 2 or valid.shape != prompts.tokens.shape or not valid.size:
+    if prompts.valid.ndim != 2 or prompts.valid.shape != prompts.tokens.shape or not prompts.valid.size:
         raise ValueError(
             "expected tokens and valid of one shape [prompts, width], with at least one prompt; got "
-            f"{prompts.tokens.shape} and {valid.shape}"
+            f"{prompts.tokens.shape} and {prompts.valid.shape}"
         )
+    valid, tokens = rows_here((prompts.valid, prompts.tokens))
     lengths = valid.sum(axis=1)
     if not lengths.all():
         raise ValueError(f"expected at least one token in every prompt; prompt {np.argmin(lengths)} is all padding")
@@ -125,7 +127,6 @@ def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
             f"expected prompts padded on the left alone, ending in the last column; got prompt {row} valid in columns "
             f"{np.flatnonzero(valid[row]).tolist()} of {valid.shape[1]}"
         )
-    tokens = np.asarray(prompts.tokens)
     outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         row, column = outside[0]

@@ -18,6 +18,7 @@ from smd_jax.learner.config import takes_sampler_for_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
 from smd_jax.model.protocol import Params
+from smd_jax.processes import on_host
 from smd_jax.sharding import shard_batch
 from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
@@ -106,7 +107,7 @@ class GRPOLoop(PolicyLoop):
             rewards = jnp.asarray(samples.rewards)
             if penalty is not None:
                 # Before the mean of a group is taken off: a response that left the reference is worse than the others.
-                rewards = rewards - penalty.sum(axis=1)
+                rewards = rewards - jnp.asarray(on_host(penalty.sum(axis=1)))
             advantages = self.advantages(rewards, rewarded_rows)
             batch = self._batch(state.params, samples.trajectory, advantages, counted_rows)
             state, metrics = self.take_steps(state, batch)

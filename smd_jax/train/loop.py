@@ -29,8 +29,21 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.process_rows import (
+    Feeders,
+    check_prompts_divide,
+    feeders,
+    local_key,
+    rows_here,
+    sampling_copy,
+    sampling_mesh,
+    to_batch,
+)
+from smd_jax.processes import is_first, on_host
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.params import converted
 from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
@@ -45,6 +58,7 @@ from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.ahead import compiling, rows_on
 from smd_jax.train.grading import encode_rows, grade, part_metrics
 from smd_jax.train.minibatches import order_of_pass
+from smd_jax.train.sharing import Told, shared
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
 
@@ -151,8 +165,9 @@ class Loop:
       report: called after every segment of a rollout with `config.decode_rows`.
       rewards: what grades the completions of every task; None: the task's own `reward`, in this process and without a
         time limit.
-      watch: called with the number of every rollout, from 0, and its samples, before they are learned from. What it
-        takes is in `step_time`, and in no other time.
+      watch: called with the number of a rollout, from 0, and its samples, before they are learned from. What it
+        takes is in `step_time`, and in no other time. Of several processes the first calls it, with all rows.
+      watch_every: rollouts between two calls of `watch`; rollout 0 has one.
     """
 
     model: LanguageModel
@@ -164,9 +179,11 @@ class Loop:
     report: Callable[[Progress], None] | None = field(default=None, kw_only=True)
     rewards: Rewards | None = field(default=None, kw_only=True)
     watch: Callable[[int, Samples], None] | None = field(default=None, kw_only=True)
+    watch_every: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
+        check_prompts_divide(self.config.prompts_per_step, self.feeders)
         if self.config.decode_rows is not None:
             self.engine(self.config.policy, self.config.rollout, self.config.decode_rows)  # raises if it cannot be
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
@@ -190,8 +207,7 @@ class Loop:
         with self._first_step(state):
             samples = self.collect(state, index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
-        if self.watch is not None:
-            self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
+        self._show(index, samples)
         tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
         collected = time.perf_counter()
         state, metrics = self.learn(state, samples)
@@ -203,6 +219,25 @@ class Loop:
         if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
         return state, host
+
+    def _show(self, index: int, samples: Samples) -> None:
+        if self.watch is None or index % self.watch_every:
+            return
+        if jax.process_count() > 1:
+            # All processes send their rows, and one looks at them.
+            samples = samples._replace(trajectory=jax.tree.map(on_host, samples.trajectory))
+        if is_first():
+            self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
+
+    @cached_property
+    def feeders(self) -> Feeders:
+        """Which process feeds which rows."""
+        return feeders(self.mesh)
+
+    @cached_property
+    def sampling_mesh(self) -> Mesh:
+        """Where this process samples its rows; `mesh` where there is one process."""
+        return sampling_mesh(self.mesh)
 
     @property
     def response_widths(self) -> tuple[int, ...]:
@@ -253,7 +288,7 @@ class Loop:
     def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
         """`run` of a step's rollout in one program, with shapes in place of prompts."""
         config = self.config
-        copies = self._copies(config.prompts_per_step, config.group_size)
+        copies = self._copies(config.prompts_per_step // len(self.feeders.teams), config.group_size)
         shape = (config.prompts_per_step * copies, config.prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         key = jax.random.key(config.seed)
@@ -319,14 +354,21 @@ class Loop:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
         rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
-        began = time.perf_counter()
-        # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
-        trajectory, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
-        responded = time.perf_counter()
-        repeated = repeat_each(rows, config.group_size)
-        completions, graded = grade(self.rewards or self._own_reward, self.tokenizer, repeated, trajectory)
-        times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
-        metrics = {name: jnp.float32(seconds) for name, seconds in times.items()}
+        params = self.sampler_copy(params)
+
+        def sample() -> tuple[Trajectory, Told]:
+            began = time.perf_counter()
+            # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
+            own, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
+            responded = time.perf_counter()
+            repeated = repeat_each(rows[self.feeders.part(len(rows))], config.group_size)
+            completions, graded = grade(self.rewards or self._own_reward, self.tokenizer, repeated, own)
+            times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
+            return own, Told(completions, graded, times | took)
+
+        own, (completions, graded, took) = shared(self.feeders, sample)
+        trajectory = self.whole(own)
+        metrics = {name: jnp.float32(number) for name, number in took.items()}
         metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
         there = graded.rewarded_rows
         metrics |= reward_metrics(
@@ -339,7 +381,8 @@ class Loop:
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
         assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
-        return Samples(trajectory, graded.rewards, repeated, completions, there, metrics | took, parts)
+        repeated = repeat_each(rows, config.group_size)
+        return Samples(trajectory, graded.rewards, repeated, completions, there, metrics, parts)
 
     @cached_property
     def _own_reward(self) -> Rewards:
@@ -361,34 +404,68 @@ class Loop:
         policy: EvictionPolicy,
         config: RolloutConfig,
         group_size: int,
-    ) -> tuple[Trajectory, Metrics]:
-        """`group_size` responses to each row's prompt, in one batch or a few rows at a time; and what it took."""
-        params = self.policy_params(params)
-        prompts = self.encode(rows, self.config.prompt_width)
+    ) -> tuple[Trajectory, dict[str, float]]:
+        """`group_size` responses to the prompts of those rows that this process feeds, in one batch or a few rows at a
+        time; and what it took. With several processes the trajectory is on the host.
+
+        Args:
+          params: a `sampler_copy`. rows: of all processes.
+        """
+        mesh = self.sampling_mesh
+        prompts = self.encode(rows[self.feeders.part(len(rows))], self.config.prompt_width)
+        if jax.process_count() > 1:
+            # A row draws the same numbers whichever process it belongs to.
+            total = len(rows) * group_size
+            key = row_keys(local_key(key), total)[self.feeders.part(total)]
         if self.config.decode_rows is not None:
             done = self.engine(policy, config, self.config.decode_rows).run(
                 params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
             )
-            took = {"rollout/utilisation": jnp.float32(done.stats.utilisation)}
-            return shard_batch(done.trajectory, self.mesh), took
+            took = {"rollout/utilisation": done.stats.utilisation}
+            return self._own(shard_batch(done.trajectory, mesh)), took
         # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
-        copies = self._copies(len(rows), group_size)
-        with jax.set_mesh(self.mesh):
-            repeated = shard_batch(repeat_prompts(prompts, copies), self.mesh)
+        copies = self._copies(len(prompts.valid), group_size)
+        with jax.set_mesh(mesh):
+            repeated = shard_batch(repeat_prompts(prompts, copies), mesh)
             trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
         check_finite(trajectory.logprobs)
-        return trajectory, {}
+        return self._own(trajectory), {}
+
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        """What this process sampled, on the host if it is a part of the batch."""
+        return trajectory if jax.process_count() == 1 else rows_here(trajectory)
+
+    def whole(self, own: Trajectory) -> Trajectory:
+        """The batch on the mesh, from what every process has sampled."""
+        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
+
+    def sampler_copy(self, params: Params) -> Params:
+        """The parameters that the sampler reads, where it reads them; all processes must call it."""
+        params = self.policy_params(params)
+        if jax.process_count() == 1:
+            return params
+        with jax.set_mesh(self.mesh):
+            # Converted first, which may halve what is sent.
+            params = converted(self.model, params)
+        return sampling_copy(params, self.mesh, self.sampling_mesh)
 
     def policy_params(self, params: Params) -> Params:
         """The parameters that the sampler reads: those of the model, without what an algorithm adds to them."""
         return params
 
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
-        return Engine(self.model, policy, config, decode_rows, self.config.prefill_rows, self.mesh)
+        """What decodes this process's share of so many rows."""
+        share = len(self.feeders.teams)
+        prefill_rows = -(-self.config.prefill_rows // share)
+        return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.sampling_mesh)
 
     def _copies(self, prompts: int, group_size: int) -> int:
-        """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh."""
-        ways = row_ways(self.mesh)
+        """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh.
+
+        Args:
+          prompts: those that this process feeds.
+        """
+        ways = row_ways(self.sampling_mesh)
         fits = (
             copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
         )
@@ -426,10 +503,16 @@ class Loop:
         """Mean reward over all rows of `task`, one completion each, decoded under any policy. Rows on which a reward
         function fails are left out."""
         # As in a step: parameters that lie elsewhere would have programs of their own.
-        params = shard_tree(params, self.mesh)
+        params = self.sampler_copy(shard_tree(params, self.mesh))
         rows = [task[i] for i in range(len(task))]
-        trajectory, _ = self.respond(params, rows, key, policy, config, group_size=1)
-        _, graded = grade(self.rewards or Rewards((task.reward,), seconds=None), self.tokenizer, rows, trajectory)
+        check_prompts_divide(len(rows), self.feeders)
+
+        def sample() -> tuple[Trajectory, Told]:
+            own, took = self.respond(params, rows, key, policy, config, group_size=1)
+            grader = self.rewards or Rewards((task.reward,), seconds=None)
+            return own, Told(*grade(grader, self.tokenizer, rows[self.feeders.part(len(rows))], own), took)
+
+        _, (_, graded, _) = shared(self.feeders, sample)
         there = graded.rewarded_rows
         return float((graded.rewards if there is None else graded.rewards[there]).mean())
 

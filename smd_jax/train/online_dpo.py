@@ -24,6 +24,7 @@ from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
+from smd_jax.processes import gather_json, on_host
 from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop, LoopConfig, Samples
 from smd_jax.train.minibatches import over_steps
@@ -118,12 +119,15 @@ class OnlineDPOLoop(Loop):
                 samples.completions[first : first + size] for first in range(0, config.completions_per_step, size)
             ]
             # All rows of a group have one prompt, so every `size`-th row stands for its group.
-            return pairs_of_ranks(
-                judged_ranks(self.judge, [row["prompt"] for row in samples.task_rows[::size]], groups)
-            )
+            prompts = [row["prompt"] for row in samples.task_rows[::size]]
+            # Every process asks about its own groups: a judge may be slow, and need not answer the same twice.
+            own = self.feeders.part(len(groups))
+            ranks = judged_ranks(self.judge, prompts[own], groups[own])
+            of_all = self.feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
+            return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in of_all]))
         rewards = samples.rewards
         if config.missing_eos_penalty is not None:
-            cut_off = ~np.asarray(samples.trajectory.terminated)
+            cut_off = ~on_host(samples.trajectory.terminated)
             # A copy of the task's rewards: the metrics keep those.
             rewards = rewards - np.float32(config.missing_eos_penalty) * cut_off
         rewarded_rows = samples.rewarded_rows

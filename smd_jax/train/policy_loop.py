@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
@@ -21,6 +20,7 @@ from smd_jax.losses.kl import kl_penalty
 from smd_jax.losses.weighting import FixedLength
 from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import Params
+from smd_jax.processes import on_host
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
 from smd_jax.train.loop import Loop, LoopConfig
@@ -109,7 +109,7 @@ class PolicyLoop(Loop):
     def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """The optimizer steps on what a whole rollout has to teach. A minibatch in which nothing counts leaves the
         parameters alone, as momentum and weight decay would not."""
-        counted_rows = None if batch.counted_rows is None else np.asarray(batch.counted_rows)
+        counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which takes over the buffers of these parameters.
         before = self.before_any_step(state.params, batch)
         steps = []

@@ -1,0 +1,85 @@
+"""What processes tell each other of a rollout: each sampled and graded its own rows, and all must know of all.
+
+Completions and rewards of the whole batch are then in every process, so that statistics of groups, advantages and the
+choice of groups are the same everywhere. Tokens and masks stay on the devices of their process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from smd_jax.process_rows import Feeders
+from smd_jax.processes import OtherProcessError, gather_json
+from smd_jax.tasks.graded import Failure, Graded
+from smd_jax.tasks.rewards import TooManyFailures
+from smd_jax.trajectory import Trajectory
+
+# What ends a run in one process, and must then end it in all.
+ENDS = (TooManyFailures, FloatingPointError)
+
+
+class Told(NamedTuple):
+    """What is said of rows.
+
+    Attributes:
+      completions: their texts. graded: their rewards.
+      took: numbers about how they were sampled, of which all processes' mean is told.
+    """
+
+    completions: list[str]
+    graded: Graded
+    took: dict[str, float]
+
+
+def shared(who: Feeders, sample: Callable[[], tuple[Trajectory, Told]]) -> tuple[Trajectory, Told]:
+    """What `sample` gives for the rows of this process, with what is told of the rows of all.
+
+    Raises:
+      OtherProcessError: `sample` raised one of ENDS in another process.
+    """
+    if jax.process_count() == 1:
+        return sample()
+    trajectory: Trajectory | None = None
+    ended: Exception | None = None
+    try:
+        trajectory, told = sample()
+        said: Any = _said(told)
+    except ENDS as error:
+        ended = error
+        said = {"ended": f"{type(error).__name__}: {error}"}
+    of_all = gather_json(said)
+    if ended is not None:
+        raise ended
+    for process, other in enumerate(of_all):
+        if "ended" in other:
+            raise OtherProcessError(f"expected every process to go on; process {process} ended with {other['ended']}")
+    assert trajectory is not None
+    return trajectory, _told(who.of_teams(of_all))
+
+
+def _said(told: Told) -> dict[str, Any]:
+    graded = told.graded
+    return {
+        "completions": told.completions,
+        # Python's floats hold every float32, and JSON writes them so that they come back as they were.
+        "rewards": graded.rewards.tolist(),
+        "parts": {name: part.tolist() for name, part in graded.parts.items()},
+        "failures": [list(failure) for failure in graded.failures],
+        "took": told.took,
+    }
+
+
+def _told(said: list[dict[str, Any]]) -> Told:
+    rows = len(said[0]["rewards"])
+    failures = [Failure(team * rows + row, *rest) for team, part in enumerate(said) for row, *rest in part["failures"]]
+    graded = Graded(
+        np.array([reward for part in said for reward in part["rewards"]], np.float32),
+        {name: np.array([x for part in said for x in part["parts"][name]], np.float32) for name in said[0]["parts"]},
+        tuple(failures),
+    )
+    took = {name: float(np.mean([part["took"][name] for part in said])) for name in said[0]["took"]}
+    return Told([text for part in said for text in part["completions"]], graded, took)
