@@ -26,7 +26,8 @@ Rows of the kind "gradient", an arm of a cell each:
 
 Rows of the kind "reference" have the same of what the others are compared with, from more rollouts of other prompts;
 and those of the kind "step"
-`predicted` and `realised` slope of the mean reward along a direction of length 1, and `ratio`.
+`predicted` and `realised` slope of the mean reward along a direction of length 1, and `ratio`; `step` is the length,
+such that the reward should change by 0.01, 0.03 and 0.1, or 0.1 at most.
 What the arms are: experiments/study/coefficients.py.
 """
 
@@ -42,7 +43,7 @@ from pathlib import Path
 import tyro
 
 from smd_jax.commands.compilation_cache import keep_programs
-from study.files import RESULTS, ROOT, Row, read_rows, write_rows
+from study.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows
 from study.gradient_runs import GradientSizes, Measurement, kept, measured
 from study.grid import one_core_each
 from study.problems import problem_of
@@ -74,7 +75,7 @@ STEP_SIZES = StepSizes()
 QUICK = GradientSizes(
     rollouts=4, reference_rollouts=4, prompts=2, blocks=2, start=Sizes(evaluation_rows=16, dense_start=0.02)
 )
-QUICK_STEPS = StepSizes(batches=2, prompts=2, lengths=(0.1,), isotropic=1)
+QUICK_STEPS = StepSizes(batches=2, prompts=2, changes=(0.01,), isotropic=1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ class Study:
         return shlex.join(["python", "experiments/gradients.py", *words, "--runs", "runs/again"])
 
     def cell(self, job: Measurement) -> None:
-        """Gradients first, as steps go along them."""
+        """Gradients first, as steps go along them. A cell whose rows are in the file of results is not measured again:
+        a study goes on on another machine."""
+        there = {row.get("settings") for row in read_rows(self.results)}
+        if {fingerprint(part.settings) for part in (job, *self.steps_of(job))} <= there:
+            return
         measured(job, self.runs, self.command(job))
         for steps in self.steps_of(job):
             stepped(steps, self.runs, self.command(job))

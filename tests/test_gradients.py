@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from smd_jax.testing import random_params
 from study import small_steps
 from study.arms import arms_of
 from study.coefficients import GROUP, NAMES, REFERENCES, _at_drawn, _logprobs, library_weights
+from study.files import fingerprint, write_rows
 from study.gradient_runs import MIXES, ROWS, GradientSizes, Rollouts, keep, kept, mixing, rows_of
 from study.moments import Compared, Moments, jackknife, quality
 from study.problems import Problem, RunningSums, Walk, tokenizer
@@ -215,6 +217,23 @@ def test_what_was_measured_otherwise_is_refused(tmp_path: Path):
     assert kept(tmp_path / "rows.json", "these") == [{"arm": "tis"}] and kept(tmp_path / "none.json", "these") is None
     with pytest.raises(ValueError, match="the present settings those; got these"):
         kept(tmp_path / "rows.json", "those")
+
+
+def test_a_study_goes_on_from_its_results_on_another_machine(tmp_path: Path):
+    args = gradients.Args(runs=tmp_path, results=tmp_path / "rows.json", quick=True)
+    study = gradients.make_study(args)
+    job = study.jobs[0]
+    place = {name: job.identity[name] for name in ("task", "policy", "budget", "buffer", "seed")}
+    rows = [place | {"settings": fingerprint(part.settings)} for part in (job, *study.steps_of(job))]
+    with mock.patch.object(gradients, "measured", side_effect=InterruptedError):
+        for there in (rows[:-1], [row | {"settings": "other"} for row in rows]):
+            write_rows(study.results, there)
+            with pytest.raises(InterruptedError):
+                study.cell(job)
+        write_rows(study.results, rows)
+        study.cell(job)
+    study.collect()
+    assert len(gradients.read_rows(study.results)) == len(rows) == 3
 
 
 @pytest.mark.parametrize(

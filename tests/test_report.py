@@ -124,7 +124,10 @@ def test_gradients():
     assert part.cost == "4.0 CPU hours, a CPU, 2026-11-23", "rows of a cell and kind share their seconds"
     shadow = gradients.ARMS.index("shadow")
     assert f"by {0.01 * shadow:.3f} with shadow masks, and by 0.010 with TIS" in part.answer
-    assert part.answer.endswith("Realised over predicted slope of a step of 0.03: tova-heads 0.50, random 1.00.")
+    assert part.answer.endswith(
+        "should give 0.01: tova-heads 0.500 ± 0.100 where the choice of keys depends on the parameters; "
+        "random 1.000 ± 0.100 where the choice of keys does not depend on the parameters."
+    )
     assert "| sorting-12, random, 11 + 2 keys | 0.03 | 0.100 ± 0.010 | 0.100 ± 0.010 | 1.000 ± 0.100 |" in part.body
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -32,6 +33,11 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def fingerprint(settings: str) -> str:
+    """What a row carries of the settings that it was made with."""
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def number(value: float) -> float | None:

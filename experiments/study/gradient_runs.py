@@ -25,7 +25,7 @@ from smd_jax.tasks.task import Row as TaskRow
 from smd_jax.text.prompts import eos_token_id, pad_token_id, repeat_each
 from smd_jax.train.loop import encode_rows
 from study.coefficients import GROUP, NAMES, REFERENCES, Rolled, arm_gradients, reference_gradients
-from study.files import Row, number, write_text
+from study.files import Row, fingerprint, number, write_text
 from study.moments import Compared, Moments, Products, Quality, jackknife, quality
 from study.problems import Problem, tokenizer
 from study.runs import Sizes, start
@@ -158,7 +158,8 @@ def measured(job: Measurement, runs: Path, command: str) -> list[Row]:
             known = name in REFERENCES
             means = references.block_means(REFERENCES.index(name)) if known else arms.block_means(NAMES.index(name))
             np.save(job.folder(runs) / f"mean-{name}.npy", means)
-        facts |= origin() | {"command": command, "cpu_seconds": round(time.process_time() - began, 1)}
+        facts |= {"settings": fingerprint(job.settings)} | origin()
+        facts |= {"command": command, "cpu_seconds": round(time.process_time() - began, 1)}
         rows = [job.identity | row | facts for row in rows_of(Compared.of(arms, references))]
         keep(path, job.settings, rows)
         print(f"{job.folder(Path())}: {facts['cpu_seconds']} s", flush=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from smd_jax.commands.compilation_cache import keep_programs
 from study.arms import Arm
-from study.files import Row, read_rows, write_rows
+from study.files import Row, fingerprint, read_rows, write_rows
 from study.problems import Problem
 from study.runs import Job, Sizes, finished, keep, kept_row, start
 from study.samplers import Sampler
@@ -164,7 +164,7 @@ class Grid:
         """
         there = {(_key(row), row.get("settings")): row for row in read_rows(self.results)}
         for job in jobs:
-            row = there.get((_key(job.identity), job.fingerprint))
+            row = there.get((_key(job.identity), fingerprint(job.settings)))
             if row is not None and kept_row(job, self.runs) is None:
                 keep(job, self.runs, row)
 

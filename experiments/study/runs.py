@@ -5,7 +5,6 @@ A row that is kept is not made again; one that was made with other settings is r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 from study.arms import Arm
-from study.files import Row, number, write_text
+from study.files import Row, fingerprint, number, write_text
 from study.problems import Problem, Split, tokenizer
 from study.samplers import FULL_CACHE, Sampler
 
@@ -103,11 +102,6 @@ class Job:
         return repr((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
-    def fingerprint(self) -> str:
-        """Of the settings: a row that carries it was made with them."""
-        return hashlib.sha256(self.settings.encode()).hexdigest()[:16]
-
-    @property
     def minibatches(self) -> int:
         """Optimizer steps per rollout."""
         return self.arm.minibatches or self.sizes.minibatches
@@ -136,7 +130,7 @@ class Job:
             "minibatches": self.minibatches,
             "prompts": self.sizes.prompts,
             "pilot": self.pilot,
-            "settings": self.fingerprint,
+            "settings": fingerprint(self.settings),
         }
 
 

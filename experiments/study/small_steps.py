@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Float
 
 from study.coefficients import GROUP
-from study.files import Row, number
+from study.files import Row, fingerprint, number
 from study.gradient_runs import KEPT, Measurement, Rollouts, keep, kept, origin
 from study.intervals import estimate
 from study.runs import start
@@ -41,16 +41,20 @@ QUERIES_KEYS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What steps cost: `batches` of `prompts` x 8 completions, twice for every direction and length.
+    """What steps cost: `batches` of `prompts` x 8 completions, twice for every step.
 
     Attributes:
-      lengths: of a step, in the norm of all parameters. An Adam step at a rate of 1e-4 has 0.03 with 75,000 of them.
+      changes: of the mean reward that steps are to make by prediction; the length of a step, in the norm of all
+        parameters, follows. Steps of one length would tell nothing: where the gradient is large, rewards are soon at
+        their bounds, and where it is small, chance hides them.
+      longest: length where too little is predicted. An Adam step at a rate of 1e-4 has 0.03 with 75,000 parameters.
       isotropic: random directions.
     """
 
     batches: int = 64
     prompts: int = 32
-    lengths: tuple[float, ...] = (0.03, 0.1)
+    changes: tuple[float, ...] = (0.01, 0.03, 0.1)
+    longest: float = 0.1
     isotropic: int = 2
 
 
@@ -84,7 +88,8 @@ def stepped(job: Steps, runs: Path, command: str) -> list[Row]:
         began = time.process_time()
         means = {name: np.load(folder / f"mean-{name}.npy") for name in KEPT}
         rows = take_steps(job, start(job.of.problem, job.of.seed, job.of.sizes.start, runs.parent / "starts"), means)
-        facts = origin() | {"command": command, "cpu_seconds": round(time.process_time() - began, 1)}
+        facts = {"settings": fingerprint(job.settings)} | origin()
+        facts |= {"command": command, "cpu_seconds": round(time.process_time() - began, 1)}
         rows = [job.of.identity | row | facts for row in rows]
         keep(path, job.settings, rows)
         print(f"{folder.relative_to(runs)}: steps, {facts['cpu_seconds']} s", flush=True)
@@ -102,12 +107,14 @@ def take_steps(job: Steps, params: Any, means: Mapping[str, Blocks]) -> list[Row
     rows = []
     for name, direction in directions(job, params, means).items():
         predicted = estimate(list(gradients @ direction))
-        for length in job.sizes.lengths:
+        lengths = (min(change / abs(predicted.mean), job.sizes.longest) for change in job.sizes.changes)
+        for length in dict.fromkeys(lengths):  # where too little is predicted, one for all
             there = [unravel(jnp.asarray(here + sign * length * direction, jnp.float32)) for sign in (1, -1)]
             up, down = (rewards(job, roll, params) for params in there)
             realised = estimate(list((up - down) / (2 * length)))
             ratio, ratio_half = quotient(realised.mean, realised.half, predicted.mean, predicted.half)
-            row = {"kind": "step", "arm": job.arm, "direction": name, "step": length, "completions": GROUP * len(up)}
+            row = {"kind": "step", "arm": job.arm, "direction": name, "step": number(length)}
+            row |= {"completions": GROUP * len(up)}
             row |= {"predicted": number(predicted.mean), "predicted_half": number(predicted.half)}
             row |= {"realised": number(realised.mean), "realised_half": number(realised.half)}
             row |= {"up": number(up.mean()), "down": number(down.mean())}
