@@ -17,7 +17,8 @@ Gate       Linear in key, value, position and age, per layer and KV head (`smd_j
            Its learning rate is GATE_SPEED times that of the tokens: it starts from zeros and has to come to logits of
            about one, where the model's weights move by thousandths.
 Speed      Chosen before, with --choose-speed: gate-joint on sorting, at the middle rate, on the pilot seeds and on
-           validation rows, which are not reported. Not measured yet.
+           validation rows, which are not reported. Of 30, 100 and 300 the first: mean greedy rewards 0.9886, 0.9878 and
+           0.9844.
 Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every cell the one with the best mean of sparse and dense greedy
            reward on the pilot seeds.
 Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy.
@@ -25,7 +26,7 @@ Rewards    On 512 held-out rows: under the budget and with the full cache, at te
 Command    python experiments/eviction_action.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
            python experiments/eviction_action.py --choose-speed
-Cost       Not measured yet; every row has its own (cpu_seconds).
+Cost       a run with a gate 45 CPU seconds on one core of an Intel Xeon (family 6, model 167); every row has its own
 Result     Not yet: rows come to experiments/results/eviction_action.json, a row a run, pilot included; those that chose
            the speed to eviction_action_speed.json beside it.
 """
@@ -55,7 +56,7 @@ TASKS = ("sums-12", "sorting-12")
 SEEDS = (0, 1, 2, 3, 4)
 RATES = (3e-5, 1e-4, 3e-4)
 SIZES = Sizes()
-GATE_SPEED = 100.0
+GATE_SPEED = 30.0
 GATE_SPEEDS = (30.0, 100.0, 300.0)  # to choose from
 
 
