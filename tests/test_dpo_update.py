@@ -184,7 +184,7 @@ def test_old_log_probabilities_may_be_given():
 def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
     assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | CORRECTION_METRICS.keys() | {
-        *("loss", "grad_norm", "entropy", "kl", "mismatch_kl"),
+        *("loss", "grad_norm", "update/skipped", "entropy", "kl", "mismatch_kl"),
         *(name for name in METRICS if name.startswith("sampling/")),
     }
     chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow", "shadow"))

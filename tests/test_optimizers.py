@@ -128,7 +128,7 @@ def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypat
 def test_an_optimizer_without_a_rate_in_its_state_logs_none():
     params = golden_params()
     state = init_state(params, optax.adam(1e-3), jax.random.key(0))
-    assert set(take_step(state, optax.adam(1e-3), params)[1]) == {"grad_norm"}
+    assert set(take_step(state, optax.adam(1e-3), params)[1]) == {"grad_norm", "update/skipped"}
 
 
 @pytest.mark.parametrize(

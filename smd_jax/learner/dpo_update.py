@@ -136,7 +136,7 @@ def make_dpo_update(
         count = _count(batch, config)
         objective = of_trained(_objective(model, config, state), state.params)
         loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=jnp.isfinite(loss))
         return new_state, {"loss": loss, **of_step, **_metrics(prepared, terms)}
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.

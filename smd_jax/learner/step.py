@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool
 
 from smd_jax.learner.reference import ReferenceSync, follow
 from smd_jax.learner.state import Metrics, TrainState
@@ -17,31 +18,46 @@ from smd_jax.sharding import constrain_tree
 
 
 def take_step(
-    state: TrainState, optimizer: optax.GradientTransformation, grads: Params, sync: ReferenceSync | None = None
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    grads: Params,
+    sync: ReferenceSync | None = None,
+    *,
+    sound: Bool[Array, ""] | bool = True,
 ) -> tuple[TrainState, Metrics]:
     """The state after one optimizer step, and what the step says of itself.
+
+    Gradients that are not finite are left out: parameters and optimizer stay, the step counts, as in `skip_step`.
 
     Parameters of 16 bits are updated in float32 and rounded, see `smd_jax.learner.storage`: an optimizer sees float32
     or wider, as it did when `init_state` made its state.
 
     Args:
       grads: of the parameters that are trained, see `smd_jax.learner.trained`.
+      sound: false if something else than the gradients says that nothing can be learnt from them, such as the loss.
 
     Returns:
-      The state; `grad_norm`, the norm of the gradients before the optimizer clips them; and `learning_rate`, that of
-      this step, if the optimizer's state has one: `optax.inject_hyperparams` keeps it there, as do the optimizers of
-      `smd_jax.train.optimizers`.
+      The state; `grad_norm`, the norm of the gradients before the optimizer clips them; `update/skipped`, 1 where they
+      were left out; and `learning_rate`, that of this step, if the optimizer's state has one:
+      `optax.inject_hyperparams` keeps it there, as do the optimizers of `smd_jax.train.optimizers`.
     """
     grads = widened(grads)
-    trained = trained_params(state.params)
-    wide = widened(trained)
+    norm = optax.tree.norm(grads)
+    learns = jnp.isfinite(norm) & sound
+    before = trained_params(state.params)
+    wide = widened(before)
     updates, opt_state = optimizer.update(grads, state.opt_state, wide)
-    trained = rounded(optax.apply_updates(wide, updates), trained, state.key, state.step, PARAMS)
+    trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
+    # Chosen number by number, in the loop that writes them: two branches would each need memory of their own.
+    trained, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(learns, new, old), (trained, opt_state), (before, state.opt_state)
+    )
     # The sharding is said again: the compiler could choose another for new parameters, and the next step, which takes
     # their buffers, would be compiled a second time.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
-    return synchronised(new, sync), {"grad_norm": optax.tree.norm(grads), **_learning_rate(opt_state)}
+    skipped = (~learns).astype(jnp.float32)
+    return synchronised(new, sync), {"grad_norm": norm, "update/skipped": skipped, **_learning_rate(opt_state)}
 
 
 def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainState:

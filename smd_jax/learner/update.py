@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from smd_jax.learner.accumulation import accumulate, count_parts
@@ -29,8 +30,17 @@ from smd_jax.ratios import lower_percentile
 Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
 
 
-def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig) -> Update:
+def make_update(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    max_difference: float | None = None,
+) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
+
+    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which
+    sampler and learner differ at a token by more than `max_difference` nats (None: by anything), which makes sense of a
+    rollout's first step alone.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
@@ -49,8 +59,12 @@ def make_update(model: LanguageModel, optimizer: optax.GradientTransformation, c
         objective = of_trained(make_objective(model, config, state), state.params)
         loss, grads, sums, terms = accumulate(objective, trained_params(state.params), prepared, microbatches)
 
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync)
-        return new_state, {"loss": loss, **of_step, **sums} | _metrics(config, state, prepared, terms)
+        metrics = _metrics(config, state, prepared, terms)
+        sound = jnp.isfinite(loss)
+        if max_difference is not None:
+            sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
+        return new_state, {"loss": loss, **of_step, **sums} | metrics
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)

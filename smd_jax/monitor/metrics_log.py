@@ -63,6 +63,7 @@ METRICS: dict[str, str] = {
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "grad_norm": "global norm of the gradient before clipping",
+    "update/skipped": "share of optimizer steps that were left out, because loss or gradient was not finite",
     "learning_rate": "learning rate of the optimizer steps; where the optimizer's state has it",
     "loss": "policy loss, less the weighted entropy bonus, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
