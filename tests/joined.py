@@ -27,7 +27,8 @@ from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.loop import Loop, Samples
+from smd_jax.train.loop import Loop
+from smd_jax.train.samples import Samples
 
 EOS, PAD = 258, 256
 TOKENIZER = byte_tokenizer(chat=False)

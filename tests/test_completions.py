@@ -15,7 +15,7 @@ from smd_jax.monitor.completions import CompletionsLog, print_completions, short
 from smd_jax.monitor.saved_masks import extract_mask, load_masks, save_masks, token_pieces
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.visible_text import one_line, visible
-from smd_jax.train.loop import Samples
+from smd_jax.train.samples import Samples
 from smd_jax.trajectory import Trajectory
 
 TOKENIZER = byte_tokenizer(chat=False)

@@ -21,8 +21,8 @@ from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
-from smd_jax.train.loop import Samples
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG as GRPO
 from tests.toy_loop import MODEL, TASK, TOKENIZER, optimizer, run, shared_replay, warm_params

@@ -31,6 +31,10 @@ PAIRS = {"rewards/margins": 0.1}
         ([STILL] * 3, ["signal"]),
         ([CLIPPED], ["clipped"]),
         ([FLAT | CLIPPED | {"frac_reward_zero_std": 1.0}] * 2, ["signal", "clipped"]),
+        ([GOOD | {"completions/clipped_ratio": 0.9}] * 5, ["clipped"]),
+        ([GOOD | {"completions/clipped_ratio": 0.89}] * 5, []),
+        ([GOOD | {"rollout/entropy": 0.009}] * 5, ["entropy"]),
+        ([GOOD | {"rollout/entropy": 0.011}] * 5, []),
         ([GOOD | {"loss": None}], ["not finite"]),
         ([BROKEN] * 2, ["not finite"]),
         # The newest ones, or at least half of them.

@@ -19,7 +19,7 @@ from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampling import SamplingConfig
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.loop import Samples
+from smd_jax.train.samples import Samples
 from smd_jax.train.widths import LEAST_STEP, response_widths, shortened
 from smd_jax.trajectory import Trajectory
 from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, warm_params

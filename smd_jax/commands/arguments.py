@@ -162,6 +162,8 @@ class RunArgs:
     max_steps: int = 100  # rollouts
     save_steps: int = 20  # rollouts between two checkpoints; 0: the last one only
     save_total_limit: int = 3  # newest checkpoints that are kept
+    mismatch_bound: float | None = None  # nats between sampler and learner that stop it; None: by dtype and depth
+    max_skipped_updates: int = 3  # rollouts in a row without a finite loss and gradient that stop it
     resume: bool = False  # go on from the newest checkpoint in output_dir
     seed: int = 0
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl

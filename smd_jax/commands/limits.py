@@ -14,6 +14,7 @@ def check_numbers(args: Common) -> None:
         ("completions_steps", args.run.completions_steps, 0),
         ("print_completions", args.run.print_completions, 0),
         ("save_total_limit", args.run.save_total_limit, 1),
+        ("max_skipped_updates", args.run.max_skipped_updates, 1),
         ("eval_rows", args.evaluation.eval_rows, 1),
         ("dataset_size", args.data.dataset_size, 1),
         ("max_prompt_length", args.data.max_prompt_length, 1),
@@ -21,6 +22,8 @@ def check_numbers(args: Common) -> None:
     for name, value, least in at_least:
         if value is not None and value < least:
             raise UserError(f"expected --{name.replace('_', '-')} >= {least}; got {value}")
+    if args.run.mismatch_bound is not None and not args.run.mismatch_bound > 0:
+        raise UserError(f"expected --mismatch-bound > 0 nats; got {args.run.mismatch_bound}")
     if isinstance(args, Grpo | Rloo | Ppo) and args.loss.top_entropy_quantile == 0:
         raise UserError(
             "expected --top-entropy-quantile > 0, a share of the tokens; got 0, from which nothing is learnt"

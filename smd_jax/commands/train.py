@@ -29,6 +29,7 @@ from smd_jax.commands.errors import UserError, plain_warnings, print_box, report
 from smd_jax.commands.limits import check_numbers
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, show_bytes
@@ -62,6 +63,7 @@ from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
@@ -194,7 +196,7 @@ def troubles() -> Iterator[None]:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
         raise UserError(str(error)) from error
-    except (TooManyFailures, UnloadableRewardError, OSError) as error:
+    except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, OSError) as error:
         raise UserError(str(error)) from error
 
 
@@ -241,7 +243,8 @@ def keeps_reference(args: Common, loop: Loop) -> bool:
 
 def watched(args: Common, ready: Prepared) -> Loop:
     """The loop with what reports on it."""
-    loop = replace(ready.loop, report=rollout_report())
+    guard = MismatchGuard(args.run.mismatch_bound)
+    loop = replace(ready.loop, report=rollout_report(), guard=guard, max_skipped=args.run.max_skipped_updates)
     if not args.run.completions_steps:
         return loop
     log = CompletionsLog(

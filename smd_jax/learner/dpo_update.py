@@ -120,9 +120,13 @@ DPOUpdate = Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]
 
 
 def make_dpo_update(
-    model: LanguageModel, optimizer: optax.GradientTransformation, config: DPOUpdateConfig
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    config: DPOUpdateConfig,
+    max_difference: float | None = None,
 ) -> DPOUpdate:
-    """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
+    """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated. `max_difference` as in
+    `smd_jax.learner.update.make_update`.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
@@ -136,8 +140,12 @@ def make_dpo_update(
         count = _count(batch, config)
         objective = of_trained(_objective(model, config, state), state.params)
         loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=jnp.isfinite(loss))
-        return new_state, {"loss": loss, **of_step, **_metrics(prepared, terms)}
+        metrics = _metrics(prepared, terms)
+        sound = jnp.isfinite(loss)
+        if max_difference is not None:
+            sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
+        return new_state, {"loss": loss, **of_step, **metrics}
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)

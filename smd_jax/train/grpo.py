@@ -20,8 +20,8 @@ from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal,
 from smd_jax.model.protocol import Params
 from smd_jax.processes import on_host
 from smd_jax.sharding import shard_batch
-from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.samples import Samples
 from smd_jax.trajectory import Trajectory
 
 Estimator = Literal["group_relative", "leave_one_out"]

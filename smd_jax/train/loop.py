@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.forward import ReplayFunction
+from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
@@ -58,6 +59,8 @@ from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.ahead import compiling, rows_on
 from smd_jax.train.grading import encode_rows, grade, part_metrics
 from smd_jax.train.minibatches import order_of_pass
+from smd_jax.train.refused import never_finite, not_one_policy
+from smd_jax.train.samples import Samples
 from smd_jax.train.sharing import Told, shared
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
@@ -124,37 +127,6 @@ class LoopConfig:
         return self.minibatches * self.num_iterations
 
 
-class Samples(NamedTuple):
-    """One rollout and what the task said of it, on the host; the completions of a prompt are contiguous.
-
-    Attributes:
-      trajectory: `[batch, ...]`.
-      rewards: float32 `[batch]`; NaN where a reward function failed, see `smd_jax.tasks.rewards`.
-      task_rows: the row of the task that each completion belongs to.
-      completions: their texts.
-      counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
-      metrics: metrics of everything that was drawn, also of what is left out.
-      reward_parts: float32 `[batch]` of each function of `Loop.rewards`, NaN where it failed or does not apply; nothing
-        where the task's own reward grades.
-      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Only for `Loop.watch`.
-    """
-
-    trajectory: Trajectory
-    rewards: np.ndarray
-    task_rows: list[Row]
-    completions: list[str]
-    counted_rows: np.ndarray | None
-    metrics: dict[str, Any]
-    reward_parts: Mapping[str, np.ndarray] = MappingProxyType({})
-    advantages: np.ndarray | None = None
-
-    @property
-    def rewarded_rows(self) -> np.ndarray | None:
-        """`[batch]`, which completions have a reward; None: all."""
-        missing = np.isnan(self.rewards)
-        return ~missing if missing.any() else None
-
-
 @dataclass(frozen=True)
 class Loop:
     """Everything of a run that does not change. Subclasses make their jitted functions once, and define `update`,
@@ -168,6 +140,8 @@ class Loop:
       watch: called with the number of a rollout, from 0, and its samples, before they are learned from. What it
         takes is in `step_time`, and in no other time. Of several processes the first calls it, with all rows.
       watch_every: rollouts between two calls of `watch`; rollout 0 has one.
+      guard: how far the learner may be from the sampler where it promises to be the same policy; None: however far.
+      max_skipped: rollouts in a row whose updates were left out, wholly or in part, with which the run ends.
     """
 
     model: LanguageModel
@@ -180,8 +154,12 @@ class Loop:
     rewards: Rewards | None = field(default=None, kw_only=True)
     watch: Callable[[int, Samples], None] | None = field(default=None, kw_only=True)
     watch_every: int = field(default=1, kw_only=True)
+    guard: MismatchGuard | None = field(default=MismatchGuard(), kw_only=True)
+    max_skipped: int = field(default=3, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.max_skipped < 1:
+            raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         check_prompts_divide(self.config.prompts_per_step, self.feeders)
         if self.config.decode_rows is not None:
@@ -198,7 +176,12 @@ class Loop:
     def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
         learner (SAMPLER_LEARNER_METRICS) are over all tokens of the rollout, before the first optimizer step; the
-        others are over the optimizer steps, see `over_steps`."""
+        others are over the optimizer steps, see `over_steps`.
+
+        Raises:
+          RefusedRolloutError: sampler and learner are farther apart than `guard` allows, and nothing was learnt; or
+            `max_skipped` updates in a row were left out.
+        """
         started = time.perf_counter()
         self.check(state)  # before the rollout, which takes its time
         state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
@@ -218,7 +201,45 @@ class Loop:
         host["update/tokens_per_second"] = int(tokens) / host["time/update"]
         if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
+        self._refuse(index, state, samples, host)
         return state, host
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sampler and learner promise to be one policy."""
+        return False
+
+    @property
+    def max_difference(self) -> float | None:
+        """Nats by which sampler and learner may differ at a token; None: by anything."""
+        return self.guard.bound_for(self.model.shape) if self.guard is not None and self.is_exact else None
+
+    @property
+    def replay(self) -> ReplayFunction:
+        """The learner's log-probabilities of a rollout, `[batch, R]`."""
+        raise TypeError(f"{type(self).__name__} has no replay: its class must define it")
+
+    def _refuse(self, index: int, state: TrainState, samples: Samples, metrics: dict[str, float]) -> None:
+        """Raises RefusedRolloutError for a rollout with which the run must not go on."""
+        bound = self.max_difference
+        if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
+            parting = None
+            if jax.process_count() == 1:  # of several, none has all rows
+                logprobs = self.replay(state.params, samples.trajectory)
+                params = self.policy_params(state.params)
+                parting = find_parting(self.model, params, samples.trajectory, logprobs, bound)
+            raise not_one_policy(index, samples, metrics, bound, parting)
+        if metrics.get("update/skipped", 0.0) == 0:
+            self._skipped.clear()
+            return
+        self._skipped.append(index)
+        if len(self._skipped) >= self.max_skipped:
+            raise never_finite(index, samples, metrics, len(self._skipped))
+
+    @cached_property
+    def _skipped(self) -> list[int]:
+        """The newest rollouts in a row whose updates were left out."""
+        return []
 
     def _show(self, index: int, samples: Samples) -> None:
         if self.watch is None or index % self.watch_every:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import jax
 from jax.sharding import Mesh
 
+from smd_jax.processes import versions
 from smd_jax.train.checkpoint import Json
 
 
 def machine(mesh: Mesh) -> dict[str, Json]:
     """Versions and devices, as JSON values. `docs/determinism.md` says what each of them may change."""
     return {
-        "smd_jax": metadata.version("smd-jax"),
-        "jax": metadata.version("jax"),
-        "jaxlib": metadata.version("jaxlib"),
+        **versions(),
         "device": mesh.devices.flat[0].device_kind,
         "mesh": {str(name): size for name, size in mesh.shape.items()},
         "processes": jax.process_count(),

@@ -20,14 +20,16 @@ from jaxtyping import Array, Float
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
+from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
 from smd_jax.processes import gather_json, on_host
 from smd_jax.sharding import check_rows, shard_batch
-from smd_jax.train.loop import Loop, LoopConfig, Samples
+from smd_jax.train.loop import Loop, LoopConfig
 from smd_jax.train.minibatches import over_steps
+from smd_jax.train.samples import Samples
 from smd_jax.trajectory import Trajectory
 
 
@@ -79,7 +81,14 @@ class OnlineDPOLoop(Loop):
 
     @cached_property
     def update(self) -> DPOUpdate:
-        return make_dpo_update(self.model, self.optimizer, self.config.update)
+        # In later steps the learner has moved on from the sampler, as it should.
+        bound = self.max_difference if self.config.steps_per_rollout == 1 else None
+        return make_dpo_update(self.model, self.optimizer, self.config.update, bound)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sampler and learner promise to be one policy."""
+        return self.config.update.visibility == "shadow"
 
     @cached_property
     def replay(self) -> ReplayFunction:
@@ -97,6 +106,8 @@ class OnlineDPOLoop(Loop):
         with jax.set_mesh(self.mesh):
             batch = self.batch(state.params, samples.trajectory, pairs)
             before = self.before_any_step(state.params, batch)
+            if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+                return state, before  # `step` refuses it
             steps = []
             for part in self.minibatches(batch, state):
                 state, metrics = self.update(state, part)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
+from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
 from smd_jax.learner.step import skip_step
@@ -63,7 +64,14 @@ class PolicyLoop(Loop):
     @cached_property
     def update(self) -> Update:
         # Made once a loop: a function that is jitted anew is compiled anew.
-        return make_update(self.model, self.optimizer, _with_longest(self.config.update, self.config.rollout))
+        # In later steps the learner has moved on from the sampler, as it should.
+        bound = self.max_difference if self.config.steps_per_rollout == 1 else None
+        return make_update(self.model, self.optimizer, _with_longest(self.config.update, self.config.rollout), bound)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sampler and learner promise to be one policy."""
+        return self.config.update.visibility == "shadow"
 
     @cached_property
     def replay(self) -> ReplayFunction:
@@ -112,6 +120,8 @@ class PolicyLoop(Loop):
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which takes over the buffers of these parameters.
         before = self.before_any_step(state.params, batch)
+        if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+            return state, before  # `step` refuses it
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
             if part.counted_rows is not None and not bool(part.counted_rows.any()):

@@ -30,8 +30,8 @@ from smd_jax.losses.value import ValueConfig
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
-from smd_jax.train.loop import Samples
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.samples import Samples
 from smd_jax.trajectory import Trajectory
 
 # (params, trajectory, rewards [batch], counted_rows [batch] or None, penalty [batch, R] or None, the default)

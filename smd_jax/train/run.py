@@ -30,6 +30,7 @@ from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
 from smd_jax.train.loop import Loop
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
+from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.stop import RunStoppedError, StopSignals
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
@@ -106,6 +107,8 @@ def train(
       ValueError: a resume whose configuration differs, or the base that adapters stand on; an objective that names no
         metric of the run.
       RunStoppedError: a signal stopped the run; what it had done is saved.
+      RefusedRolloutError: sampler and learner are no one policy, or several updates in a row were not finite; the
+        rollout is in `refused_<number>.safetensors`, and the run can go on from its newest checkpoint.
     """
     directory = Path(directory)
     check_directory(directory, resume)
@@ -154,8 +157,15 @@ def train(
             if run.keeps_best and journal.is_best(0):
                 save_best()
         while done < run.steps and stop.received is None and not journal.has_ended:
-            state, metrics = loop.step(state)
+            try:
+                state, metrics = loop.step(state)
+            except RefusedRolloutError as refused:
+                journal.write_rollout(done + 1, refused.metrics, evaluated=False)
+                file = write_refused(directory, refused)
+                raise refused.with_file(file) from refused
             done += 1
+            if metrics.get("update/skipped", 0.0) > 0:
+                print(_skipped(done - 1, metrics), flush=True)
             due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
             if evaluate is not None and due:
                 found = evaluate(state)
@@ -236,6 +246,14 @@ def _say_differences(what: str, saved: checkpoint.Json, given: object) -> None:
         return
     for line in checkpoint.config_differences(saved, checkpoint.to_jsonable(given, "noted"), words=("was", "is now")):
         print(visible(f"resumed {what}, {line}"), flush=True)
+
+
+def _skipped(index: int, metrics: Mapping[str, float]) -> str:
+    share = "" if metrics["update/skipped"] == 1 else f" {metrics['update/skipped']:.0%} of"
+    return (
+        f"warning: rollout {index}:{share} the update was left out, because loss or gradient was not finite (loss "
+        f"{metrics['loss']:g}, grad_norm {metrics['grad_norm']:g})"
+    )
 
 
 def _due(done: int, every: int) -> bool:

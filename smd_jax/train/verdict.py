@@ -20,6 +20,12 @@ Row = Mapping[str, float | int | None]
 # Rollouts in a row from which on something is said.
 ROLLOUTS = 5
 
+# Nats a token: a distribution with one token at 0.999 has less.
+NO_ENTROPY = 0.01
+
+# Of the completions, cut off by the length limit.
+MOST = 0.9
+
 
 class Finding(NamedTuple):
     """One thing that is wrong with a run: a name, by which it is said once, and the message."""
@@ -94,8 +100,12 @@ def _no_signal(row: Row) -> bool:
     return _value(row, "reward_std") == 0 if has_critic else _value(row, "frac_reward_zero_std") == 1
 
 
-def _all_clipped(row: Row) -> bool:
-    return _value(row, "completions/clipped_ratio") == 1
+def _most_clipped(row: Row) -> bool:
+    return _value(row, "completions/clipped_ratio") >= MOST
+
+
+def _no_entropy(row: Row) -> bool:
+    return _value(row, "rollout/entropy") < NO_ENTROPY
 
 
 def _not_finite(row: Row) -> bool:
@@ -112,15 +122,23 @@ SYMPTOMS = (
     ),
     _Symptom(
         "clipped",
-        _all_clipped,
-        "{share} every completion was cut off by the length limit. Raise max_new_tokens; if that does not help, the "
-        "model never ends: look for a wrong eos_token_id or chat template, add stop_strings, or take an instruction-"
-        "tuned model",
+        _most_clipped,
+        "{share} nine of ten completions or more were cut off by the length limit. Raise max_new_tokens; if that does "
+        "not help, the model never ends: look for a wrong eos_token_id or chat template, add stop_strings, or take an "
+        "instruction-tuned model",
+    ),
+    _Symptom(
+        "entropy",
+        _no_entropy,
+        "{share} nothing was left to choose from: the entropy of the sampler's tokens was below 0.01 nats, so that all "
+        "completions of a prompt are one, and nothing better is found. Resume from a checkpoint before that, with a "
+        "lower learning rate, a larger entropy_coef or epsilon_high, a KL to the reference (beta), or a higher "
+        "temperature",
     ),
     _Symptom(
         "not finite",
         _not_finite,
-        "{share} loss or gradient was NaN or infinite. Lower the learning rate, clip the gradient's norm, or compute "
-        "in float32; then resume from a checkpoint before that",
+        "{share} loss or gradient was NaN or infinite, and the update was left out. Lower the learning rate, clip the "
+        "gradient's norm, or compute in float32; and look for rewards that are no numbers",
     ),
 )

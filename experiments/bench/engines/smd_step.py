@@ -29,7 +29,7 @@ from transformers import AutoTokenizer  # noqa: E402
 import smd_jax as smd  # noqa: E402
 from smd_jax.tasks.task import Prompt, Row, longest_prompt  # noqa: E402
 from smd_jax.text.prompts import eos_token_id, pad_token_id  # noqa: E402
-from smd_jax.train.loop import Samples  # noqa: E402
+from smd_jax.train.samples import Samples  # noqa: E402
 
 POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
     "rkv": smd.eviction.RKV(),

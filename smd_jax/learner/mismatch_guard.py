@@ -1,0 +1,184 @@
+"""The promise that sampler and learner are one policy, checked at every rollout: how far they may be apart, and where
+they part if they are farther.
+
+    |log p_learner - log p_sampler|     float32   6e-5 over 30 layers, 5e-6 over 3        bound   1.1e-3, 5.6e-4
+                                        16 bits   0.3 over 30 layers                              2
+                                        float64   1e-10 over 3                                    1e-8
+
+A mask that is wrong for one key that matters is off by a tenth of a nat and more.
+
+Which layer and head are wrong, log-probabilities cannot say by themselves: each head in turn is replayed with masks
+that the usual mistakes would have recorded, and the one that comes nearest to the sampler is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from smd_jax.learner.forward import replay
+from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.model.protocol import LanguageModel, ModelShape, Params
+from smd_jax.trajectory import Trajectory
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+# Nats, and nats a layer, by what the model computes in. Ten times what was measured, see docs/determinism.md.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "float64": (1e-8, 1e-9),
+    "float32": (5e-4, 2e-5),
+    "float16": (0.5, 0.05),
+    "bfloat16": (0.5, 0.05),
+}
+
+# Masks that are replayed at the same time.
+AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class MismatchGuard:
+    """Stops a run whose learner is not the sampler any more.
+
+    Attributes:
+      bound: nats by which a token's log-probabilities may differ; None: by dtype and depth, see `default_bound`.
+    """
+
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bound is not None and not self.bound > 0:
+            raise ValueError(f"expected a bound > 0 nats, or None; got {self.bound}")
+
+    def bound_for(self, shape: ModelShape) -> float:
+        """The bound of a model, in nats."""
+        return default_bound(shape) if self.bound is None else self.bound
+
+
+def default_bound(shape: ModelShape) -> float:
+    """Ten times the largest difference that rounding makes, in nats."""
+    dtype = shape.dtype
+    # GPUs and TPUs multiply float32 in 10 or 8 bits unless they are told otherwise.
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        precise = precision in ("highest", "float32")
+        dtype = "float32" if precise else "bfloat16"
+    base, per_layer = BOUNDS[dtype]
+    return base + per_layer * shape.num_layers
+
+
+class Parting(NamedTuple):
+    """Where sampler and learner part.
+
+    Attributes:
+      row: of the batch. position: of the token in its own sequence, prompt included.
+      difference: log p_learner - log p_sampler of that token, nats.
+      layer, head: the KV head whose mask is the likeliest to be wrong; None if no single one explains it.
+      left: |difference| when that head sees what `explanation` says.
+    """
+
+    row: int
+    position: int
+    difference: float
+    layer: int | None
+    head: int | None
+    left: float
+    explanation: str
+
+    def __str__(self) -> str:
+        where = f"first at row {self.row}, position {self.position} ({self.difference:+.3g} nats)"
+        if self.layer is None:
+            return f"{where}; no mask of a single head explains it: other parameters, or another attention"
+        return (
+            f"{where}; likeliest layer {self.layer}, KV head {self.head}: {self.left:.3g} nats are left where it "
+            f"{self.explanation}"
+        )
+
+
+def find_parting(
+    model: LanguageModel, params: Params, trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float
+) -> Parting | None:
+    """The first position at which the learner is farther from the sampler than `bound`; None if it is nowhere.
+
+    Args:
+      params: with which the trajectory was sampled.
+      logprobs: the learner's, under the recorded mask.
+    """
+    delta = np.where(trajectory.response_mask, np.asarray(logprobs) - np.asarray(trajectory.logprobs), 0.0)
+    apart = ~(np.abs(delta) <= bound)
+    if not apart.any():
+        return None
+    # The earliest column of any row; of the rows that part there, the one that is farthest.
+    column = int(np.argmax(apart.any(axis=0)))
+    row = int(np.argmax(np.where(apart[:, column], np.abs(delta[:, column]), -1.0)))
+    position = int(trajectory.positions[row, trajectory.prompt_width + column])
+    difference = float(delta[row, column])
+    found = _likeliest_head(model, params, jax.tree.map(lambda x: x[row : row + 1], trajectory), column)
+    # Half of it is no explanation: a mistake elsewhere may be made good by chance.
+    if found is None or found[3] > abs(difference) / 2:
+        return Parting(row, position, difference, None, None, abs(difference), "")
+    layer, head, explanation, left = found
+    return Parting(row, position, difference, layer, head, left, explanation)
+
+
+def _likeliest_head(
+    model: LanguageModel, params: Params, one: Trajectory, column: int
+) -> tuple[int, int, str, float] | None:
+    """Layer, KV head, what it would have to see, and how far the learner then is from the sampler; of one row."""
+    if not isinstance(one.mask, ShadowMask):
+        return None  # a pattern of the user's own: nobody knows which mistakes would be usual
+    shape = model.shape
+    sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
+    recorded = np.broadcast_to(np.asarray(one.mask.evicted_at), sides)[0]
+    others = list(_other_masks(recorded))
+    masks = np.stack([mask for *_, mask in others])
+    # A whole number of batches, so that one program does for all.
+    whole = np.concatenate([masks, np.repeat(masks[-1:], -len(masks) % AT_ONCE, axis=0)])
+    parts = np.split(whole, len(whole) // AT_ONCE)
+    found = np.concatenate([_logprobs_under(model, params, one, jnp.asarray(part), column) for part in parts])
+    left = np.abs(found[: len(others)] - float(one.logprobs[0, column]))
+    best = int(np.nanargmin(left))
+    layer, head, explanation, _ = others[best]
+    return layer, head, explanation, float(left[best])
+
+
+def _other_masks(recorded: np.ndarray) -> Iterator[tuple[int, int, str, np.ndarray]]:
+    """Layer, KV head, what it sees, and `evicted_at [layers, kv_heads, T]` with that head changed alone."""
+    layers, heads, _ = recorded.shape
+    for layer, head in np.ndindex(layers, heads):
+        own = recorded[layer, head]
+        evicted = (own > 0) & (own < NEVER)
+        changed = {
+            "sees every key": np.where(own > 0, NEVER, 0),
+            "evicts a query later": own + evicted,
+            "evicts a query earlier": own - evicted,
+        }
+        if heads > 1:
+            changed["sees what the next head does"] = recorded[layer, (head + 1) % heads]
+        if layers > 1:
+            changed["sees what its head of the next layer does"] = recorded[(layer + 1) % layers, head]
+        for explanation, mask in changed.items():
+            whole = recorded.copy()
+            whole[layer, head] = mask
+            yield layer, head, explanation, whole
+
+
+@partial(jax.jit, static_argnums=0)
+def _logprobs_under(
+    model: LanguageModel,
+    params: Params,
+    one: Trajectory,
+    evicted_at: Int[Array, "masks layers kv_heads T"],
+    column: Int[Array, ""] | int,
+) -> Float[Array, " masks"]:
+    """log p of one row's token at a column of the response, under each of the masks."""
+    assert isinstance(one.mask, ShadowMask)
+    rows = jax.tree.map(lambda x: jnp.repeat(x, len(evicted_at), axis=0), one)
+    # Changed by hand, a mask keeps to no segments.
+    return replay(model, params, rows, rows.mask.replace(evicted_at=evicted_at, segments=())).logprobs[:, column]
