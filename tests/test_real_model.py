@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 import real_model
 from real.execute import evicted_share, execute
-from real.job import Base, Job, Sizes, is_finished, kept
+from real.job import Base, Job, Sizes, is_finished, keep_row, kept
 from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
 from real_model import ARMS, PILOT_SEED, Study
 from smd_jax.masks import NEVER, ShadowMask
@@ -120,8 +120,7 @@ def make_study(folder: Path, **options: Any) -> Study:
 
 
 def keep(study: Study, job: Job, **row: Any) -> None:
-    stored = {"settings": job.settings(BASE), "row": row}
-    write_text(job.folder(study.runs) / "run.json", json.dumps(stored))
+    keep_row(job, BASE, study.runs, row)
 
 
 def test_a_rate_is_chosen_once_and_seeds_come_one_by_one(tmp_path: Path):
@@ -185,6 +184,8 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     assert row["command"].startswith("python experiments/real_model.py --arms untrained --seeds 0")
     monkeypatch.setattr(real_model, "execute", None)  # would be called
     study.run()
+    replace(study, runs=tmp_path / "another machine").run()
+    assert read_rows(study.results) == [row]
     other = row | {"arm": "another"}
     real_model.write_rows(study.results, [row | {"sparse": -1}, other])
     study.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 
 import smd_jax as smd
-from real.job import Base, Job, kept
+from real.job import Base, Job, keep_row, kept
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampling import SamplingConfig
@@ -24,7 +23,7 @@ from smd_jax.train.journal import METRICS_FILE
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from smd_jax.train.run import CHECKPOINTS, RunConfig, train
 from smd_jax.train.settings import split_settings
-from study.files import Row, number, write_text
+from study.files import Row, fingerprint, number
 from study.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
 
 CURVE = ("reward", "entropy", "completions/mean_length", "mismatch_kl", "grad_norm", "step_time")
@@ -43,8 +42,8 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
     origin = origin | {"commits": list(dict.fromkeys([*before["commits"], origin["commit"]]))}
 
     def keep(more: Row) -> None:
-        row = identity(job, loop) | progress(folder / "train") | more | origin
-        write_text(folder / "run.json", json.dumps({"settings": job.settings(base), "row": row}, allow_nan=False))
+        row = identity(job, loop) | {"settings": fingerprint(job.settings(base))}
+        keep_row(job, base, runs, row | progress(folder / "train") | more | origin)
 
     state = first_state(job, base, loop)
     share = before["evicted_share"]

@@ -13,7 +13,7 @@ from real.task import DigitSums, Split
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.eviction.wrappers import Protect
 from study.arms import Arm
-from study.files import Row
+from study.files import Row, write_text
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Sizes:
     response: int = 64
     budget: int = 128
     buffer: int = 16
-    rollouts: int = 40
-    pilot_rollouts: int = 15
+    rollouts: int = 24
+    pilot_rollouts: int = 12
     prompts: int = 4
     group: int = 8
     microbatch: int = 4
     warmup: int = 5
-    chunk: int = 5
+    chunk: int = 4
     rank: int = 16
     training_rows: int = 700
     evaluation_rows: int = 96
@@ -126,6 +126,12 @@ def kept(job: Job, base: Base, runs: Path) -> Row | None:
             "the folder, or name another one with --runs"
         )
     return stored["row"]
+
+
+def keep_row(job: Job, base: Base, runs: Path, row: Row) -> None:
+    """For `kept`."""
+    stored = {"settings": job.settings(base), "row": row}
+    write_text(job.folder(runs) / "run.json", json.dumps(stored, allow_nan=False))
 
 
 def is_finished(job: Job, base: Base, runs: Path) -> bool:
