@@ -43,6 +43,7 @@ from pathlib import Path
 import tyro
 
 from smd_jax.commands.compilation_cache import keep_programs
+from study.command import stopping
 from study.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows
 from study.gradient_runs import GradientSizes, Measurement, kept, measured
 from study.grid import one_core_each
@@ -138,7 +139,8 @@ class Study:
 
 
 def main(args: Args) -> None:
-    study = make_study(args)
+    with stopping():
+        study = make_study(args)
     keep_programs()  # before the workers do, so that one process says where
     if not args.collect:
         until = None if args.minutes is None else time.time() + 60 * args.minutes

@@ -37,7 +37,7 @@ from smd_jax.learner.config import Visibility
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.loop import encode_rows
 from study.arms import arms_of
-from study.command import StudyArgs, grid_of, run
+from study.command import StudyArgs, grid_of, run, stopping
 from study.files import RESULTS, ROOT, Row, number, write_rows
 from study.grid import Cell, Grid
 from study.intervals import estimate, paired
@@ -171,10 +171,11 @@ def study(args: Args) -> Grid:
 
 def main(args: Args) -> None:
     keep_programs()
-    if args.weights:
-        weights(args)
-        return
-    print("\n".join(table(run(study(args), args))))
+    with stopping():
+        if args.weights:
+            weights(args)
+        else:
+            print("\n".join(table(run(study(args), args))))
 
 
 if __name__ == "__main__":
