@@ -56,10 +56,10 @@ from smd_jax.train.checkpoint import (
     OtherConfigError,
     OtherFormatError,
     OtherStateError,
-    to_jsonable,
 )
 from smd_jax.train.disk import check_export, written
 from smd_jax.train.evaluation import every_evaluation
+from smd_jax.train.jsonable import to_jsonable
 from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop

@@ -39,15 +39,12 @@ import orbax.checkpoint as ocp
 
 from smd_jax.train.checksums import CHECKSUMS, check_files, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure
-
-# What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
-Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+from smd_jax.train.jsonable import ABSENT, Json, config_differences, to_jsonable
 
 # Of what a checkpoint holds, and where. Those from before there was a number have this one, without notes and machine.
 FORMAT = 1
 
 _ITEMS = ("state", "meta")
-_ABSENT = "(absent)"
 _Read = TypeVar("_Read")
 
 
@@ -249,7 +246,7 @@ def restore(
     _check_leaves(meta["leaves"], _leaf_table(like))
     target = jax.tree.map(_placed, like)
     # The sharding fits, so what fails here is the file: of a checkpoint whose checksums were never written.
-    with _damage_named(directory, step):
+    with _DamageNamed(directory, step):
         state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
     return Restored(step, state, meta["data_position"], meta.get("noted"), meta.get("machine"))
 
@@ -334,77 +331,6 @@ def discard_after(directory: str | Path, step: int) -> list[int]:
     return later
 
 
-def to_jsonable(value: object, path: str = "config") -> Json:
-    """Configuration -> JSON values: nested dataclasses become objects that name their class under `_class`.
-
-    Tuples become lists, paths and non-finite floats become strings. `path` is the name used in errors.
-
-    Raises:
-      TypeError: a value (named by its dotted path) has no JSON form.
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        # JSON has no infinity, and two equal texts compare as well.
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [to_jsonable(item, f"{path}.{i}") for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        return {_string_key(key, path): to_jsonable(item, f"{path}.{key}") for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # The class counts in a comparison: two policies may have the same fields.
-        return {"_class": type(value).__name__} | _fields_to_jsonable(value, path)
-    raise TypeError(
-        f"{path}: expected None, bool, int, float, str, Path, list, tuple, dict or a dataclass; "
-        f"got {type(value).__name__} {value!r}"
-    )
-
-
-def config_differences(
-    saved: Json, given: Json, may_differ: Sequence[str] = (), words: tuple[str, str] = ("expected", "got")
-) -> list[str]:
-    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results; `words`
-    in place of "expected" and "got"."""
-    left = _flatten("", saved)
-    right = _flatten("", given)
-    names = [name for name in left | right if left.get(name, _ABSENT) != right.get(name, _ABSENT)]
-    return [
-        f"{name}: {words[0]} {_shown(left, name)}, {words[1]} {_shown(right, name)}"
-        for name in names
-        # With the dot: a name that merely begins like an allowed one is another field.
-        if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in may_differ)
-    ]
-
-
-def _fields_to_jsonable(value: Any, path: str) -> dict[str, Json]:
-    return {f.name: to_jsonable(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
-
-
-def _string_key(key: object, path: str) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"{path}: expected string keys; got {type(key).__name__} {key!r}")
-    return key
-
-
-def _flatten(path: str, value: Json) -> dict[str, Json]:
-    """Dotted path -> leaf; an empty list or object is a leaf itself."""
-    if isinstance(value, list):
-        # An empty list has no items to name, and stays a leaf: otherwise it would vanish from the comparison.
-        value = {str(i): item for i, item in enumerate(value)} or value
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    flat: dict[str, Json] = {}
-    for key, item in value.items():
-        flat |= _flatten(f"{path}.{key}" if path else key, item)
-    return flat
-
-
-def _shown(flat: dict[str, Json], name: str) -> str:
-    return json.dumps(flat[name]) if name in flat else _ABSENT
-
-
 def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
     """The position, proven to come back from JSON as it went in (a tuple or an integer key would not)."""
     plain = dict(position)
@@ -452,7 +378,7 @@ def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
 
 def _check_leaves(saved: dict[str, str], given: dict[str, str]) -> None:
     lines = [
-        f"{name}: expected {saved.get(name, _ABSENT)}, got {given.get(name, _ABSENT)}"
+        f"{name}: expected {saved.get(name, ABSENT)}, got {given.get(name, ABSENT)}"
         for name in saved | given
         if saved.get(name) != given.get(name)
     ]
@@ -499,7 +425,7 @@ def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tup
 def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
     """What lies beside the arrays of a checkpoint whose files are as they were written."""
     _check_ours(_folder(directory, step))
-    with _damage_named(directory, step):
+    with _DamageNamed(directory, step):
         check_files(_folder(directory, step), _ITEMS)
         meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         _check_keys(meta)
@@ -512,17 +438,29 @@ def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> An
         return manager.restore(step, args=args)
 
 
-@contextmanager
-def _damage_named(directory: str | Path, step: int) -> Iterator[None]:
+class _DamageNamed:
     """Whatever reading a damaged file raises becomes one error that says where a run can go on from."""
-    try:
-        yield
-    # What the checks here, JSON and orbax raise for files that are missing, cut off or changed.
-    except (ValueError, KeyError, OSError) as error:
-        others = [found for found in all_steps(directory) if found != step]
+
+    def __init__(self, directory: str | Path, step: int) -> None:
+        self.directory = directory
+        self.step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What the checks here, JSON and orbax raise for files that are missing, cut off or changed; for an array that
+        # is cut off, orbax raises no other class than Exception itself.
+        if not isinstance(error, ValueError | KeyError | OSError) and kind is not Exception:
+            return
+        others = [found for found in all_steps(self.directory) if found != self.step]
         advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DamagedCheckpointError(f"checkpoint {step} in {directory} cannot be read: {reason}. {advice}") from error
+        raise DamagedCheckpointError(
+            f"checkpoint {self.step} in {self.directory} cannot be read: {reason}. {advice}"
+        ) from error
 
 
 @contextmanager

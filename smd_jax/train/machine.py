@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from smd_jax.processes import versions
-from smd_jax.train.checkpoint import Json
+from smd_jax.train.jsonable import Json
 
 
 def machine(mesh: Mesh) -> dict[str, Json]:

@@ -27,6 +27,7 @@ from smd_jax.train import checkpoint
 from smd_jax.train.disk import check_space, check_writable, stored_bytes
 from smd_jax.train.frozen_base import with_base, without_base
 from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
+from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 from smd_jax.train.loop import Loop
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
@@ -239,12 +240,12 @@ def _check_objective(objective: Objective | None, evaluates: bool) -> None:
         )
 
 
-def _say_differences(what: str, saved: checkpoint.Json, given: object) -> None:
+def _say_differences(what: str, saved: Json, given: object) -> None:
     """Prints what is noted with a checkpoint and is otherwise now."""
     # A checkpoint from before there were notes, or a caller without.
     if saved is None or given is None:
         return
-    for line in checkpoint.config_differences(saved, checkpoint.to_jsonable(given, "noted"), words=("was", "is now")):
+    for line in config_differences(saved, to_jsonable(given, "noted"), words=("was", "is now")):
         print(visible(f"resumed {what}, {line}"), flush=True)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smd_jax.train.checkpoint import Json, to_jsonable
+from smd_jax.train.jsonable import Json, to_jsonable
 from smd_jax.train.loop import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.policy_loop import PolicyConfig
