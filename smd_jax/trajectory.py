@@ -14,6 +14,7 @@ from smd_jax import foreign, foreign_tokens
 from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.eviction_draws import EvictionDraws
 from smd_jax.masks import ShadowMask, dense_mask, positions
+from smd_jax.packing import Packing
 from smd_jax.pytrees import any_leaves
 
 
@@ -33,6 +34,8 @@ class Trajectory(struct.PyTreeNode):
         None if nobody wrote it down.
       drawable: which tokens could be drawn, where filters or a minimum length left only some; None: all of them.
       evictions: the draws by which keys were evicted, where the eviction policy draws from a gate's logits; else None.
+      packing: where the sequences lie, if several of them share a row; then R is its K, and there is no column P. None:
+        one sequence a row.
     """
 
     tokens: Int[Array, "batch T"]
@@ -45,6 +48,7 @@ class Trajectory(struct.PyTreeNode):
     entropy: Float[Array, "batch R"] | None = None
     drawable: DrawableTokens | None = None
     evictions: EvictionDraws | None = None
+    packing: Packing | None = None
 
     @classmethod
     def from_records(
@@ -131,19 +135,21 @@ class Trajectory(struct.PyTreeNode):
 
     @property
     def response(self) -> Int[Array, "batch R"]:
+        if self.packing is not None:
+            return jnp.take_along_axis(self.tokens, self.packing.columns, axis=1)
         return self.tokens[:, self.prompt_width :]
 
     @property
     def response_mask(self) -> Bool[Array, "batch R"]:
-        return self.valid[:, self.prompt_width :]
+        return self.valid[:, self.prompt_width :] if self.packing is None else self.packing.response
 
     @property
     def positions(self) -> Int[Array, "batch T"]:
-        return positions(self.valid)
+        return positions(self.valid) if self.packing is None else self.packing.positions
 
     def dense_mask(self) -> ShadowMask:
         """What a sampler that never evicts would have seen."""
-        return dense_mask(self.valid)
+        return dense_mask(self.valid) if self.packing is None else ShadowMask(self.packing.ends[:, None, None])
 
     def first_columns(self, response_tokens: int) -> Trajectory:
         """The same rollout with the first so many columns of the response alone. Where what follows them is padding in

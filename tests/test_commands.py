@@ -15,7 +15,16 @@ from transformers import AutoTokenizer
 
 import smd_jax as smd
 from smd_jax.commands import config_file, fitting
-from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, OnlineDpo, ReferenceArgs, SamplerArgs
+from smd_jax.commands.arguments import (
+    DataArgs,
+    DeviceArgs,
+    Grpo,
+    LossArgs,
+    ModelArgs,
+    OnlineDpo,
+    ReferenceArgs,
+    SamplerArgs,
+)
 from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
@@ -180,10 +189,13 @@ def test_names_become_the_librarys_objects():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
-    distill = update_config(LossArgs(), reference, evicts=True, microbatch=None).distill
+    distill = update_config(LossArgs(), reference, evicts=True, device=DeviceArgs()).distill
     assert distill is not None and distill.direction == "anchor"
-    assert update_config(LossArgs(), reference, evicts=False, microbatch=None).distill is None
-    assert update_config(LossArgs(correction="tis"), reference, evicts=True, microbatch=2).visibility == "dense"
+    assert update_config(LossArgs(), reference, evicts=False, device=DeviceArgs()).distill is None
+    assert (
+        update_config(LossArgs(correction="tis"), reference, evicts=True, device=DeviceArgs(microbatch=2)).visibility
+        == "dense"
+    )
     with pytest.raises(ValueError, match="no bounds but"):
         loss_config(LossArgs(loss_type="cispo", epsilon=0.1), reference)
 

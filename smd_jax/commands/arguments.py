@@ -184,6 +184,7 @@ class DeviceArgs:
         None  # of a device, as 80GiB; None: all of it, of a CPU 0.8 of the machine's. What does not fit gets smaller
     )
     microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
+    pack_columns: int | None = None  # of a row of the update that sequences share; None: a row each, and padding
     data_parallel: int = 1  # mesh axis "data"
     fsdp: int = 1  # mesh axis "fsdp"
     tensor: int = 1  # mesh axis "tensor"

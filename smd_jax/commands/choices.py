@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from smd_jax.commands.arguments import CorrectionName, LossArgs, LossName, ReferenceArgs, SamplerArgs
+from smd_jax.commands.arguments import CorrectionName, DeviceArgs, LossArgs, LossName, ReferenceArgs, SamplerArgs
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
 from smd_jax.corrections.rejection import GeometricRejection
@@ -90,7 +90,7 @@ def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:
     )
 
 
-def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, microbatch: int | None) -> UpdateConfig:
+def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, device: DeviceArgs) -> UpdateConfig:
     """The learner of GRPO, RLOO and PPO, without a critic.
 
     Args:
@@ -112,7 +112,8 @@ def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, microb
         kl_in_reward=reference.kl_in_reward,
         reference_sync=sync,
         mask_truncated_completions=loss.mask_truncated_completions,
-        microbatch_size=microbatch,
+        microbatch_size=device.microbatch,
+        pack_columns=device.pack_columns,
     )
 
 

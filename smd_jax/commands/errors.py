@@ -29,6 +29,7 @@ FLAGS: Mapping[str, str] = {
     "min_new_tokens": "--min-completion-length",
     "prompt_width": "--max-prompt-length",
     "microbatch_size": "--microbatch",
+    "pack_columns": "--pack-columns",
     "decode_rows": "--decode-rows",
     "budget": "--budget",
     "buffer": "--buffer",

@@ -131,7 +131,6 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     shared = loop_options(args, policy, tokenizer, data.width)
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
-    microbatch = args.device.microbatch
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
     match args:
@@ -140,7 +139,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy.evicts, microbatch),
+                update=update_config(args.loss, args.reference, policy.evicts, args.device),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
             )
@@ -150,13 +149,13 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy.evicts, microbatch),
+                update=update_config(args.loss, args.reference, policy.evicts, args.device),
                 advantages="leave_one_out",
                 scale_rewards="none",
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
-            update = update_config(args.loss, args.reference, policy.evicts, microbatch)
+            update = update_config(args.loss, args.reference, policy.evicts, args.device)
             config = PPOConfig(
                 **shared,
                 minibatches=args.loss.minibatches,
@@ -168,10 +167,12 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
             )
             return PPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case OnlineDpo():
+            if args.device.pack_columns is not None:
+                raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
             loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
             config = OnlineDPOConfig(
                 **shared,
-                update=DPOUpdateConfig(loss=loss, microbatch_size=microbatch),
+                update=DPOUpdateConfig(loss=loss, microbatch_size=args.device.microbatch),
                 missing_eos_penalty=args.pairs.missing_eos_penalty,
             )
             return OnlineDPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)

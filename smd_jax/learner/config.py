@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from smd_jax.config import check_choice
 from smd_jax.corrections.base import Correction
-from smd_jax.corrections.chain import flat_parts
+from smd_jax.corrections.chain import flat_parts, split_by_time
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dense_learner import DenseLearner
@@ -53,6 +53,8 @@ class UpdateConfig:
       mask_truncated_completions: leave out responses that the length limit cut off.
       microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
         wider. None: all rows.
+      pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
+        and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
     """
 
     visibility: Visibility = "shadow"
@@ -70,6 +72,7 @@ class UpdateConfig:
     reference_sync: ReferenceSync | None = None
     mask_truncated_completions: bool = False
     microbatch_size: int | None = None
+    pack_columns: int | None = None
 
     def __post_init__(self) -> None:
         check_visibilities(self.visibility, self.reference_visibility)
@@ -94,6 +97,7 @@ class UpdateConfig:
         self._check_reference()
         self._check_dense_learner()
         check_correction(self.correction, self.visibility)
+        self._check_packing()
         # Such a correction gets the loss without its surrogate (`policy_loss_of`): whatever else that does to the ratio
         # would be lost with the clipping.
         if not self.correction.traits.clips and not self.loss.clips_plainly:
@@ -155,6 +159,25 @@ class UpdateConfig:
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
                 f"at a reference; got {self.reference_sync}"
             )
+
+    def _check_packing(self) -> None:
+        if self.pack_columns is None:
+            return
+        if self.pack_columns < 2 or self.microbatch_size is None:
+            raise ValueError(
+                f"expected pack_columns >= 2 with a microbatch_size, the rows of so many columns in one pass; got "
+                f"{self.pack_columns} and {self.microbatch_size}"
+            )
+        late = split_by_time(self.correction)[1]
+        if self.loss.ratio_level != "token" or (late is not None and late.traits.per_response):
+            raise ValueError(
+                "expected pack_columns None with ratios of whole responses, because those that share a row have none "
+                f"of their own; got {self.pack_columns} with {self.loss} and {self.correction}"
+            )
+        if self.distill is not None and (self.distill.fraction < 1 or self.distill.position_fraction < 1):
+            raise ValueError(f"expected distillation of all rows and columns with pack_columns; got {self.distill}")
+        if self.eviction_coef:
+            raise ValueError(f"expected eviction_coef 0 with pack_columns; got {self.eviction_coef}")
 
     def _check_dense_learner(self) -> None:
         if self.dense_learner is None:

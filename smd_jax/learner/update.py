@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig
@@ -24,7 +25,7 @@ from smd_jax.learner.step import take_step
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.policy import surrogate_metrics
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
-from smd_jax.model.protocol import LanguageModel
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.ratios import lower_percentile
 
 Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
@@ -59,15 +60,32 @@ def make_update(
         objective = of_trained(make_objective(model, config, state), state.params)
         loss, grads, sums, terms = accumulate(objective, trained_params(state.params), prepared, microbatches)
 
-        metrics = _metrics(config, state, prepared, terms)
-        sound = jnp.isfinite(loss)
-        if max_difference is not None:
-            sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
-        return new_state, {"loss": loss, **of_step, **sums} | metrics
+        return finished(state, optimizer, config, prepared, (loss, sums, grads, terms), max_difference)
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)
+
+
+def finished(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    prepared: Prepared,
+    found: tuple[Array, Metrics, Params, TokenTerms],
+    max_difference: float | None,
+) -> tuple[TrainState, Metrics]:
+    """The optimizer step with what a whole batch has found: loss, sums, gradients and terms; and its metrics.
+
+    Args:
+      max_difference: as in `make_update`.
+    """
+    loss, sums, grads, terms = found
+    metrics = _metrics(config, state, prepared, terms)
+    sound = jnp.isfinite(loss)
+    if max_difference is not None:
+        sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
+    return new_state, {"loss": loss, **of_step, **sums} | metrics
 
 
 def _metrics(config: UpdateConfig, state: TrainState, prepared: Prepared, terms: TokenTerms) -> Metrics:

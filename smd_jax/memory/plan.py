@@ -52,7 +52,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
 from smd_jax.sharding import row_ways
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 
 # More than any device has: such a number is a slip of the unit.
 MOST_BYTES = 64 * UNITS["TiB"]
@@ -339,11 +339,21 @@ def workload_of(loop: PolicyLoop) -> Workload:
         reference_follows=update.reference_sync is not None,
         prefill_rows=config.prompts_per_step if config.decode_rows is None else config.prefill_rows,
         minibatches=config.minibatches,
-        microbatch_size=update.microbatch_size,
+        microbatch_size=_planned_rows(config),
         distill=update.distill,
         dense_learner=update.dense_learner is not None,
         mesh=loop.mesh,
     )
+
+
+def _planned_rows(config: PolicyConfig) -> int | None:
+    """Rows of a microbatch; of one that sequences share, as many of their own as have its columns."""
+    update = config.update
+    if update.pack_columns is None or update.microbatch_size is None:
+        return update.microbatch_size
+    columns = config.prompt_width + config.rollout.max_new_tokens
+    rows = -(-update.microbatch_size * update.pack_columns // columns)
+    return min(rows, config.completions_per_step // config.minibatches)
 
 
 def largest_batch(

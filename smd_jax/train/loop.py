@@ -197,6 +197,8 @@ class Loop:
         # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
+        # Where an update packs its rows it knows better.
+        host.setdefault("update/padding", 1.0 - int(tokens) / samples.trajectory.valid.size)
         host |= {"time/update": ended - collected, "step_time": ended - started}
         host["update/tokens_per_second"] = int(tokens) / host["time/update"]
         if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
@@ -268,9 +270,14 @@ class Loop:
     def _first_step(self, state: TrainState) -> AbstractContextManager[None]:
         """What goes on beside the rollout of the first step: the update is compiled, for responses of every length."""
         # Several processes must all compile in one order, which threads would not keep.
-        if next(self._begun) > 0 or jax.process_count() > 1:
+        if next(self._begun) > 0 or jax.process_count() > 1 or not self.compiles_ahead:
             return nullcontext()
         return compiling(self.lower_update(state), self.mesh)
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether `update` is the program that a step will run."""
+        return True
 
     @cached_property
     def _begun(self) -> Iterator[int]:

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float
 from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.packs import rows_at_once
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
 from smd_jax.learner.step import skip_step
@@ -50,13 +52,39 @@ class PolicyLoop(Loop):
         super().__post_init__()
         config = self.config
         minibatch = config.completions_per_step // config.minibatches
-        check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
+        if config.update.pack_columns is None:
+            check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
+        else:
+            self._check_columns(config.update.pack_columns)
         check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
+
+    def _check_columns(self, columns: int) -> None:
+        longest = self.config.prompt_width + self.config.rollout.max_new_tokens
+        context = self.model.shape.max_positions
+        if not longest <= columns <= context:
+            raise ValueError(
+                f"expected pack_columns from {longest}, the longest sequence, to {context}, the model's context; got "
+                f"{columns}"
+            )
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return self.config.update.pack_columns is None
+
+    @property
+    def rows_of_a_pass(self) -> int:
+        """Rows of a forward pass by itself, without sequences that share them: as many as divide a rollout."""
+        config = self.config
+        minibatch = config.completions_per_step // config.minibatches
+        return rows_at_once(minibatch, config.update)
 
     @property
     def response_widths(self) -> tuple[int, ...]:
         """Columns of a response, ascending, that the learner may run over: those of which distillation can take its
         share of positions."""
+        if self.config.update.pack_columns is not None:
+            # Packed rows have one size, whatever the longest response.
+            return (self.config.rollout.max_new_tokens,)
         distill = self.config.update.distill
         fraction = 1.0 if distill is None else distill.position_fraction
         return tuple(width for width in super().response_widths if has_whole_share(width, fraction))
@@ -64,9 +92,21 @@ class PolicyLoop(Loop):
     @cached_property
     def update(self) -> Update:
         # Made once a loop: a function that is jitted anew is compiled anew.
+        update = _with_longest(self.config.update, self.config.rollout)
+        if update.pack_columns is not None:  # what is compiled beside a plan: as much work at a time, without packing
+            update = replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+        return make_update(self.model, self.optimizer, update, self._bound_of_update)
+
+    @cached_property
+    def packed_update(self) -> Update:
+        """`update` over rows that sequences share."""
+        update = _with_longest(self.config.update, self.config.rollout)
+        return make_packed_update(self.model, self.optimizer, update, self._bound_of_update)
+
+    @property
+    def _bound_of_update(self) -> float | None:
         # In later steps the learner has moved on from the sampler, as it should.
-        bound = self.max_difference if self.config.steps_per_rollout == 1 else None
-        return make_update(self.model, self.optimizer, _with_longest(self.config.update, self.config.rollout), bound)
+        return self.max_difference if self.config.steps_per_rollout == 1 else None
 
     @property
     def is_exact(self) -> bool:
@@ -76,23 +116,18 @@ class PolicyLoop(Loop):
     @cached_property
     def replay(self) -> ReplayFunction:
         """The learner's log-probabilities of a rollout, with no more rows at a time than the update has."""
-        config = self.config
-        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
-        return make_replay(self.model, config.update.visibility, rows)
+        return make_replay(self.model, self.config.update.visibility, self.rows_of_a_pass)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:
         """The dense policy's log-probabilities of a rollout, as `replay`."""
-        config = self.config
-        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
-        return make_replay(self.model, "dense", rows)
+        return make_replay(self.model, "dense", self.rows_of_a_pass)
 
     @cached_property
     def reference_replay(self) -> ReplayFunction:
         """The log-probabilities of a rollout under the reference policy, as `replay`."""
-        config = self.config
-        rows = config.update.microbatch_size or config.completions_per_step // config.minibatches
-        return make_replay(self.model, config.update.reference_visibility or config.update.visibility, rows)
+        update = self.config.update
+        return make_replay(self.model, update.reference_visibility or update.visibility, self.rows_of_a_pass)
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:
@@ -122,12 +157,13 @@ class PolicyLoop(Loop):
         before = self.before_any_step(state.params, batch)
         if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
             return state, before  # `step` refuses it
+        update = self.update if self.config.update.pack_columns is None else self.packed_update
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
             if part.counted_rows is not None and not bool(part.counted_rows.any()):
                 state = self.skip(state)
                 continue
-            state, metrics = self.update(state, part)
+            state, metrics = update(state, part)
             steps.append(metrics)
         return state, over_steps(steps, before)
 

@@ -29,6 +29,8 @@ def rounding_only(config: LoopConfig) -> tuple[str, ...]:
     # other ones with other sizes.
     if isinstance(config, PolicyConfig | OnlineDPOConfig) and (distill is None or distill.fraction == 1):
         names.append("update.microbatch_size")
+    if isinstance(config, PolicyConfig):
+        names.append("update.pack_columns")
     if distill is None or distill.position_fraction == 1:
         names.append("update_widths")
     return tuple(names)

@@ -1,0 +1,248 @@
+"""The train step with several sequences in a row: the same loss, gradients and metrics, and hardly any padding.
+
+once per step:        weights and corrections of the whole batch, one sequence a row         `prepare`
+on the host:          which sequences share a row                                            `packs.pack`
+for every microbatch: its tokens, one behind the other ─► loss ─► gradients, added up        `packed_part`
+                      terms of every token ─► back into their place in the batch
+once per step:        optimizer, metrics
+
+The number of microbatches follows from the lengths, so the loop over them is one of the host; each program is compiled
+once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jaxtyping import Array, Int
+
+from smd_jax.corrections.base import CorrectionTerms
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import check_replayable
+from smd_jax.learner.objective import make_objective
+from smd_jax.learner.packs import ABSENT, Packs, PackSizes, pack, rows_at_once
+from smd_jax.learner.prepare import Prepared, prepare
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.trained import of_trained, trained_params
+from smd_jax.learner.update import Update, finished
+from smd_jax.masks import Segments, ShadowMask
+from smd_jax.model.protocol import LanguageModel
+from smd_jax.packing import Packing
+from smd_jax.processes import on_host
+from smd_jax.pytrees import any_leaves
+from smd_jax.sharding import constrain, constrain_tree
+from smd_jax.trajectory import Trajectory
+
+# On the host, and on devices once a program has them.
+Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
+
+
+@any_leaves
+class Places(struct.PyTreeNode):
+    """Where the tokens of one microbatch come from, see `Packs`; `[rows, T]` and `[rows, K]`."""
+
+    tokens: Numbers
+    positions: Numbers
+    ends: Numbers
+    responses: Numbers
+    columns: Numbers
+
+
+def make_packed_update(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    max_difference: float | None = None,
+) -> Update:
+    """The step `(state, batch) -> (state, metrics)` of `make_update`, over rows of `config.pack_columns` columns that
+    sequences share; `config.microbatch_size` counts such rows. `update/padding` is the share of their columns without a
+    token. The old state's buffers are donated.
+
+    The returned function raises ValueError as that of `make_update` does, and for what cannot be packed: boolean masks,
+    quantised caches, draws of evictions, a minimum length.
+    """
+
+    @jax.jit
+    def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
+        rows = rows_at_once(batch.advantages.shape[0], config)
+        return prepare(model, replace(config, microbatch_size=rows, pack_columns=None), state.params, batch)
+
+    def of_part(state: TrainState, prepared: Prepared, places: Places) -> Any:
+        objective = of_trained(make_objective(model, config, state), state.params)
+        part = packed_part(prepared, places)
+        (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(trained_params(state.params), part)
+        return loss, sums, grads, terms
+
+    @jax.jit
+    def nothing(state: TrainState, prepared: Prepared, places: Places) -> Any:
+        """What the sums begin with. Shapes alone are looked at."""
+        loss, sums, grads, terms = jax.eval_shape(of_part, state, prepared, places)
+        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, grads))
+        shape = prepared.mask.shape
+        return *wide[:2], constrain_tree(wide[2]), jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), terms)
+
+    def added(so_far: Any, state: TrainState, prepared: Prepared, places: Places) -> Any:
+        loss, sums, grads, terms = of_part(state, prepared, places)
+        *numbers, all_grads, all_terms = so_far
+        numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
+        # In 16 bits the sum would lose what is small beside it, so it is wider.
+        all_grads = constrain_tree(jax.tree.map(jnp.add, all_grads, grads))
+        return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
+
+    def stepped(state: TrainState, prepared: Prepared, so_far: Any) -> tuple[TrainState, Metrics]:
+        return finished(state, optimizer, config, prepared, so_far, max_difference)
+
+    add = jax.jit(added, donate_argnums=0)
+    finish = jax.jit(stepped, donate_argnums=0)
+
+    def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        check_replayable(batch.trajectory)
+        check_packable(batch.trajectory)
+        check_reference(config, state)
+        packs = packs_of(batch.trajectory, config)
+        prepared = prepared_batch(state, batch)
+        parts = [_places(packs, index) for index in range(len(packs.tokens))]
+        so_far = nothing(state, prepared, parts[0])
+        for places in parts:
+            so_far = add(so_far, state, prepared, places)
+        state, metrics = finish(state, prepared, so_far)
+        return state, metrics | {"update/padding": jnp.float32(packs.padding)}
+
+    return update
+
+
+def packs_of(trajectory: Trajectory, config: UpdateConfig) -> Packs:
+    """Reads the lengths, so it cannot run under jit; all processes must call it."""
+    assert config.pack_columns is not None and config.microbatch_size is not None
+    valid = on_host(trajectory.valid)
+    prompt, response = trajectory.prompt_width, trajectory.logprobs.shape[1]
+    # Three quarters suffice where responses are as long as three prompts; with longer ones some columns stay empty.
+    room = max(response, -(-3 * config.pack_columns // 4))
+    sizes = PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns))
+    return pack(valid[:, :prompt].sum(1), valid[:, prompt:].sum(1), prompt, response, sizes)
+
+
+def check_packable(trajectory: Trajectory) -> None:
+    """Raises ValueError for a rollout whose mask or draws name columns in a way that packing cannot move."""
+    mask = trajectory.mask
+    if not isinstance(mask, ShadowMask) or mask.quantized is not None:
+        kind = "a quantised cache" if isinstance(mask, ShadowMask) else "a boolean mask"
+        raise ValueError(f"expected a compact shadow mask of a cache that is not quantised, to be packed; got {kind}")
+    if trajectory.evictions is not None:
+        raise ValueError("expected no recorded draws of evictions in a rollout to be packed; got some")
+    if trajectory.drawable is not None and trajectory.drawable.min_new_tokens:
+        least = trajectory.drawable.min_new_tokens
+        raise ValueError(f"expected no minimum length in a rollout to be packed; got {least} tokens")
+
+
+def packed_part(prepared: Prepared, places: Places) -> Prepared:
+    """The tokens of one microbatch, sequences one behind the other; every array of `[batch, R]` becomes `[rows, K]`."""
+
+    def take(x: Any) -> Any:
+        return None if x is None else _take(x, places.responses)
+
+    batch = prepared.batch
+    advantages = batch.advantages
+    if advantages.ndim == 1:
+        advantages = jnp.broadcast_to(advantages[:, None], prepared.mask.shape)
+    correction = prepared.correction
+    return Prepared(
+        TrainBatch(
+            packed_trajectory(batch.trajectory, places),
+            take(advantages),
+            take(batch.old_logprobs),
+            None,  # rows are left out by their tokens, which count for nothing
+            take(batch.old_values),
+            take(batch.returns),
+            take(batch.dense_old_logprobs),
+        ),
+        take(prepared.mask),
+        CorrectionTerms(take(correction.weights), take(correction.counted), take(correction.high_scale)),
+        weights=take(prepared.weights),
+        value_weights=take(prepared.value_weights),
+        distill_weights=take(prepared.distill_weights),
+        chosen=take(prepared.chosen),
+        entropy_weights=take(prepared.entropy_weights),
+        dense=None if prepared.dense is None else packed_part(prepared.dense, places),
+        eviction_weights=None,
+    )
+
+
+def packed_trajectory(trajectory: Trajectory, places: Places) -> Trajectory:
+    """The tokens of some sequences in rows that they share, under the mask that each of them had."""
+    there = jnp.asarray(places.tokens != ABSENT)
+    mask = trajectory.mask
+    assert isinstance(mask, ShadowMask), "checked before"
+    drawable = trajectory.drawable
+    if drawable is not None and drawable.sets is not None:
+        drawable = drawable.replace(sets=_take(drawable.sets, places.responses))
+    packing = Packing(
+        jnp.asarray(places.positions),
+        jnp.asarray(places.ends),
+        jnp.asarray(places.columns),
+        jnp.asarray(places.responses != ABSENT),
+    )
+    return Trajectory(
+        tokens=_take(trajectory.tokens, places.tokens),
+        valid=constrain(there),
+        logprobs=_take(trajectory.logprobs, places.responses),
+        terminated=constrain(jnp.zeros(there.shape[0], bool)),
+        mask=packed_mask(mask, trajectory.prompt_width, places),
+        temperature=trajectory.temperature,
+        entropy=None if trajectory.entropy is None else _take(trajectory.entropy, places.responses),
+        drawable=drawable,
+        packing=packing,
+    )
+
+
+def packed_mask(mask: ShadowMask, prompt_width: int, places: Places) -> ShadowMask:
+    """The intervals of the tokens, moved with them; each ends with its sequence at the latest."""
+    width = mask.evicted_at.shape[-1]
+    columns = places.tokens.shape[1]
+    moved = jnp.arange(columns)[None] - places.tokens % width
+    by_token = jnp.moveaxis(mask.evicted_at, -1, 1)  # [batch, T, layers, kv_heads]
+    # NEVER is the largest number there is, and nothing may be added to it.
+    evicted_at = jnp.minimum(_take(by_token, places.tokens), width) + moved[..., None, None]
+    evicted_at = jnp.minimum(evicted_at, places.ends[..., None, None])
+    evicted_at = jnp.where((places.tokens != ABSENT)[..., None, None], evicted_at, 0)
+    segments = [packed_segments(one, prompt_width, columns) for one in mask.segments]
+    known = tuple(one for one in segments if one is not None)
+    # One entry a layer, or none: where it would not pay for every layer, each looks at all keys.
+    return ShadowMask(jnp.moveaxis(evicted_at, 1, -1), known if len(known) == len(segments) else ())
+
+
+def packed_segments(segments: Segments, prompt_width: int, columns: int) -> Segments | None:
+    """Boundaries at every `length` columns, wherever sequences begin; None where that saves nothing.
+
+    Between two compressions a query sees up to `budget + length` keys, within its prompt all of it.
+    """
+    budget = max(segments.budget + segments.length, prompt_width)
+    if 2 * (budget + segments.length) > columns:
+        return None
+    return Segments(segments.length, segments.length, budget)
+
+
+def _take(x: Array, places: Numbers) -> Array:
+    """`x [batch, columns, ...]` at flattened places, 0 where there is none."""
+    taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
+    there = jnp.asarray(places != ABSENT).reshape(places.shape + (1,) * (x.ndim - 2))
+    # Each device works on rows of its own.
+    return constrain(jnp.where(there, taken, jnp.zeros((), x.dtype)))
+
+
+def _put_back(whole: Array, part: Array, places: Places) -> Array:
+    """`part [rows, K]` in its places of `whole [batch, R]`."""
+    outside = whole.size  # where scattered numbers are dropped
+    at = jnp.where(places.responses == ABSENT, outside, places.responses)
+    return whole.reshape(-1).at[at.reshape(-1)].set(part.reshape(-1), mode="drop").reshape(whole.shape)
+
+
+def _places(packs: Packs, index: int) -> Places:
+    fields = (packs.tokens, packs.positions, packs.ends, packs.responses, packs.columns)
+    return Places(*(np.asarray(field[index]) for field in fields))
