@@ -48,7 +48,8 @@ def section(rows: Sequence[Row], decisive: Place) -> Section:
             "What a frozen mask leaves out: a small step along the gradient of the sparse reward, whose slope the "
             "frozen mask predicts, against the change that is realised when the sampler chooses its keys anew (common "
             "random numbers). Lengths are such that the reward should change by 0.01, 0.03 and 0.1 to either side. "
-            "*control*: with the full cache, where nothing is chosen.",
+            "Longer steps give less than predicted where the choice does not depend on the parameters, too: rewards "
+            "are curved. *control*: with the full cache, where nothing is chosen.",
             step_table(steps),
         ]
     shadow, tis = (here[arm]["alignment_reward"] for arm in ("shadow", "tis"))
@@ -90,7 +91,7 @@ def step_table(steps: Sequence[Row]) -> str:
     for row in steps:
         control = ", control" if row["arm"] == "full-cache-exact" else ""
         numbers = [with_half(row, name) for name in ("predicted", "realised", "ratio")]
-        lines.append([f"{row['task']}, {name_of(place_of(row))}{control}", f"{row['step']:g}", *numbers])
+        lines.append([f"{row['task']}, {name_of(place_of(row))}{control}", f"{row['step']:.2g}", *numbers])
     return table(["cell", "length of the step", "predicted slope", "realised slope", "realised / predicted"], lines)
 
 

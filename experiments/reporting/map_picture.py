@@ -16,9 +16,12 @@ from smd_jax.monitor.plots import COLOURS
 TITLES = {"sparse": "decoded under the budget", "dense": "decoded with the full cache"}
 COLOUR: dict[str, str] = dict(zip(METHODS, COLOURS, strict=False))
 
+NOBODY = "#888888"
+
 
 def draw(cells: Sequence[MapCell], path: Path, made_of: str) -> None:
-    """Rows are tasks and budgets, columns eviction policies; pale where the lead over the start is not established.
+    """Rows are tasks and budgets, columns eviction policies; pale where the lead over the start is not established, and
+    grey where nobody gains.
 
     Args:
       made_of: digest of the rows, kept in the file.
@@ -42,12 +45,12 @@ def draw_fields(
         best = cell.best(kind)
         gain = cell.gain(best, kind)
         strong = gain.established and gain.mean > 0
-        axes.add_patch(
-            Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=COLOUR[best], alpha=0.75 if strong else 0.25, lw=0)
-        )
+        gains = cell.anybody_gains(kind)
+        colour = COLOUR[best] if gains else NOBODY
+        axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, alpha=0.75 if strong else 0.25, lw=0))
         start = cell.arms["untrained"]
         before = sum(row[kind] for row in start) / len(start)
-        axes.text(x, y - 0.14, best, ha="center", va="center", fontsize=8)
+        axes.text(x, y - 0.14, best if gains else "no gain", ha="center", va="center", fontsize=8)
         axes.text(x, y + 0.2, f"{before:.2f} {gain.mean:+.2f}".replace("-", "−"), ha="center", va="center", fontsize=8)
     axes.set_xlim(-0.5, len(policies) - 0.5)
     axes.set_ylim(len(places) - 0.5, -0.5)
