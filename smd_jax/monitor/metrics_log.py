@@ -62,6 +62,7 @@ METRICS: dict[str, str] = {
     "rollout/tokens": "response tokens that were drawn",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
+    "rollout/weights_moved_bytes": "bytes that all devices receive so that the sampler has its weights whole",
     "update/padding": "share of the columns that the learner runs over which hold no token",
     "grad_norm": "global norm of the gradient before clipping",
     "update/skipped": "share of optimizer steps that were left out, because loss or gradient was not finite",

@@ -45,7 +45,16 @@ from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import converted
-from smd_jax.sharding import check_rows, make_mesh, row_ways, shard_batch, shard_tree
+from smd_jax.sharding import (
+    check_rows,
+    gathered_shardings,
+    make_mesh,
+    moved_bytes,
+    row_ways,
+    shard_batch,
+    shard_tree,
+    tree_shardings,
+)
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import (
@@ -197,6 +206,7 @@ class Loop:
         # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
+        host["rollout/weights_moved_bytes"] = self._weights_moved(state.params)
         # Where an update packs its rows it knows better.
         host.setdefault("update/padding", 1.0 - int(tokens) / samples.trajectory.valid.size)
         host |= {"time/update": ended - collected, "step_time": ended - started}
@@ -205,6 +215,21 @@ class Loop:
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
         self._refuse(index, state, samples, host)
         return state, host
+
+    def _weights_moved(self, params: Params) -> float:
+        """What it takes that sampler and learner read the same weights in two ways: `moved_bytes` of the sampler's."""
+        if "bytes" not in self._known_moves:
+            own = self.policy_params(params)
+            # As the sampler computes with them: converted where they are, and then gathered from fsdp.
+            read = jax.eval_shape(self.model.compute_params, own)
+            before, after = tree_shardings(own, self.mesh), gathered_shardings(own, self.mesh)
+            self._known_moves["bytes"] = float(moved_bytes(read, before, after))
+        return self._known_moves["bytes"]
+
+    @cached_property
+    def _known_moves(self) -> dict[str, float]:
+        """Counted once: every step moves as much."""
+        return {}
 
     @property
     def is_exact(self) -> bool:
