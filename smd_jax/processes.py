@@ -9,7 +9,9 @@ process must start the same programs in the same order. With one process nothing
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -46,6 +48,10 @@ def join(coordinator: str | None = None, count: int | None = None, index: int | 
         raise ValueError(f"expected the index of a process from 0 to {count - 1}, of {count} processes; got {index}")
     # How CPUs of several processes add up; other platforms have their own ways and don't look at it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # And one program after the other: two at once would wait for each other's threads.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # It would take SIGTERM away from whoever listens to it, and a process that nobody listens in would not end.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, count, index)
     except ValueError as error:  # JAX's, where nothing around the process names a coordinator
@@ -74,15 +80,20 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(text) for text in gather_texts(json.dumps(value))]
 
 
-def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all must call it."""
-    return any(gather_json(flag))
-
-
-def wait_for_all(name: str) -> None:
-    """Goes on when all processes have come to this place."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """What fails in one process ends all of them, where otherwise they would wait for it: whatever the body raises is
+    raised, and OtherProcessError in the processes where it went well. All must come here; nobody leaves before the
+    others have come. In the body nothing may wait for another process.
+    """
+    try:
+        yield
+    finally:
+        error = sys.exception()
+        ended = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    for process, other in enumerate(ended):
+        if other is not None:
+            raise OtherProcessError(f"expected every process to go on; process {process} ended with {other}")
 
 
 def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -90,6 +101,18 @@ def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)
+
+
+def on_first_host(tree: Any) -> Any:
+    """The tree with its arrays on the host of the first process, leaf by leaf; None in the others. All must call it."""
+    leaves, structure = jax.tree.flatten(tree)
+    # The others keep nothing: their hosts need not have room for a whole model.
+    kept = [on_host(leaf) if is_first() else _taken_part(leaf) for leaf in leaves]
+    return structure.unflatten(kept) if is_first() else None
+
+
+def _taken_part(x: jax.Array | np.ndarray) -> None:
+    on_host(x)
 
 
 def versions() -> dict[str, str]:

@@ -136,7 +136,10 @@ def _put(tree: Any, shardings: Any, mesh: Mesh) -> Any:
             # `device_put` takes no random keys there, and those stay where they are.
             return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
         # Each process takes its devices' parts of what all have. `device_put` would send it around, to compare it.
-        return jax.make_array_from_callback(np.shape(x), sharding, lambda index: x[index])
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return jax.make_array_from_callback(np.shape(x), sharding, lambda index: x)  # which nothing splits
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(put, tree, shardings)
 

@@ -6,28 +6,40 @@ python -m tests.joined FILE COORDINATOR COUNT INDEX       the process with index
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from smd_jax import processes
+from smd_jax.commands import launch, train
+from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.eviction.policies import H2O
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import init_state
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import ValueConfig
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.value_head import add_value_head
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
-from smd_jax.processes import on_host
+from smd_jax.process_rows import check_prompts_divide, feeders
+from smd_jax.processes import OtherProcessError, on_host
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.train.ppo import PPOConfig, PPOLoop
 from smd_jax.train.samples import Samples
 
 EOS, PAD = 258, 256
@@ -57,7 +69,7 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 
-def steps_of(loop: Loop, params: Any, steps: int = STEPS) -> dict[str, np.ndarray]:
+def steps_of(loop: Loop, params: Any, steps: int = STEPS, reference: Any = None) -> dict[str, np.ndarray]:
     """What the steps gave, by names: tokens, rewards, metrics, parameters."""
     found = dict[str, np.ndarray]()
 
@@ -71,7 +83,7 @@ def steps_of(loop: Loop, params: Any, steps: int = STEPS) -> dict[str, np.ndarra
         found[f"numbers {index}"] = np.array([row["number"] for row in samples.task_rows])
 
     loop = dataclasses.replace(loop, watch=watch)
-    state = init_state(shard_tree(params, loop.mesh), loop.optimizer, jax.random.key(3))
+    state = init_state(shard_tree(params, loop.mesh), loop.optimizer, jax.random.key(3), reference)
     for step in range(steps):
         state, metrics = loop.step(state)
         found |= {f"metric {step} {name}": np.float64(x) for name, x in metrics.items() if name not in MACHINE_METRICS}
@@ -80,28 +92,112 @@ def steps_of(loop: Loop, params: Any, steps: int = STEPS) -> dict[str, np.ndarra
     return found
 
 
-def grpo(sizes: tuple[int, int, int], config: GRPOConfig = CONFIG) -> dict[str, np.ndarray]:
-    task = Words()
-    loop = GRPOLoop(
-        MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), rewards=Rewards((task.reward,), seconds=None)
+def params() -> Any:
+    return random_params(MODEL.config)
+
+
+def mesh() -> Mesh:
+    return make_mesh(2, 2, 1)
+
+
+def rewards() -> Rewards:
+    return Rewards((Words().reward,), seconds=None)
+
+
+def grpo() -> dict[str, np.ndarray]:
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    return steps_of(loop, params())
+
+
+def few_rows() -> dict[str, np.ndarray]:
+    """Half of the completions at a time, and further rollouts in place of groups without signal, of which there are:
+    rewards say whether the first token is odd."""
+    config = dataclasses.replace(CONFIG, decode_rows=4, prefill_rows=4, dynamic_sampling=1)
+    parity = Rewards((first_is_odd,), seconds=None)
+    return steps_of(GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=parity), params(), steps=1)
+
+
+def first_is_odd(completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(ids[0] % 2) for ids in completion_ids]
+
+
+def ppo_with_adapters() -> dict[str, np.ndarray]:
+    """Two minibatches in two passes, a critic, and a KL to the base below the adapters, taken off the rewards."""
+    update = UpdateConfig(value=ValueConfig(), loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
+    config = PPOConfig(4, 2, 8, H2O(), ROLLOUT, minibatches=2, num_iterations=2, update=update)
+    loop = PPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
+    return steps_of(loop, add_value_head(add_lora(params(), LoraConfig(2), jax.random.key(5)), MODEL.config), steps=1)
+
+
+def judged_pairs() -> dict[str, np.ndarray]:
+    """Online DPO by a judge, that puts the completion with fewer letters first."""
+    config = OnlineDPOConfig(4, 2, 8, H2O(), ROLLOUT)
+    loop = OnlineDPOLoop(
+        MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards(), judge=shorter_is_better
     )
-    return steps_of(loop, random_params(MODEL.config))
+    return steps_of(loop, params(), steps=1, reference=params())
 
 
-RUNS = {"grpo": functools.partial(grpo, (2, 2, 1))}
+def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[int]]:
+    return [sorted(range(len(group)), key=lambda i: (len(group[i]), group[i])) for group in completions]
 
 
-def all_runs() -> dict[str, np.ndarray]:
-    return {f"{run}: {name}": value for run, take in RUNS.items() for name, value in take().items()}
+RUNS = {run.__name__: run for run in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
 
 
-def main(file: str, coordinator: str, count: str, index: str) -> None:
-    processes.join(coordinator, int(count), int(index))
-    found = all_runs()
+def refusals(index: int) -> dict[str, np.ndarray]:
+    """What several processes say of a process that was told something else, and of one that fails."""
+    said = dict[str, np.ndarray]()
+    for name, body in (
+        ("other seed", lambda: processes.check_same({"run": {"seed": index, "steps": 4}})),
+        ("other version", lambda: _with_version(f"0.{index}.0")),
+        ("failure", lambda: _fails_in_last(index)),
+        ("mesh", lambda: make_mesh(jax.device_count() // 2)),
+        ("prompts", lambda: check_prompts_divide(3, feeders(mesh()))),
+    ):
+        try:
+            body()
+        except (OtherProcessError, ValueError, KeyError) as error:
+            said[f"refused: {name}"] = np.array(str(error))
+    return said
+
+
+def _with_version(version: str) -> None:
+    with mock.patch.object(processes, "versions", lambda: {"jax": version}):
+        processes.check_same({})
+
+
+def _fails_in_last(index: int) -> None:
+    with processes.all_or_none():
+        if index == jax.process_count() - 1:
+            raise KeyError("no such row")
+
+
+def command(folder: Path, out: Path, *more: str) -> None:
+    """smd-train on what the folder holds."""
+    words = ["grpo", "--model", f"{folder}/model", "--dataset", f"{folder}/rows.jsonl"]
+    words += ["--reward", "tests.joined:first_is_odd", "--reward-timeout", "None", "--num-prompts", "4"]
+    words += ["--num-generations", "2", "--max-completion-length", "4", "--budget", "16", "--buffer", "2"]
+    words += ["--eviction", "h2o", "--distill", "none", "--learning-rate", "1e-2", "--data-parallel", "2"]
+    words += ["--fsdp", "2", "--completions-steps", "2", "--save-steps", "1", "--output-dir", str(out)]
+    words += ["--eval-steps", "2", "--eval-dataset", f"{folder}/held_out.jsonl", "--eval-decode", "sampler"]
+    train.main([*words, *more])
+
+
+def main(folder: str, coordinator: str, count: str, index: str) -> None:
+    faulthandler.dump_traceback_later(240, exit=True)  # a deadlock says where, and is none for those who wait
+    launch.join(LaunchArgs(coordinator, int(count), int(index)))
+    place, out = Path(folder), Path(folder) / count
+    found = {f"{run}: {name}": value for run, take in RUNS.items() for name, value in take().items()}
+    found |= refusals(int(index)) if int(count) > 1 else {}
+    # One process takes three steps, several take two, and go on from what they have saved.
+    if int(count) > 1:
+        command(place, out, "--max-steps", "2")
+        command(place, out, "--max-steps", "3", "--resume")
+    else:
+        command(place, out, "--max-steps", "3")
     if processes.is_first():
-        temporary = Path(f"{file}.npz.tmp.npz")
-        np.savez(temporary, **found)  # pyright: ignore[reportArgumentType]
-        os.replace(temporary, file)
+        np.savez(place / f"{count}.npz", **found)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

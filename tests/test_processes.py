@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
 from smd_jax import processes
+from smd_jax.commands import launch
+from smd_jax.commands.arguments import LaunchArgs
+from smd_jax.commands.errors import UserError
+from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.process_rows import Feeders, feeders, sampling_mesh
 from smd_jax.sharding import make_mesh
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.train import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def start(file: Path, count: int, devices: int) -> list[subprocess.Popen[str]]:
+class Found(NamedTuple):
+    """What the runs of `tests.joined` left.
+
+    Attributes:
+      arrays: by `run: name`. out: directory of smd-train.
+    """
+
+    arrays: dict[str, np.ndarray]
+    out: Path
+
+    def of(self, run: str) -> dict[str, bytes]:
+        return {name: value.tobytes() for name, value in self.arrays.items() if name.startswith(f"{run}:")}
+
+
+def start(folder: Path, count: int, devices: int) -> list[subprocess.Popen[str]]:
     """Processes of `tests.joined` with so many devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -29,43 +51,100 @@ def start(file: Path, count: int, devices: int) -> list[subprocess.Popen[str]]:
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.joined", str(file), coordinator, str(count)]
+    command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, str(count)]
     return [
-        subprocess.Popen([*command, str(index)], env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        subprocess.Popen(
+            [*command, str(index)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
         for index in range(count)
     ]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np.ndarray]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     """What one process with four devices found, and what two with two devices each did."""
     folder = tmp_path_factory.mktemp("joined")
+    write_random_checkpoint(folder / "model", config=tiny_model_config(num_layers=1))
+    for name, rows in (("rows", 12), ("held_out", 5)):
+        lines = [json.dumps({"prompt": "abcdefgh"[: 1 + row % 8]}) for row in range(rows)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
     results = {}
     for count in (1, 2):
-        file = folder / f"{count}.npz"
-        running = start(file, count, 4 // count)
+        running = start(folder, count, 4 // count)
         errors = [process.communicate()[1] for process in running]
         assert [process.returncode for process in running] == [0] * count, "\n".join(errors)
-        with np.load(file) as arrays:
-            results[count] = {name: arrays[name] for name in arrays.files}
+        with np.load(folder / f"{count}.npz") as arrays:
+            results[count] = Found({name: arrays[name] for name in arrays.files}, folder / str(count))
     return results
 
 
-def of_run(found: dict[str, np.ndarray], run: str) -> dict[str, np.ndarray]:
-    return {name: value for name, value in found.items() if name.startswith(f"{run}:")}
+@pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs"])
+def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
+    """Tokens, masks, rewards, metrics and parameters: of GRPO; of the engine with dynamic sampling; of PPO with
+    adapters, minibatches and a KL in the reward; of online DPO by a judge."""
+    one, two = found[1].of(run), found[2].of(run)
+    assert one.keys() == two.keys() and len(one) > 40
+    assert not [name for name in one if one[name] != two[name]]
 
 
-def test_grpo_is_the_same_to_the_last_bit(found: dict[int, dict[str, np.ndarray]]):
-    """Tokens, masks, rewards, metrics and parameters of two steps."""
-    one, two = of_run(found[1], "grpo"), of_run(found[2], "grpo")
-    assert one.keys() == two.keys()
-    different = [name for name in one if one[name].tobytes() != two[name].tobytes()]
-    assert not different
-    rewards = one["grpo: rewards 0"].reshape(4, 2)
-    assert (rewards[:, 0] != rewards[:, 1]).any(), "something is learnt"
-    assert one["grpo: metric 0 grad_norm"] > 0.01
-    assert (one["grpo: numbers 0"].reshape(4, 2)[:, 0] == one["grpo: numbers 0"].reshape(4, 2)[:, 1]).all()
-    assert len(set(one["grpo: numbers 0"])) == 4, "each process feeds prompts of its own"
+def test_there_was_something_to_learn(found: dict[int, Found]):
+    arrays = found[2].arrays
+    rewards, numbers = arrays["grpo: rewards 0"].reshape(4, 2), arrays["grpo: numbers 0"].reshape(4, 2)
+    assert (rewards[:, 0] != rewards[:, 1]).any() and arrays["grpo: metric 0 grad_norm"] > 0.01
+    assert (numbers[:, 0] == numbers[:, 1]).all() and len(set(numbers[:, 0])) == 4, "each feeds prompts of its own"
+    assert arrays["few_rows: metric 0 dynamic_sampling/rollouts"] == 2
+
+
+def test_the_command_is_the_same_and_writes_once(found: dict[int, Found]):
+    """Two processes saved after two steps, and went on; one took three."""
+    one, two = found[1].out, found[2].out
+    assert (one / "model/model.safetensors").read_bytes() == (two / "model/model.safetensors").read_bytes()
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        rows = [read_metrics(out / name) for out in (one, two)]
+        assert len(rows[0]) == len(rows[1]) == (3 if name == "metrics.jsonl" else len(rows[0]))
+        for left, right in zip(*rows, strict=True):
+            assert left.keys() == right.keys()
+            assert {k: left[k] for k in left if k not in MACHINE_METRICS} == {
+                k: right[k] for k in right if k not in MACHINE_METRICS
+            }
+    files = [sorted(file.name for file in (out / "completions").iterdir()) for out in (one, two)]
+    assert files[0] == files[1] and "completions_00002.parquet" in files[0]
+    assert "coordinator" not in (two / "config.yaml").read_text()
+
+
+def test_what_several_processes_saved_one_reads(found: dict[int, Found]):
+    one, two = (saved_params(found[count].out / "checkpoints") for count in (1, 2))
+    assert one.keys() == two.keys() and len(one) > 8
+    for name in one:
+        np.testing.assert_array_equal(one[name], two[name])
+
+
+def saved_params(directory: Path) -> dict[str, np.ndarray]:
+    """The newest parameters, all on one device of this process."""
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_params(tiny_model_config(num_layers=1))
+    )
+    params = checkpoint.restore_part(directory, {"params": like})["params"]
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("other seed", "process 1: run.seed: expected 0, got 1"),
+        ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
+        ("failure", "process 1 ended with KeyError: 'no such row'"),
+        ("mesh", "expected 2 devices for data=2, fsdp=1, tensor=1; got 4 in 2 processes"),
+        ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
+    ],
+)
+def test_what_processes_refuse(found: dict[int, Found], what: str, said: str):
+    assert said in str(found[2].arrays[f"refused: {what}"])
 
 
 # --- by one process alone
@@ -86,7 +165,9 @@ def test_one_process_feeds_all():
 def test_one_process_talks_to_nobody():
     processes.check_same({"seed": 0})
     assert processes.gather_json({"a": [1, float("inf")]}) == [{"a": [1, float("inf")]}]
-    assert processes.is_first() and processes.any_process(True) and not processes.any_process(False)
+    assert processes.is_first()
+    with pytest.raises(KeyError), processes.all_or_none():
+        raise KeyError("as it was raised")
     assert jax.process_count() == 1
 
 
@@ -112,3 +193,21 @@ def test_differences_are_named():
 def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | None], said: str):
     with pytest.raises(ValueError, match=said):
         processes.join(*given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (LaunchArgs("auto", 2), "--coordinator auto alone"),
+        (LaunchArgs("localhost:1"), "together, or none"),
+        (LaunchArgs(process_id=1), "together, or none"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: LaunchArgs, said: str):
+    with pytest.raises(UserError, match=said):
+        launch.join(flags)
+
+
+def test_without_flags_nobody_is_joined():
+    launch.join(LaunchArgs())
+    assert jax.process_count() == 1

@@ -191,6 +191,17 @@ class DeviceArgs:
 
 
 @dataclass(frozen=True)
+class LaunchArgs:
+    """Several processes that train one model: the same command in all of them, but for --process-id."""
+
+    coordinator: str | None = (
+        None  # host:port of process 0; auto where a TPU pod, SLURM, GKE or Open MPI knows; None: one process
+    )
+    num_processes: int | None = None  # how many there are
+    process_id: int | None = None  # which one this is, from 0
+
+
+@dataclass(frozen=True)
 class GroupArgs:
     """How the completions of a prompt are compared."""
 
@@ -228,6 +239,7 @@ class Common:
     optimizer: OptimizerArgs = OptimizerArgs()
     run: RunArgs = RunArgs()
     device: DeviceArgs = DeviceArgs()
+    launch: LaunchArgs = LaunchArgs()
 
 
 @dataclass(frozen=True)

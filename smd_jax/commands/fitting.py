@@ -35,7 +35,7 @@ def memory_of_device(args: Common, loop: Loop) -> int | None:
         if given is not None:
             raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
         return None
-    return usable_memory(loop.mesh.size) if given is None else parse_bytes(given)
+    return usable_memory(loop.mesh.local_mesh.size) if given is None else parse_bytes(given)
 
 
 def fitted(args: Common, loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:

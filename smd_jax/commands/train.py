@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common
+from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
+from smd_jax.commands.launch import check_same, check_shared, join, together
 from smd_jax.commands.limits import check_numbers
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
@@ -35,6 +36,7 @@ from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, show_bytes
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
+from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
@@ -44,6 +46,7 @@ from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
+from smd_jax.processes import all_or_none, is_first, on_first_host
 from smd_jax.sharding import shard_tree
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
@@ -92,6 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if words is None else words)
     with reported("--debug" in given), plain_warnings():
         algorithm, args = parse(given)
+        join(args.launch)
         args = from_the_root(args)
         try:
             run(algorithm, args)
@@ -105,7 +109,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     """One run from start to end; None if it was only to be planned."""
     keep_programs()
     directory = args.run.output_dir
-    with users_mistakes(), troubles():
+    with together(), all_or_none(), users_mistakes(), troubles():
         check_numbers(args)
         settings = run_config(args)
         check_directory(directory, args.run.resume)
@@ -115,29 +119,36 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             checkpoint.check_config(directory / CHECKPOINTS, run_settings(args, ready.loop)[0])
-    print_plan(args, ready)
+    check_same(algorithm, args, ready.loop.config)
+    if is_first():
+        print_plan(args, ready)
     if args.run.dry_run:
         return None
-    with only_process(directory):
+    with ExitStack() as held:
+        with together(), all_or_none():
+            held.enter_context(only_process(directory))
         return run_prepared(algorithm, args, settings, ready)
 
 
 def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared) -> Outcome:
     """The run itself, from the weights on."""
     directory = args.run.output_dir
-    with users_mistakes():
+    with together(), all_or_none(), users_mistakes():
         state = first_state(args, ready)
         with written(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
+            if is_first():
+                (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
+    check_shared(directory / "config.yaml")
     loop = watched(args, ready)
     if isinstance(loop, PolicyLoop) and args.device.memory is not None:
         compiled = loop_memory(loop, state)
-        summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
+        if is_first():
+            summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     compared, noted = run_settings(args, loop)
     with users_mistakes():
-        copies = loggers(args)
-    with troubles():
+        copies = loggers(args) if is_first() else []
+    with together(), troubles():
         state = train(
             loop,
             state,
@@ -151,10 +162,12 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             label=algorithm,
         )
     history = read_metrics(directory / "metrics.jsonl")
-    plot_training({algorithm: history}, directory / "training.png")
-    export(args, ready, loop, state, directory)
-    for line in verdict(history):
-        print_box("look at this", with_flags(line))
+    params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
+    if is_first():
+        plot_training({algorithm: history}, directory / "training.png")
+        export(args, ready, params, directory)
+        for line in verdict(history):
+            print_box("look at this", with_flags(line))
     return Outcome(state, history, directory / "model")
 
 
@@ -177,7 +190,8 @@ def run_config(args: Common) -> RunConfig:
 
 def kept_config(algorithm: str, args: Common) -> str:
     """The file that starts the run again: a new one, or with --resume this one."""
-    return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False)))
+    # Who takes part, and which of them this is, is another matter each time.
+    return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False), launch=LaunchArgs()))
 
 
 def check_there(directory: Path, resume: bool) -> None:
@@ -244,7 +258,9 @@ def keeps_reference(args: Common, loop: Loop) -> bool:
 def watched(args: Common, ready: Prepared) -> Loop:
     """The loop with what reports on it."""
     guard = MismatchGuard(args.run.mismatch_bound)
-    loop = replace(ready.loop, report=rollout_report(), guard=guard, max_skipped=args.run.max_skipped_updates)
+    loop = replace(ready.loop, guard=guard, max_skipped=args.run.max_skipped_updates)
+    if is_first():
+        loop = replace(loop, report=rollout_report())
     if not args.run.completions_steps:
         return loop
     log = CompletionsLog(
@@ -253,7 +269,7 @@ def watched(args: Common, ready: Prepared) -> Loop:
         every=args.run.completions_steps,
         table_rows=args.run.print_completions,
     )
-    return replace(loop, watch=log)
+    return replace(loop, watch=log, watch_every=args.run.completions_steps)
 
 
 def loggers(args: Common) -> list[Logger]:
@@ -284,10 +300,8 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
-def export(args: Common, ready: Prepared, loop: Loop, state: TrainState, directory: Path) -> None:
-    """Writes the trained model in Hugging Face's format, without a critic and with adapters merged; and the adapters in
-    PEFT's."""
-    params = drop_value_head(state.params)
+def export(args: Common, ready: Prepared, params: Params, directory: Path) -> None:
+    """Writes the trained model in Hugging Face's format, with adapters merged; and the adapters in PEFT's."""
     if has_lora(params):
         save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
         print(f"adapters: {directory / 'adapter'}")

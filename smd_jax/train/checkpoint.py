@@ -130,6 +130,9 @@ class Writer:
             self._manager = self._manager or _manager(self.directory, self._max_to_keep)
             self._manager.save(step, args=items)
         self._writing = step, self._thread.submit(self._finish, self._manager, step)
+        if jax.process_count() > 1:
+            # Beside it the processes wait for each other, which must not come between those of the next step.
+            self.wait()
 
     def check(self) -> None:
         """Raises OSError, as `save`, if the last checkpoint could not be written; does not wait for it."""
@@ -301,8 +304,8 @@ def all_steps(directory: str | Path) -> list[int]:
     """Steps of the finished checkpoints in `directory`, ascending; unfinished temporary directories do not count."""
     if not Path(directory).is_dir():
         return []
-    with _reader(directory) as manager:
-        return sorted(manager.all_steps())
+    # Names alone: managers of several processes wait for each other, and one may see a directory before the others.
+    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(Path(directory).resolve()))
 
 
 def latest_step(directory: str | Path) -> int | None:

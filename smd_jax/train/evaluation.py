@@ -29,6 +29,8 @@ from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.process_rows import Feeders, feeders, rows_here, sampling_copy, sampling_mesh
+from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
 from smd_jax.sharding import make_mesh, row_ways, shard_batch, shard_tree
@@ -206,6 +208,8 @@ class Evaluator:
           report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
         """
         params = shard_tree(params, self.mesh)
+        if jax.process_count() > 1:
+            params = sampling_copy(params, self.mesh, self.sampling_mesh)
         for decode in self.config.decodes:
             yield self._run_one(params, decode, report)
 
@@ -215,6 +219,16 @@ class Evaluator:
         ways = row_ways(self.mesh)
         allowed = self.config.rows // self.config.group_size // ways
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
+
+    @cached_property
+    def feeders(self) -> Feeders:
+        """Which process feeds which prompts of a batch."""
+        return feeders(self.mesh)
+
+    @cached_property
+    def sampling_mesh(self) -> Mesh:
+        """Where this process samples its prompts; `mesh` where there is one process."""
+        return sampling_mesh(self.mesh)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -251,12 +265,24 @@ class Evaluator:
         )
 
     def _run_batch(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int) -> _Batch:
+        first = bool(numbers[0] == 0)
+        part = self.feeders.part(len(numbers))
+        own_kept = min(max(kept - part.start, 0), part.stop - part.start)
+        if jax.process_count() == 1:
+            return self._run_own(params, decode, numbers, kept, first)
+        with all_or_none():
+            own = self._run_own(params, decode, numbers[part], own_kept, first)
+        return _Batch.of_all(self.feeders.of_teams(gather_json(own.as_json())))
+
+    def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
+        """The prompts of a batch, the first one or a later, that this process feeds; of them the first `kept` count."""
         group_size = self.config.group_size
+        mesh = self.sampling_mesh
         rows = [self.task[int(number) % len(self.task)] for number in numbers]
-        prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), self.mesh)
+        prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
-        with jax.set_mesh(self.mesh):
-            if numbers[0] == 0:
+        with jax.set_mesh(mesh):
+            if first:
                 # Before the clock runs; the call below, and those of all other batches, find the program.
                 self._rollout(rollout_program.lower, params, prompts, keys, decode).compile()
             began = time.perf_counter()
@@ -264,6 +290,7 @@ class Evaluator:
             seconds = time.perf_counter() - began
         check_finite(trajectory.logprobs)
         drawn = int(trajectory.lengths().sum())
+        trajectory = rows_here(trajectory) if jax.process_count() > 1 else trajectory
         return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
 
     def _rollout(
@@ -285,6 +312,8 @@ class Evaluator:
     def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:
         shape = (len(rows), self.config.group_size)
         grader = self.rewards or self._own_reward
+        if not rows:  # of a process whose prompts all fill the batch up: nothing to call a reward function for
+            return _Batch(np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool), [], drawn, seconds)
         completions, graded = grade(grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
         return _Batch(
             rewards=graded.rewards.reshape(shape),
@@ -313,6 +342,34 @@ class _Batch:
     completions: list[list[str]]
     drawn: int
     seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rewards": self.rewards.tolist(),
+            "lengths": self.lengths.tolist(),
+            "clipped": self.clipped.tolist(),
+            "completions": self.completions,
+            "drawn": self.drawn,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def of_all(cls, parts: list[dict[str, Any]]) -> _Batch:
+        """The whole batch, from what `as_json` said in every process that fed it."""
+        shape = (-1, len(next(part for part in parts if part["rewards"])["rewards"][0]))
+
+        def whole(name: str, dtype: Any) -> np.ndarray:
+            return np.array([row for part in parts for row in part[name]], dtype).reshape(shape)
+
+        return cls(
+            whole("rewards", np.float32),
+            whole("lengths", int),
+            whole("clipped", bool),
+            completions=[texts for part in parts for texts in part["completions"]],
+            drawn=sum(part["drawn"] for part in parts),
+            # They sample at the same time, and the slowest ends last.
+            seconds=max(part["seconds"] for part in parts),
+        )
 
 
 def every_evaluation(loop: Loop, evaluator: Evaluator) -> Callable[[TrainState], dict[str, float]]:

@@ -19,6 +19,24 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 
+class NoJournal:
+    """In the place of a Journal in a process that writes nothing, because the first does; that one decides, too."""
+
+    start_is_evaluated = has_ended = False
+
+    def is_best(self, done: int) -> bool:
+        return False
+
+    def write_evaluation(self, done: int, metrics: Mapping[str, float | int]) -> None:
+        pass
+
+    def write_rollout(self, done: int, metrics: Mapping[str, float | int], *, evaluated: bool) -> list[str]:
+        return []
+
+    def why_ended(self) -> str:
+        return ""
+
+
 class Journal:
     """The files of one run, open.
 

@@ -9,7 +9,8 @@ directory/best/               the one with the best value of the objective, if t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,17 +22,20 @@ from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.panel import training_panel
+from smd_jax.monitor.progress import Report
+from smd_jax.processes import all_or_none, is_first
 from smd_jax.sharding import shard_tree
 from smd_jax.text.visible_text import visible
 from smd_jax.train import checkpoint
 from smd_jax.train.disk import check_space, check_writable, stored_bytes
 from smd_jax.train.frozen_base import with_base, without_base
-from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal
+from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal, NoJournal
 from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 from smd_jax.train.loop import Loop
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
+from smd_jax.train.standing import standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
@@ -112,10 +116,11 @@ def train(
         rollout is in `refused_<number>.safetensors`, and the run can go on from its newest checkpoint.
     """
     directory = Path(directory)
-    check_directory(directory, resume)
-    check_room(directory, stored_bytes(without_base(state)), run)
     evaluates = evaluate is not None and run.evaluate_every > 0
-    _check_objective(run.objective, evaluates)
+    with all_or_none():  # before the first process writes anything there
+        check_directory(directory, resume)
+        check_room(directory, stored_bytes(without_base(state)), run)
+        _check_objective(run.objective, evaluates)
     state = shard_tree(state, loop.mesh)
     here = machine(loop.mesh)
     # Without `resume` there is none: `check_directory` has seen to that.
@@ -124,7 +129,7 @@ def train(
         restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
         state = with_base(restored.state, state)
         for line in restored.damaged:
-            print(f"warning: {line}; the run goes on from step {restored.step}", flush=True)
+            _say(f"warning: {line}; the run goes on from step {restored.step}")
         # The run will save these steps again, and never behind them.
         checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
         _say_differences("with another setting", restored.noted, noted)
@@ -145,19 +150,23 @@ def train(
 
     with (
         StopSignals() as stop,
-        Loggers(loggers) as others,
-        Journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
-        training_panel(run.steps, start=start, name=label) as report,
+        Loggers(loggers if is_first() else ()) as others,
+        _journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
+        _panel(run.steps, start, label) as report,
         # The first to close, because loggers that wait for a network must not keep a checkpoint from being whole; and
         # a signal that comes then must not cut it off.
         checkpoint.Writer(directory / CHECKPOINTS, run.keep) as newest,
         checkpoint.Writer(directory / BEST, 1) as best,
     ):
-        if evaluate is not None and evaluates and done == 0 and not journal.start_is_evaluated:
-            journal.write_evaluation(0, evaluate(state))
-            if run.keeps_best and journal.is_best(0):
+        now = standing(stop, journal, done)
+        if evaluate is not None and evaluates and done == 0 and not now.start_is_evaluated:
+            found = evaluate(state)
+            with all_or_none():
+                journal.write_evaluation(0, found)
+            now = standing(stop, journal, done)
+            if run.keeps_best and now.is_best:
                 save_best()
-        while done < run.steps and stop.received is None and not journal.has_ended:
+        while done < run.steps and now.stopped is None and not now.has_ended:
             try:
                 state, metrics = loop.step(state)
             except RefusedRolloutError as refused:
@@ -166,19 +175,20 @@ def train(
                 raise refused.with_file(file) from refused
             done += 1
             if metrics.get("update/skipped", 0.0) > 0:
-                print(_skipped(done - 1, metrics), flush=True)
+                _say(_skipped(done - 1, metrics))
             due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
-            if evaluate is not None and due:
-                found = evaluate(state)
-                journal.write_evaluation(done, found)
-                metrics |= found
-            metrics |= memory_in_use()
-            # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
-            for warning in journal.write_rollout(done, metrics, evaluated=due):
-                print(warning, flush=True)
+            found = evaluate(state) if evaluate is not None and due else {}
+            metrics |= {**found, **memory_in_use()}
+            with all_or_none():
+                if due:
+                    journal.write_evaluation(done, found)
+                # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
+                for warning in journal.write_rollout(done, metrics, evaluated=due):
+                    print(warning, flush=True)
             others.write(done - 1, metrics)
             report(done, metrics)
-            if run.keeps_best and journal.is_best(done):
+            now = standing(stop, journal, done)
+            if run.keeps_best and now.is_best:
                 save_best()
             # The last one is saved below, whether it is due or not.
             if _due(done, run.checkpoint_every) and done < run.steps:
@@ -188,11 +198,38 @@ def train(
             best.check()
         if done > saved:
             save(newest)
-    if stop.received is not None:
-        raise RunStoppedError(stop.received, done, run.steps, directory)
-    if journal.has_ended and done < run.steps:
-        print(journal.why_ended(), flush=True)
+    if now.stopped is not None:
+        raise RunStoppedError(now.stopped, done, run.steps, directory)
+    if now.has_ended and done < run.steps:
+        _say(journal.why_ended())
     return jax.block_until_ready(state)
+
+
+@contextmanager
+def _journal(
+    directory: Path, start: int, *, resume: bool, objective: Objective | None, evaluates: bool
+) -> Iterator[Journal | NoJournal]:
+    """The journal, which the first process alone writes."""
+    if not is_first():
+        yield NoJournal()
+        return
+    with Journal(directory, start, resume=resume, objective=objective, evaluates=evaluates) as journal:
+        yield journal
+
+
+@contextmanager
+def _panel(steps: int, start: int, name: str) -> Iterator[Report]:
+    """The progress report, which the first process alone shows."""
+    if not is_first():
+        yield lambda done, metrics: None
+        return
+    with training_panel(steps, start=start, name=name) as report:
+        yield report
+
+
+def _say(line: str) -> None:
+    if is_first():
+        print(line, flush=True)
 
 
 def check_directory(directory: str | Path, resume: bool) -> None:
@@ -246,7 +283,7 @@ def _say_differences(what: str, saved: Json, given: object) -> None:
     if saved is None or given is None:
         return
     for line in config_differences(saved, to_jsonable(given, "noted"), words=("was", "is now")):
-        print(visible(f"resumed {what}, {line}"), flush=True)
+        _say(visible(f"resumed {what}, {line}"))
 
 
 def _skipped(index: int, metrics: Mapping[str, float]) -> str:

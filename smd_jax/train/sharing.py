@@ -13,13 +13,9 @@ import jax
 import numpy as np
 
 from smd_jax.process_rows import Feeders
-from smd_jax.processes import OtherProcessError, gather_json
+from smd_jax.processes import all_or_none, gather_json
 from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.trajectory import Trajectory
-
-# What ends a run in one process, and must then end it in all.
-ENDS = (TooManyFailures, FloatingPointError)
 
 
 class Told(NamedTuple):
@@ -39,26 +35,13 @@ def shared(who: Feeders, sample: Callable[[], tuple[Trajectory, Told]]) -> tuple
     """What `sample` gives for the rows of this process, with what is told of the rows of all.
 
     Raises:
-      OtherProcessError: `sample` raised one of ENDS in another process.
+      OtherProcessError: `sample` raised something in another process.
     """
     if jax.process_count() == 1:
         return sample()
-    trajectory: Trajectory | None = None
-    ended: Exception | None = None
-    try:
+    with all_or_none():
         trajectory, told = sample()
-        said: Any = _said(told)
-    except ENDS as error:
-        ended = error
-        said = {"ended": f"{type(error).__name__}: {error}"}
-    of_all = gather_json(said)
-    if ended is not None:
-        raise ended
-    for process, other in enumerate(of_all):
-        if "ended" in other:
-            raise OtherProcessError(f"expected every process to go on; process {process} ended with {other['ended']}")
-    assert trajectory is not None
-    return trajectory, _told(who.of_teams(of_all))
+    return trajectory, _told(who.of_teams(gather_json(_said(told))))
 
 
 def _said(told: Told) -> dict[str, Any]:

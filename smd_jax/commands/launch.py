@@ -1,0 +1,86 @@
+"""A command that runs in several processes: how they find each other, and that they were told the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from smd_jax import processes
+from smd_jax.commands.arguments import Common, LaunchArgs
+from smd_jax.commands.errors import UserError
+from smd_jax.processes import OtherProcessError
+from smd_jax.train.jsonable import to_jsonable
+from smd_jax.train.loop import LoopConfig
+
+AUTO = "auto"
+
+
+def join(launch: LaunchArgs) -> None:
+    """Makes this process one of those that the flags tell of; alone without any. Before JAX looks for devices.
+
+    Raises:
+      UserError: flags that do not go together, or nobody who could be joined.
+    """
+    given = (launch.coordinator, launch.num_processes, launch.process_id)
+    if all(x is None for x in given):
+        return
+    automatic = launch.coordinator == AUTO
+    if automatic and (launch.num_processes is not None or launch.process_id is not None):
+        raise UserError(
+            f"expected --coordinator auto alone, which finds out how many processes there are; got --num-processes "
+            f"{launch.num_processes} and --process-id {launch.process_id}"
+        )
+    try:
+        processes.join(None if automatic else launch.coordinator, launch.num_processes, launch.process_id)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+
+
+def check_same(algorithm: str, args: Common, config: LoopConfig) -> None:
+    """Refuses processes that were told something else, have other versions, or made other plans, such as with less
+    memory; in all of them.
+
+    Raises:
+      UserError: names every difference.
+    """
+    if jax.process_count() == 1:
+        return
+    with together():
+        processes.check_same(
+            {
+                "algorithm": algorithm,
+                "arguments": to_jsonable(replace(args, launch=LaunchArgs()), "arguments"),
+                "loop": to_jsonable(config, "loop"),
+                "devices of a process": jax.local_device_count(),
+            }
+        )
+
+
+def check_shared(file: Path) -> None:
+    """Refuses a directory that is not the same one in all processes.
+
+    Args:
+      file: that the first process has just written.
+
+    Raises:
+      UserError: this process does not see it.
+    """
+    with together(), processes.all_or_none():
+        if not file.is_file():
+            raise UserError(
+                f"expected --output-dir on a file system that all processes share; got no {file} in process "
+                f"{jax.process_index()}, which process 0 has written"
+            )
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Makes UserError of what another process could not do."""
+    try:
+        yield
+    except OtherProcessError as error:
+        raise UserError(str(error)) from error
