@@ -184,6 +184,17 @@ def test_a_sharded_update_needs_what_was_planned():
     assert planned.sampler_weights > 0 == whole.sampler_weights, "gathered from the fsdp axis"
 
 
+def test_an_accelerator_keeps_gathered_weights_while_it_samples():
+    """All matrices in float32, of which an update has two parts at a time."""
+    mesh = AbstractMesh((1, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    alone, shared = (
+        plan_memory(replace(WORK, mesh=mesh, rows=rows, platform="gpu"), param_shapes(MODEL))
+        for mesh, rows in ((None, WORK.rows // 4), (mesh, WORK.rows))
+    )
+    matrices = sum(x.nbytes for x in jax.tree.leaves(random_params(SHAPE)) if x.ndim == 2)
+    assert shared.sampler_weights + shared.rollout_work - alone.rollout_work == matrices > shared.sampler_weights
+
+
 def test_remat_is_no_help_to_a_cpu():
     """As compiled; an accelerator keeps one layer."""
     plans = {

@@ -39,6 +39,7 @@ from smd_jax.memory.sampler import (
     SamplerPass,
     cast_bytes,
     gathered_bytes,
+    kept_gathered_bytes,
     largest_part,
     local_shape,
     recorded_bytes,
@@ -234,7 +235,8 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         reference=_reference_bytes(work, params),
         trajectory=trajectory_bytes(model, config, work.prompt_width, here),
         cache=sampler.cache(live),
-        rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None),
+        rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None)
+        + kept_gathered_bytes(params, model, work.where, mesh),
         gradients=gradients,
         activations=activations,
         logits=logits,

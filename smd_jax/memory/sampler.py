@@ -76,16 +76,30 @@ def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Me
 def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None) -> int:
     """Bytes of weights that are here whole though the fsdp axis divides them: of all layers on CPUs, where the compiler
     gathers them early and keeps them (measured), of the one at work and the next elsewhere (assumed)."""
+    parts = _gathered_parts(params, config, platform, mesh)
+    return sum(parts) if platform == "cpu" else sum(parts[-2:])
+
+
+def kept_gathered_bytes(
+    params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
+) -> int:
+    """Bytes of the other layers, which a rollout gathers before its loop and keeps."""
+    return sum(_gathered_parts(params, config, platform, mesh)) - gathered_bytes(params, config, platform, mesh)
+
+
+def _gathered_parts(
+    params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
+) -> list[int]:
+    """Bytes of every layer and other module as it is gathered, ascending; nothing where there is no fsdp axis."""
     if mesh is None or mesh.shape["fsdp"] == 1:
-        return 0
+        return []
     size = compute_itemsize(config, platform)
 
     # Matrices alone: vectors are whole on every device anyway (`smd_jax.sharding.param_spec`).
     def whole(part: Any) -> int:
         return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
 
-    parts = sorted(whole({name: part}) for name, part in params.items())
-    return sum(parts) if platform == "cpu" else sum(parts[-2:])
+    return sorted(whole({name: part}) for name, part in params.items())
 
 
 def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int, ...], Any]]:
