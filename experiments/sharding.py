@@ -3,7 +3,7 @@
     python experiments/sharding.py --out experiments/results/sharding.json
 
 Takes a quarter of an hour on two cores. A step of GRPO with a KL to another random model, so that the loss is no sum of
-advantages that cancel out: 16 completions of a decoder with two layers, under H2O. Every mesh samples, grades and
+advantages that cancel out: 16 completions of a decoder with one layer, under H2O. Every mesh samples, grades and
 updates by itself; tokens, loss and gradients are compared with those of one device:
 
     max_rel_dloss   |loss - loss of one device| / |loss of one device|
@@ -85,7 +85,7 @@ def step(sizes: Sizes) -> dict[str, Any]:
         update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
     )
     found: dict[str, Any] = {}
-    model = Decoder(tiny_model_config(max_positions=32))
+    model = Decoder(tiny_model_config(max_positions=32, num_layers=1))
     rollout = RolloutConfig(max_new_tokens=6, budget=5, buffer=2, eos_token_id=258, pad_token_id=256)
     config = GRPOConfig(8, 2, 8, H2O(), rollout, update=UpdateConfig(loss=LossConfig(beta=0.1)))
     loop = GRPOLoop(
