@@ -75,16 +75,3 @@ def test_committed_results_say_where_they_come_from(path: Path):
         assert row["date"] and row["commit"]
         script = row["command"].split()[1]
         assert (ROOT / script).is_file(), f"expected the script of {row['command']!r}; got nothing at {script}"
-
-
-def test_a_step_was_the_same_on_every_mesh():
-    """Every factorisation of 1, 2, 4 and 8 devices, and 2 and 4 processes, against one device."""
-    sharding = module("sharding")
-    rows = json.loads((EXPERIMENTS / "results" / "sharding.json").read_text())
-    meshes = {processes: set() for processes in (1, 2, 4)}
-    for row in rows:
-        meshes[row["processes"]].add(tuple(row["mesh"].values()))
-        assert row["tokens_equal"] and row["max_rel_dloss"] <= 1e-6 and row["max_rel_dgrad"] <= 1e-5, row
-    assert meshes[1] == {sizes for devices in (1, 2, 4, 8) for sizes in sharding.factorisations(devices)}
-    for count in (2, 4):
-        assert meshes[count] == {sizes for (n, _), of in sharding.JOINED.items() if n == count for sizes in of}
