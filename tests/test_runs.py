@@ -346,7 +346,9 @@ def test_a_checkpoint_without_notes_is_resumed(tmp_path):
 
 def test_settings_that_plan_memory_are_noted():
     compared, noted = split_settings(GRPO)
-    assert noted == {"decode_rows": None, "prefill_rows": 8, "update.microbatch_size": None, "update_widths": 4}
+    rows_of_cache = {"decode_rows": None, "prefill_rows": 8}
+    of_update = {"update.microbatch_size": None, "update.pack_columns": None}
+    assert noted == {**rows_of_cache, **of_update, "update_widths": 4}
     assert not {"decode_rows", "prefill_rows", "update_widths"} & compared.keys()
     assert "microbatch_size" not in cast(dict[str, Any], compared["update"]) and compared["prompts_per_step"] == 2
     planned = replace(GRPO, decode_rows=4, update_widths=1, update=replace(GRPO.update, microbatch_size=2))
@@ -360,10 +362,10 @@ def test_what_chooses_the_rows_of_a_teacher_is_compared():
         distill = DistillConfig(fraction=fraction, position_fraction=position_fraction)
         return replace(GRPO, update=UpdateConfig(distill=distill))
 
-    rows_of_cache = ("decode_rows", "prefill_rows")
-    assert rounding_only(distilled(1.0, 1.0)) == (*rows_of_cache, "update.microbatch_size", "update_widths")
-    assert rounding_only(distilled(0.5, 1.0)) == (*rows_of_cache, "update_widths")
-    assert rounding_only(distilled(1.0, 0.5)) == (*rows_of_cache, "update.microbatch_size")
+    free = {"decode_rows", "prefill_rows", "update.pack_columns"}
+    assert set(rounding_only(distilled(1.0, 1.0))) == {*free, "update.microbatch_size", "update_widths"}
+    assert set(rounding_only(distilled(0.5, 1.0))) == {*free, "update_widths"}
+    assert set(rounding_only(distilled(1.0, 0.5))) == {*free, "update.microbatch_size"}
 
 
 def test_taking_out_what_is_not_there():
