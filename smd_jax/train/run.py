@@ -37,6 +37,7 @@ from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.standing import standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
+from smd_jax.typed_fields import check_types
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
 
@@ -63,6 +64,7 @@ class RunConfig:
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_whole("steps", self.steps, 1, "rollouts in all")
         check_whole("checkpoint_every", self.checkpoint_every, 0, "rollouts; 0: the last one only")
         check_whole("evaluate_every", self.evaluate_every, 0, "rollouts; 0: never")
