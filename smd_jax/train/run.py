@@ -175,6 +175,10 @@ def train(
                 journal.write_rollout(done + 1, refused.metrics, evaluated=False)
                 file = write_refused(directory, refused)
                 raise refused.with_file(file) from refused
+            # A save goes on beside one rollout and no longer: a killed run loses no more than what lies between two
+            # saves, and a disk that fails is noticed now.
+            newest.wait()
+            best.wait()
             done += 1
             if metrics.get("update/skipped", 0.0) > 0:
                 _say(_skipped(done - 1, metrics))
@@ -196,8 +200,6 @@ def train(
             if _due(done, run.checkpoint_every) and done < run.steps:
                 save(newest)
                 saved = done
-            newest.check()
-            best.check()
         if done > saved:
             save(newest)
     if now.stopped is not None:
