@@ -11,14 +11,20 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_types(config: Any) -> None:
-    """Raises TypeError, with the name of the field, for a value of a dataclass that its annotation does not allow.
+    """Raises TypeError, with the name of the field, for a value of a dataclass that its annotation does not allow; and
+    ValueError for a name that is none of its choices.
 
     Looked at are numbers, texts, choices, tuples and other dataclasses, and unions of them; everything else passes, as
     a protocol or a callable would. Whole numbers are floats, too; True and False are no numbers. Numbers of NumPy are.
     """
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
-        if not _fits(value, hint):
+        choices = get_args(hint)
+        if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
+            # In the words of `smd_jax.config.check_choice`, whatever is in the place of a name.
+            if value not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
+        elif not _fits(value, hint):
             raise TypeError(
                 f"expected {name} of {type(config).__name__} to be {_written(hint)}; got {value!r}, "
                 f"{type(value).__name__}"
@@ -36,7 +42,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if _is_union(hint):
         return any(_fits(value, arm) for arm in arms)
     if get_origin(hint) is Literal:
-        # By value and type, as True equals 1. Which texts there are, `check_choice` says in its own words.
+        # By value and type, as True equals 1. Which texts a union has, the configuration says in words of its own.
         return any(value == arm and type(value) is type(arm) for arm in arms) or (
             isinstance(value, str) and any(isinstance(arm, str) for arm in arms)
         )
