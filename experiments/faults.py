@@ -5,15 +5,14 @@ Question   Does a run survive what borrowed machines do to it? `survived`: a run
            refused with a message that names what was expected and what came, and its directory is left as it was.
 Command    python experiments/faults.py --out experiments/results/faults.json
            python experiments/faults.py --only 'SIGTERM in a rollout'                  one kind, nothing is written
-Cost       about fifteen minutes on two CPU cores; most of it starts processes that are killed
+Cost       about ten minutes on two idle CPU cores; most of it starts processes that are killed
 Result     experiments/results/faults.json, a row for each kind of fault.
 
 Runs       experiments/fault_runs.py: GRPO with the engine, adapters, minibatches and shuffled rows for what hits a
            process; arithmetic for what hits a disk. A checkpoint every two rollouts, two are kept.
 Rows       `injected`, `survived`: faults of this kind. `max_steps_lost`: the most rollouts, done before a fault, that
            had to be taken again, the one under way not among them. `unreadable_checkpoints`: those that did not load
-           after a fault, but for what the fault itself damaged. A disk that fails in a save, which goes on beside the
-           run, is noticed at the next look: so fast a run is then two saves behind.
+           after a fault, but for what the fault itself damaged.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.run import CHECKPOINTS
 from smd_jax.train.samples import Samples
 from smd_jax.train.settings import split_settings
-from study.files import write_rows
+from study.files import read_rows, write_rows
 
 SCRIPT = Path(__file__).with_name("fault_runs.py")
 ROLLOUTS = 20  # of the run whose process is killed
@@ -72,7 +71,7 @@ PLAIN_ROLLOUTS = 8
 class Args:
     """Breaks runs."""
 
-    out: Path | None = None  # rows as JSON
+    out: Path | None = None  # rows as JSON; those of other kinds stay
     only: tuple[str, ...] = ()  # kinds of faults; all by default
     seed: int = 0  # of the moments at which processes are killed
 
@@ -485,7 +484,7 @@ def broken_logger(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 KINDS: dict[str, Fault] = {
-    "kill -9 at a random moment": killed("rollout", 20),
+    "kill -9 at a random moment": killed("rollout", 12),
     "kill -9 during a save": killed("saving", 8),
     "SIGTERM in a rollout": told(signal.SIGTERM),
     "Ctrl-C in a rollout": told(signal.SIGINT),
@@ -530,7 +529,7 @@ KINDS: dict[str, Fault] = {
 def main(args: Args) -> None:
     keep_programs()
     rng = random.Random(args.seed)
-    rows = list[dict[str, Any]]()
+    found = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         for number, kind in enumerate(args.only or KINDS):
             folder = Path(temporary) / str(number)
@@ -543,12 +542,13 @@ def main(args: Args) -> None:
                 "max_steps_lost": max(outcome.lost for outcome in outcomes),
                 "unreadable_checkpoints": sum(outcome.unreadable for outcome in outcomes),
             }
+            found.append(row | provenance())
             print(json.dumps(row), flush=True)
-            rows.append(row | provenance())
             if args.out is not None:
-                write_rows(args.out, rows)
+                others = [old for old in read_rows(args.out) if old["fault"] != kind]
+                write_rows(args.out, sorted([*others, found[-1]], key=lambda row: [*KINDS].index(row["fault"])))
     names = ("injected", "survived", "max_steps_lost", "unreadable_checkpoints")
-    summary_table("faults", ("fault", *names), [(row["fault"], *(row[name] for name in names)) for row in rows])
+    summary_table("faults", ("fault", *names), [(row["fault"], *(row[name] for name in names)) for row in found])
 
 
 if __name__ == "__main__":

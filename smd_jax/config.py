@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from smd_jax.typed_fields import check_types
+
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -123,6 +125,7 @@ class ModelConfig:
     dtype: FloatName = "float32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_whole("intermediate_size", self.intermediate_size, 1)
         check_model_sizes(vars(self))
         check_windows(self.sliding_windows, self.num_layers)

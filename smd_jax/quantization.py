@@ -28,6 +28,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, UInt8
 
 from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
 from smd_kernels.codes import BYTE, unpack
 from smd_kernels.codes import dequantize as codes_to_numbers
 from smd_kernels.copies import Copies
@@ -54,6 +55,7 @@ class QuantConfig:
     record_parity: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.bits not in get_args(Bits):
             raise ValueError(f"expected bits to be 8, 4 or 2; got {self.bits}")
         for name in ("group", "value_group"):

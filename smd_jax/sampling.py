@@ -31,6 +31,7 @@ from smd_jax.config import check_whole
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import pack, packed_size
 from smd_jax.sharding import over_rows
+from smd_jax.typed_fields import check_types
 
 # Tokens whose weights are summed together: see the picture above.
 BLOCK = 128
@@ -54,6 +55,7 @@ class SamplingConfig:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.temperature < math.inf:  # NaN is neither
             raise ValueError(f"expected a finite temperature >= 0; got {self.temperature}")
         check_whole("top_k", self.top_k, 0, "0: no filter")

@@ -201,7 +201,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     ) as e:
         train(loop, new_state(), RunConfig(9, checkpoint_every=1), tmp_path, config=None)
     assert e.value.file == tmp_path / "refused_2.safetensors" and str(e.value.file) in str(e.value)
-    arrays = safetensors.numpy.load_file(e.value.file)
+    arrays = safetensors.numpy.load_file(str(e.value.file))
     assert arrays["tokens"].shape == (8, 14) and np.isinf(arrays["rewards"]).all()
     with safetensors.safe_open(e.value.file, "np") as file:
         about = file.metadata()

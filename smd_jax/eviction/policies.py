@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, check_share, newest, protect, wide
 from smd_jax.eviction.statistics import NewestQueries, ReceivedAttention
+from smd_jax.typed_fields import check_types
 from smd_kernels.reference import masked_softmax
 
 
@@ -87,6 +88,7 @@ class StreamingLLM(EvictionPolicy):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "sinks", self.sinks, 0)
 
     def protected(self, budget: int) -> int:
@@ -110,6 +112,7 @@ class H2O(EvictionPolicy):
     recent: float = 0.5
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_share(self, "recent", self.recent)
 
     @property
@@ -137,6 +140,9 @@ class TOVA(EvictionPolicy):
 
     shared: bool = True
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
     @property
     def statistics(self) -> tuple[NewestQueries]:
         return (NewestQueries(1),)
@@ -161,6 +167,7 @@ class SnapKV(EvictionPolicy):
     kernel: int = 5
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "window", self.window, 1)
         check_at_least(self, "kernel", self.kernel, 1)
 
@@ -197,6 +204,7 @@ class RKV(EvictionPolicy):
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "window", self.window, 1)
         check_at_least(self, "kernel", self.kernel, 1)
         check_share(self, "weight", self.weight)

@@ -7,6 +7,7 @@ from typing import Any
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest, protect
 from smd_jax.eviction.statistics import Statistic
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Protect(_Wrapper):
     recent: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_at_least(self, "sinks", self.sinks, 0)
         check_at_least(self, "recent", self.recent, 0)
 
@@ -65,6 +67,7 @@ class Pyramid(_Wrapper):
     beta: float = 20.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         # Below 1 the last layer would get more than the first.
         check_at_least(self, "beta", self.beta, 1)
 

@@ -17,6 +17,7 @@ from smd_jax.losses.distillation import REFERENCE_TEACHERS, DistillConfig, teach
 from smd_jax.losses.entropy import check_quantile
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.typed_fields import check_types
 
 Visibility = Literal["shadow", "dense"]
 
@@ -75,6 +76,7 @@ class UpdateConfig:
     pack_columns: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_visibilities(self.visibility, self.reference_visibility)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")

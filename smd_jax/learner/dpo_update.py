@@ -45,6 +45,7 @@ from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_m
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class DPOUpdateConfig:
     reference_sync: ReferenceSync | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
         check_visibilities(self.visibility, self.reference_visibility)

@@ -27,6 +27,7 @@ from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 from smd_jax.trajectory import Trajectory
+from smd_jax.typed_fields import check_types
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -53,6 +54,7 @@ class MismatchGuard:
     bound: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.bound is not None and not self.bound > 0:
             raise ValueError(f"expected a bound > 0 nats, or None; got {self.bound}")
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Key
 
 from smd_jax.learner.storage import REFERENCE, rounded, widened
 from smd_jax.model.protocol import Params
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ReferenceSync:
     every: int = 512
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 < self.alpha <= 1:
             raise ValueError(f"expected 0 < alpha <= 1, the policy's share of the new reference; got {self.alpha}")
         if self.every < 1:

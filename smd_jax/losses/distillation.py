@@ -18,6 +18,7 @@ from smd_jax.config import check_choice
 from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.ratios import SAFETY_BOUND
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_types
 
 Direction = Literal["forward", "reverse", "published", "anchor", "ema"]
 Estimator = Literal["exact", "k1", "k2", "k3"]
@@ -55,6 +56,7 @@ class DistillConfig:
     estimator: Estimator = "exact"
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("direction", self.direction, get_args(Direction))
         check_choice("estimator", self.estimator, get_args(Estimator))
         ends = (self.coef.start, self.coef.end) if isinstance(self.coef, CoefSchedule) else (self.coef,)

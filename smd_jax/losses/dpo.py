@@ -24,6 +24,7 @@ from smd_jax.config import check_choice
 from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_types
 
 DPOLossType = Literal["sigmoid", "ipo"]
 
@@ -50,6 +51,7 @@ class DPOConfig:
     loss_type: DPOLossType = "sigmoid"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.beta > 0:
             raise ValueError(f"expected beta > 0; got {self.beta}")
         check_choice("loss_type", self.loss_type, get_args(DPOLossType))

@@ -30,6 +30,7 @@ from smd_jax.metrics import token_mean
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_types
 
 # The product over a response, "sequence", is left out: a loss of ratios that grow with the length serves nobody.
 RATIO_LEVELS: tuple[Level, ...] = ("token", "geometric")
@@ -58,6 +59,7 @@ class LossConfig:
     use_bias_correction_kl: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
         check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         if not self.beta >= 0:

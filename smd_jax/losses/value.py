@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_types
 
 VALUE_METRICS: dict[str, str] = {
     "loss/value_avg": "value loss, before its coefficient",
@@ -32,6 +33,7 @@ class ValueConfig:
     clip_range: float | None = 0.2
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.coef > 0:
             raise ValueError(f"expected coef > 0, because a critic that does not learn is none; got {self.coef}")
         if self.clip_range is not None and not self.clip_range > 0:

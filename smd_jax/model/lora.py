@@ -29,6 +29,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
 from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
 
 LORA = "lora"
 
@@ -55,6 +56,7 @@ class LoraConfig:
     rank_stabilised: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.rank < 1:
             raise ValueError(f"expected a rank >= 1; got {self.rank}")
         if not 0 < self.alpha < float("inf"):

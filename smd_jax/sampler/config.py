@@ -15,6 +15,7 @@ from smd_jax.eviction.base import EvictionPolicy, check_budget
 from smd_jax.model.protocol import ModelShape
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampling import SamplingConfig
+from smd_jax.typed_fields import check_types
 
 MaskStorage = Literal["compact", "boolean"]
 
@@ -49,6 +50,7 @@ class RolloutConfig:
     quant: QuantConfig | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("budget", self.budget, 1)
         check_whole("buffer", self.buffer, 1)

@@ -134,11 +134,6 @@ class Writer:
             # Beside it the processes wait for each other, which must not come between those of the next step.
             self.wait()
 
-    def check(self) -> None:
-        """Raises OSError, as `save`, if the last checkpoint could not be written; does not wait for it."""
-        if self._writing is not None and self._writing[1].done():
-            self.wait()
-
     def wait(self) -> None:
         """Waits until the last checkpoint is whole, and raises OSError, as `save`, if it could not be written."""
         writing, self._writing = self._writing, None

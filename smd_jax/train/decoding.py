@@ -16,6 +16,7 @@ from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Ran
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
+from smd_jax.typed_fields import check_types
 
 # The policies by the names that a text form has for them; a policy of your own goes into `Decode` as it is.
 POLICIES: dict[str, EvictionPolicy] = {
@@ -56,6 +57,7 @@ class Decode:
     quant: QuantConfig | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"expected a name of letters, digits, '_', '-' and '.'; got {self.name!r}")
         if self.budget is not None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -23,6 +25,8 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     Raises:
       TypeError: a value (named by its dotted path) has no JSON form.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

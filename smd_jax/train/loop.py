@@ -73,6 +73,7 @@ from smd_jax.train.samples import Samples
 from smd_jax.train.sharing import Told, shared
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory, check_finite
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class LoopConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
         for name in sizes:
             if getattr(self, name) < 1:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from smd_jax.config import check_whole
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Objective:
     min_gain: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.patience is not None:
             check_whole("patience", self.patience, 1, "or None")
         if not 0 <= self.min_gain < math.inf:  # NaN is neither

@@ -28,6 +28,7 @@ import optax
 
 from smd_jax.config import check_choice
 from smd_jax.model.protocol import Params
+from smd_jax.typed_fields import check_types
 
 Optim = Literal["adamw", "adafactor"]
 Scheduler = Literal["constant", "linear", "cosine"]
@@ -74,6 +75,7 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("optim", self.optim, get_args(Optim))
         check_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(Scheduler))
         check_choice("momentum_dtype", self.momentum_dtype, get_args(MomentumName))

@@ -37,6 +37,7 @@ from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.standing import standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
+from smd_jax.typed_fields import check_types
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
 
@@ -63,6 +64,7 @@ class RunConfig:
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_whole("steps", self.steps, 1, "rollouts in all")
         check_whole("checkpoint_every", self.checkpoint_every, 0, "rollouts; 0: the last one only")
         check_whole("evaluate_every", self.evaluate_every, 0, "rollouts; 0: never")
@@ -173,6 +175,10 @@ def train(
                 journal.write_rollout(done + 1, refused.metrics, evaluated=False)
                 file = write_refused(directory, refused)
                 raise refused.with_file(file) from refused
+            # A save goes on beside one rollout and no longer: a killed run loses no more than what lies between two
+            # saves, and a disk that fails is noticed now.
+            newest.wait()
+            best.wait()
             done += 1
             if metrics.get("update/skipped", 0.0) > 0:
                 _say(_skipped(done - 1, metrics))
@@ -194,8 +200,6 @@ def train(
             if _due(done, run.checkpoint_every) and done < run.steps:
                 save(newest)
                 saved = done
-            newest.check()
-            best.check()
         if done > saved:
             save(newest)
     if now.stopped is not None:

@@ -1,0 +1,89 @@
+"""Values of a configuration have the types of its fields: a text where a number belongs is refused by name, before a
+comparison fails somewhere that says `'<' not supported between instances of 'str' and 'int'`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def check_types(config: Any) -> None:
+    """Raises TypeError, with the name of the field, for a value of a dataclass that its annotation does not allow; and
+    ValueError for a name that is none of its choices.
+
+    Looked at are numbers, texts, choices, tuples and other dataclasses, and unions of them; everything else passes, as
+    a protocol or a callable would. Whole numbers are floats, too; True and False are no numbers. Numbers of NumPy are.
+    """
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        choices = get_args(hint)
+        if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
+            # In the words of `smd_jax.config.check_choice`, whatever is in the place of a name.
+            if value not in choices:
+                raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
+        elif not _fits(value, hint):
+            raise TypeError(
+                f"expected {name} of {type(config).__name__} to be {_written(hint)}; got {value!r}, "
+                f"{type(value).__name__}"
+            )
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    arms = get_args(hint)
+    if _is_union(hint):
+        return any(_fits(value, arm) for arm in arms)
+    if get_origin(hint) is Literal:
+        # By value and type, as True equals 1. Which texts a union has, the configuration says in words of its own.
+        return any(value == arm and type(value) is type(arm) for arm in arms) or (
+            isinstance(value, str) and any(isinstance(arm, str) for arm in arms)
+        )
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and _items_fit(value, arms)
+    of_kind = _SIMPLE.get(hint)
+    if of_kind is not None:
+        return of_kind(value)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return isinstance(value, hint)
+    return True
+
+
+def _items_fit(value: tuple[Any, ...], arms: tuple[Any, ...]) -> bool:
+    if len(arms) == 2 and arms[1] is Ellipsis:
+        return all(_fits(item, arms[0]) for item in value)
+    return len(value) == len(arms) and all(map(_fits, value, arms))
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _is_number(value: Any, method: str) -> bool:
+    # Of NumPy and JAX, too; True and False would pass for 1 and 0.
+    return hasattr(value, method) and not isinstance(value, bool)
+
+
+_SIMPLE: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: _is_number(value, "__index__"),
+    float: lambda value: _is_number(value, "__float__"),
+    bool: lambda value: isinstance(value, bool),
+    str: lambda value: isinstance(value, str),
+    type(None): lambda value: value is None,
+}
+
+
+def _written(hint: Any) -> str:
+    """As in the source: `int | None`."""
+    if _is_union(hint):
+        return " | ".join(_written(arm) for arm in get_args(hint))
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")

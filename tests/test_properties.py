@@ -1,0 +1,238 @@
+"""Whatever a configuration, a file or a text holds: it is taken, or refused by an error that names it.
+
+3,000 cases by default, and nothing is compiled; HYPOTHESIS_PERCENT=1000 tries ten times as many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import jaxtyping
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from smd_jax.byte_sizes import parse_bytes
+from smd_jax.commands.command_line import ALGORITHMS
+from smd_jax.commands.config_file import as_flags, read_options
+from smd_jax.commands.errors import UserError
+from smd_jax.config import ModelConfig
+from smd_jax.eviction import policies
+from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.mismatch_guard import MismatchGuard
+from smd_jax.learner.reference import ReferenceSync
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPOConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import ValueConfig
+from smd_jax.model.lora import LoraConfig
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampling import SamplingConfig
+from smd_jax.tasks.row_format import RowFormat
+from smd_jax.testing import tiny_model_config
+from smd_jax.train.decoding import Decode, parse_decode
+from smd_jax.train.grpo import GRPOConfig
+from smd_jax.train.jsonable import config_differences, to_jsonable
+from smd_jax.train.loop import LoopConfig
+from smd_jax.train.objective import Objective
+from smd_jax.train.online_dpo import OnlineDPOConfig
+from smd_jax.train.optimizers import OptimizerConfig
+from smd_jax.train.ppo import PPOConfig
+from smd_jax.train.run import RunConfig
+from smd_jax.typed_fields import check_types
+
+TIMES = int(os.environ.get("HYPOTHESIS_PERCENT", "100")) / 100
+
+
+@pytest.fixture(autouse=True)
+def without_jaxtyping() -> Iterator[None]:
+    """As users have it: the shape checks of the tests would refuse wrong types in words of their own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def cases(count: int) -> settings:
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=int(count * TIMES), deadline=None, suppress_health_check=slow)
+
+
+H2O = policies.H2O()
+ROLLOUT = RolloutConfig(8, 6, 2)
+CONFIGS: list[Any] = [
+    *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(8), LoraConfig()),
+    *(UpdateConfig(), DPOUpdateConfig(), LossConfig(), ValueConfig(), DPOConfig(), DistillConfig()),
+    *(MismatchGuard(), ReferenceSync(0.5, 2), OptimizerConfig(), RunConfig(3), Objective("x"), Decode("x", H2O)),
+    *(LoopConfig(2, 4, 9, H2O, ROLLOUT), GRPOConfig(2, 4, 9, H2O, ROLLOUT), OnlineDPOConfig(2, 2, 9, H2O, ROLLOUT)),
+    PPOConfig(2, 4, 9, H2O, ROLLOUT, update=UpdateConfig(value=ValueConfig())),
+    *(policies.StreamingLLM(), policies.SnapKV(), policies.RKV(), policies.TOVA(), H2O),
+    *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O)),
+]
+FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
+
+NUMBERS = st.one_of(
+    st.integers(-3, 40), st.sampled_from([10**12, -(10**12)]), st.floats(-2, 2), st.floats(), st.booleans()
+)
+TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["none", "full", "float32", "shadow", "h2o", "auto"]))
+VALUES = st.one_of(
+    NUMBERS,
+    TEXTS,
+    st.none(),
+    st.lists(st.one_of(NUMBERS, TEXTS), max_size=3),
+    st.lists(st.one_of(NUMBERS, TEXTS), max_size=3).map(tuple),
+    st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2),
+    st.sampled_from([object(), H2O, SamplingConfig(), np.float32(0.5), np.int64(3), len]),
+)
+
+
+def words_of(name: str) -> set[str]:
+    """A field as a message may call it."""
+    return {name, name.replace("_", " "), name.removesuffix("s"), name.removeprefix("num_")}
+
+
+@cases(1800)
+@given(field=st.sampled_from(FIELDS), value=VALUES)
+@example(field=FIELDS[0], value="a text")
+def test_a_field_of_a_configuration(field: tuple[Any, str], value: Any):
+    config, name = field
+    try:
+        changed = dataclasses.replace(config, **{name: value})
+    except (ValueError, TypeError) as error:
+        assert any(word in str(error) for word in words_of(name)), f"{type(config).__name__}({name}={value!r}): {error}"
+        assert "not supported between" not in str(error)
+    else:
+        # What is taken has its type, is hashable where the others are, and is kept with a checkpoint.
+        check_types(changed)
+        assert to_jsonable(changed) == to_jsonable(dataclasses.replace(changed))
+
+
+def test_every_field_was_there():
+    """The table above goes with the classes: each has its types checked."""
+    assert len(FIELDS) > 150
+    for config in CONFIGS:
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            first = next(f.name for f in dataclasses.fields(config) if f.init)
+            # No field of a configuration is a set.
+            dataclasses.replace(config, **{first: {1}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "said"),
+    [
+        (RolloutConfig, "budget", "6", "expected budget of RolloutConfig to be int; got '6', str"),
+        (RolloutConfig, "budget", 6.0, "expected budget of RolloutConfig to be int; got 6.0, float"),
+        (RolloutConfig, "budget", True, "expected budget of RolloutConfig to be int; got True, bool"),
+        (
+            RolloutConfig,
+            "sampling",
+            {"top_k": 3},
+            "expected sampling of .* to be SamplingConfig; got {'top_k': 3}, dict",
+        ),
+        (OptimizerConfig, "max_grad_norm", "1", r"expected max_grad_norm .* to be float \| None; got '1', str"),
+        (LoopConfig, "stop_strings", ["a"], r"expected stop_strings .* to be tuple\[str, \.\.\.\]; got \['a'\], list"),
+        (QuantConfig, "bits", "8", r"expected bits of QuantConfig to be Literal\[8, 4, 2\]; got '8', str"),
+    ],
+)
+def test_types_by_hand(kind: type, field: str, value: Any, said: str):
+    config = next(config for config in CONFIGS if type(config) is kind)
+    with pytest.raises(TypeError, match=said):
+        dataclasses.replace(config, **{field: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = dataclasses.replace(ROLLOUT, budget=np.int64(6), sampling=SamplingConfig(temperature=np.float32(0.5)))
+    assert config.budget == 6
+    assert get_type_hints(ModelConfig)["hidden_size"] is int
+
+
+@cases(300)
+@given(st.text(max_size=20))
+@example("h2o:0")
+@example("h2o:6+-2")
+def test_ways_of_decoding(text: str):
+    try:
+        assert parse_decode(text).policy is not None
+    except ValueError as error:
+        assert repr(text) in str(error) or "budget" in str(error), f"{text!r}: {error}"
+
+
+@cases(300)
+@given(st.one_of(st.text(max_size=12), st.from_regex(r"\A\d{1,4}(\.\d)?[kKMG]i?B?\Z")))
+def test_sizes_in_bytes(text: str):
+    try:
+        assert parse_bytes(text) >= 1
+    except ValueError as error:
+        assert repr(text) in str(error)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(-2, 2), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@cases(200)
+@given(rows=st.lists(st.one_of(JSON.map(lambda x: json.dumps(x).encode()), st.binary(max_size=12)), max_size=4))
+def test_files_of_metrics(rows: list[bytes], tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\n".join([b'{"step": 0}', *rows, b""]))
+    try:
+        assert all("step" in row for row in read_metrics(file))
+    except ValueError as error:
+        assert str(file) in str(error) and "line" in str(error) and "expected" in str(error)
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", ""]), "content": JSON}), max_size=3
+)
+
+
+@cases(300)
+@given(row=st.dictionaries(st.sampled_from(["prompt", "answer", "a"]), st.one_of(JSON, MESSAGES)), system=st.booleans())
+def test_rows_of_a_data_set(row: dict[str, Any], system: bool):
+    try:
+        made = RowFormat(system_prompt="Add." if system else None).row(row, "rows.jsonl, row 7")
+        assert made["prompt"] is not None
+    except ValueError as error:
+        assert str(error).startswith("rows.jsonl, row 7: expected")
+
+
+OPTIONS = st.dictionaries(
+    st.one_of(
+        st.sampled_from(["budget", "stop", "model", "learning_rate", "report_to", "budgett"]), st.text(max_size=6)
+    ),
+    JSON,
+    max_size=3,
+)
+
+
+@cases(200)
+@given(st.one_of(OPTIONS.map(lambda x: yaml.safe_dump(x)), st.text(max_size=20)))
+def test_files_of_options(tmp_path, text: str):
+    file = tmp_path / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    try:
+        assert all(isinstance(word, str) for word in as_flags(read_options(file), ALGORITHMS["grpo"], str(file)))
+    except UserError as error:
+        assert str(file) in str(error)
+
+
+@cases(200)
+@given(JSON, JSON)
+def test_differences_of_settings(one: Any, other: Any):
+    assert config_differences(one, one) == []
+    lines = config_differences({"a": one}, {"a": other})
+    # JSON's own equality, under which 1 is 1.0.
+    assert bool(lines) == (one != other)
+    assert all(line.startswith("a") and "expected" in line and "got" in line for line in lines)
