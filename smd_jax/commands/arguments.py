@@ -207,6 +207,7 @@ class GroupArgs:
 
     scale_rewards: Literal["group", "batch", "none"] = "group"  # what advantages are divided by the deviation of
     dynamic_sampling: int | None = None  # so many further rollouts in place of groups without signal
+    rollouts_ahead: Literal[0, 1] = 0  # 1: the next rollout is drawn beside the update, with the weights before it
 
 
 @dataclass(frozen=True)

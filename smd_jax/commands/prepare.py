@@ -142,6 +142,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 update=update_config(args.loss, args.reference, policy.evicts, args.device),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
+                rollouts_ahead=args.group.rollouts_ahead,
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Rloo():

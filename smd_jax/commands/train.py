@@ -67,6 +67,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
+from smd_jax.train.rollout_ahead import one_behind
 from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
@@ -243,7 +244,8 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
     key = jax.random.key(args.run.seed)
     _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
     params = shard_tree(with_parts(args, params, ready.config, jax.random.fold_in(key, 1)), loop.mesh)
-    return init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
+    state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
+    return one_behind(state) if isinstance(loop, PolicyLoop) and loop.samples_ahead else state
 
 
 def keeps_reference(args: Common, loop: Loop) -> bool:

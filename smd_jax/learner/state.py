@@ -32,6 +32,7 @@ class TrainState(struct.PyTreeNode):
       reference: parameters of the reference policy, or None, which with adapters stands for their base; adapters by
         themselves stand on the policy's base. Only a `ReferenceSync` moves them.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
+      behind: what the next rollout is drawn with, where rollouts are drawn ahead of the updates; None: `params`.
     """
 
     step: Int[Array, ""]
@@ -39,6 +40,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     reference: Params | None
     key: Key[Array, ""]
+    behind: Params | None = None
 
 
 @any_leaves

@@ -6,7 +6,9 @@ RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DA
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import jax
@@ -17,10 +19,12 @@ from smd_jax.config import check_choice
 from smd_jax.learner.config import takes_sampler_for_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
+from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.processes import on_host
 from smd_jax.sharding import shard_batch
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.rollout_ahead import Ahead, copied
 from smd_jax.train.samples import Samples
 from smd_jax.trajectory import Trajectory
 
@@ -38,11 +42,16 @@ class GRPOConfig(PolicyConfig):
         the loss; this many further rollouts may be drawn to put others in their place (DAPO, arXiv:2503.14476). 0 drops
         them only; None keeps them, as in TRL. A step that needs fewer rollouts than it may draw leaves out the prompts
         of the others.
+      rollouts_ahead: 1: the next rollout is drawn while the learner takes its steps on this one, with the parameters
+        before them, see `smd_jax.train.rollout_ahead`; it takes room for the parameters once more. The ratio of the
+        loss, with its clipping, corrects what is off-policy by age; what is off-policy by eviction stays exact under
+        the shadow mask. 0: every rollout is drawn with the newest parameters.
     """
 
     advantages: Estimator = "group_relative"
     scale_rewards: Scale = "group"
     dynamic_sampling: int | None = None
+    rollouts_ahead: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +60,7 @@ class GRPOConfig(PolicyConfig):
                 f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
                 f"got {self.group_size}"
             )
+        self._check_ahead()
         if self.update.value is not None:
             raise ValueError(
                 f"expected update.value None, because advantages from a group need no critic: PPOConfig has one; "
@@ -71,6 +81,17 @@ class GRPOConfig(PolicyConfig):
         if self.dynamic_sampling is not None and self.dynamic_sampling < 0:
             raise ValueError(f"expected dynamic_sampling >= 0 further rollouts, or None; got {self.dynamic_sampling}")
 
+    def _check_ahead(self) -> None:
+        if self.rollouts_ahead not in (0, 1):
+            raise ValueError(f"expected rollouts_ahead 0 or 1; got {self.rollouts_ahead}")
+        exact = takes_sampler_for_old(self.update) and self.update.correction.traits.needs_old
+        if self.rollouts_ahead and (not exact or self.dynamic_sampling is not None or self.update.dense_learner):
+            raise ValueError(
+                "expected visibility 'shadow' with the correction Shadow(), no dynamic_sampling and no dense_learner "
+                f"with rollouts_ahead 1, so that the ratio to the sampler is that of age alone; got {self.update} and "
+                f"dynamic_sampling {self.dynamic_sampling}"
+            )
+
 
 @dataclass(frozen=True)
 class GRPOLoop(PolicyLoop):
@@ -81,6 +102,9 @@ class GRPOLoop(PolicyLoop):
     def collect(self, state: TrainState, index: int) -> Samples:
         """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
         signal. Groups that are still without are there, but do not count."""
+        if self.samples_ahead:
+            assert state.behind is not None, "checked by `step`"
+            return self.ahead.take(index, state.behind, self._drawing(state.behind, state.key, index))
         if self.config.dynamic_sampling is None:
             return super().collect(state, index)
         most = 1 + self.config.dynamic_sampling
@@ -97,8 +121,38 @@ class GRPOLoop(PolicyLoop):
         # The rows come from several rollouts: they are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
+    @property
+    def samples_ahead(self) -> bool:
+        return self.config.rollouts_ahead == 1
+
+    @cached_property
+    def ahead(self) -> Ahead[Samples]:
+        return Ahead()
+
+    def _drawing(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
+        return lambda: self.graded_rollout(params, jax.random.fold_in(key, index), index)
+
+    def check(self, state: TrainState) -> None:
+        super().check(state)
+        if self.samples_ahead != (state.behind is not None):
+            raise ValueError(
+                f"expected a state {'from one_behind(state)' if self.samples_ahead else 'without parameters behind'} "
+                f"with rollouts_ahead {self.config.rollouts_ahead}; got {'none' if state.behind is None else 'some'}"
+            )
+        if self.samples_ahead and (has_lora(state.params) or jax.process_count() > 1):
+            raise ValueError("expected whole parameters and one process with rollouts_ahead 1; got adapters or several")
+
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout."""
+        """The optimizer steps of one rollout; with `rollouts_ahead` the next one is drawn beside them."""
+        if not self.samples_ahead:
+            return self._learn(state, samples)
+        following = int(state.step) // self.config.steps_per_rollout + 1
+        now, key = copied(state.params), jnp.copy(state.key)
+        self.ahead.begin(following, now, self._drawing(now, key, following))
+        state, metrics = self._learn(state, samples)
+        return state.replace(behind=now), metrics
+
+    def _learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         counted_rows, rewarded_rows = (
             None if rows is None else jnp.asarray(rows) for rows in (samples.counted_rows, samples.rewarded_rows)
         )

@@ -28,6 +28,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
 from smd_jax.train.loop import Loop, LoopConfig
 from smd_jax.train.minibatches import over_steps
+from smd_jax.train.rollout_ahead import staleness_metrics
 from smd_jax.trajectory import Trajectory
 
 
@@ -104,9 +105,14 @@ class PolicyLoop(Loop):
         return make_packed_update(self.model, self.optimizer, update, self._bound_of_update)
 
     @property
+    def samples_ahead(self) -> bool:
+        """Whether rollouts are drawn before the update that they follow."""
+        return False
+
+    @property
     def _bound_of_update(self) -> float | None:
         # In later steps the learner has moved on from the sampler, as it should.
-        return self.max_difference if self.config.steps_per_rollout == 1 else None
+        return self.max_difference if self.config.steps_per_rollout == 1 and not self.samples_ahead else None
 
     @property
     def is_exact(self) -> bool:
@@ -154,10 +160,11 @@ class PolicyLoop(Loop):
         parameters alone, as momentum and weight decay would not."""
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which takes over the buffers of these parameters.
-        before = self.before_any_step(state.params, batch)
+        before = self.before_any_step(state.params if state.behind is None else state.behind, batch)
         if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
             return state, before  # `step` refuses it
         update = self.update if self.config.update.pack_columns is None else self.packed_update
+        index = int(state.step) // self.config.steps_per_rollout
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
             if part.counted_rows is not None and not bool(part.counted_rows.any()):
@@ -165,7 +172,8 @@ class PolicyLoop(Loop):
                 continue
             state, metrics = update(state, part)
             steps.append(metrics)
-        return state, over_steps(steps, before)
+        stale = {} if state.behind is None or not steps else staleness_metrics(steps[0], index)
+        return state, over_steps(steps, before) | stale
 
     def kl_penalty(
         self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
@@ -187,7 +195,7 @@ class PolicyLoop(Loop):
     def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
         """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the first step sees all of it and has them itself."""
         # The first step's forward pass is one of the whole rollout at the rollout's parameters.
-        if self.config.minibatches == 1:
+        if self.config.minibatches == 1 and not self.samples_ahead:
             return {}
         # The guard must see every token, so a learner that takes the sampler's word for the old policy is asked itself.
         known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs

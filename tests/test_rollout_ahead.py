@@ -1,0 +1,78 @@
+"""One rollout ahead: what it is drawn with, what is logged of its age, and that a restored state goes on bitwise."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from smd_jax.corrections.importance import TIS
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainState
+from smd_jax.train.rollout_ahead import one_behind
+from smd_jax.train.widths import shortened
+from tests import toy_loop
+from tests.bitwise import assert_bitwise_equal
+
+STEPS = 3
+AHEAD = replace(toy_loop.CONFIG, rollouts_ahead=1)
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
+    loop = toy_loop.own_loop(AHEAD)
+    state, rows, kept = one_behind(toy_loop.new_state()), [], list[TrainState]()
+    for step in range(STEPS):
+        state, metrics = loop.step(state)
+        rows.append(metrics)
+        if step == 0:
+            kept.append(copied(state))
+
+    # By hand, one after the other, on a loop that knows nothing of it.
+    # Its guard would take age for a mismatch.
+    plain = replace(toy_loop.own_loop(), guard=None)
+    by_hand = toy_loop.new_state()
+    behind = copied(by_hand.params)
+    for index in range(STEPS):
+        samples = plain.graded_rollout(behind, jax.random.fold_in(by_hand.key, index), index)
+        samples = samples._replace(trajectory=shortened(samples.trajectory, plain.response_widths))
+        behind = copied(by_hand.params)
+        by_hand, _ = plain.learn(by_hand, samples)
+        assert rows[index]["reward"] == float(samples.metrics["reward"])
+    assert_bitwise_equal(by_hand.params, state.params)
+    assert_bitwise_equal(behind, state.behind)
+
+    # Restored: no rollout was begun, and one that another run of the loop began is not taken.
+    again = toy_loop.run(loop, kept[0], STEPS - 1)
+    assert_bitwise_equal(again[0].params, state.params)
+    for row, before in zip(again[1], rows[1:], strict=True):
+        assert all(value == before[name] for name, value in row.items())
+
+    # Off-policy by eviction it is not, at any age; by age it is from the second rollout on.
+    assert [row["staleness/rollouts"] for row in rows] == [0, 1, 1]
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
+    assert abs(rows[0]["staleness/ratio_max"] - 1) < 1e-4
+    assert all(row["staleness/ratio_max"] > 1.001 and row["staleness/kl"] > 0 for row in rows[1:])
+
+
+def test_a_state_must_fit():
+    with pytest.raises(ValueError, match="expected a state from one_behind.* with rollouts_ahead 1; got none"):
+        toy_loop.own_loop(AHEAD).check(toy_loop.new_state())
+    with pytest.raises(ValueError, match="expected a state without parameters behind with rollouts_ahead 0; got some"):
+        toy_loop.new_loop().check(one_behind(toy_loop.new_state()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollouts_ahead": 2}, "expected rollouts_ahead 0 or 1; got 2"),
+        ({"dynamic_sampling": 1}, "no dynamic_sampling"),
+        ({"update": UpdateConfig("dense", correction=TIS())}, "visibility 'shadow'"),
+    ],
+)
+def test_choices_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(AHEAD, **options)
