@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -95,3 +96,13 @@ def test_the_page_names_tests_that_are_there():
     assert len(named) >= 8
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
+def test_the_committed_faults_were_all_survived():
+    rows = json.loads((EXPERIMENTS / "results" / "faults.json").read_text(encoding="utf-8"))
+    assert len({row["fault"] for row in rows}) == len(rows) >= 15
+    assert sum(row["injected"] for row in rows) >= 40
+    for row in rows:
+        assert row["injected"] >= 1 and row["survived"] == row["injected"], row["fault"]
+        assert row["unreadable_checkpoints"] == 0, row["fault"]
+        assert row["max_steps_lost"] <= 2, f"{row['fault']}: two rollouts are between two checkpoints"
