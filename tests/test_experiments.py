@@ -75,3 +75,15 @@ def test_committed_results_say_where_they_come_from(path: Path):
         assert row["date"] and row["commit"]
         script = row["command"].split()[1]
         assert (ROOT / script).is_file(), f"expected the script of {row['command']!r}; got nothing at {script}"
+
+
+def test_a_step_was_the_same_on_every_mesh():
+    """Every factorisation of 1, 2, 4 and 8 devices against one device; and what was run in several processes."""
+    sharding = module("sharding")
+    rows = json.loads((EXPERIMENTS / "results" / "sharding.json").read_text())
+    for row in rows:
+        assert row["tokens_equal"] and row["max_rel_dloss"] <= 1e-6 and row["max_rel_dgrad"] <= 1e-5, row
+    alone = {tuple(row["mesh"].values()) for row in rows if row["processes"] == 1}
+    assert alone == {sizes for devices in (1, 2, 4, 8) for sizes in sharding.factorisations(devices)}
+    joined = {(row["processes"], *row["mesh"].values()) for row in rows if row["processes"] > 1}
+    assert joined <= {(count, *sizes) for (count, _), of in sharding.JOINED.items() for sizes in of}
