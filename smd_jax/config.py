@@ -161,7 +161,9 @@ def check_model_sizes(sizes: Mapping[str, Any]) -> None:
 def check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
     """Raises ValueError unless there is a window >= 1, or None, for every layer, or none at all."""
     if windows and len(windows) != num_layers:
-        raise ValueError(f"expected a window, or None, for each of {num_layers} layers; got {len(windows)}")
+        raise ValueError(
+            f"expected sliding_windows with a window, or None, for each of {num_layers} layers; got {len(windows)}"
+        )
     for window in windows:
         if window is not None:
-            check_whole("a window", window, 1, "a query always sees its own key")
+            check_whole("a window of sliding_windows", window, 1, "a query always sees its own key")

@@ -85,7 +85,11 @@ def steps_of(loop: Loop, params: Any, steps: int = STEPS, reference: Any = None)
     state = init_state(shard_tree(params, loop.mesh), loop.optimizer, jax.random.key(3), reference)
     for step in range(steps):
         state, metrics = loop.step(state)
-        found |= {f"metric {step} {name}": np.float64(x) for name, x in metrics.items() if name not in MACHINE_METRICS}
+        found |= {
+            f"metric {step} {name}": np.asarray(x, np.float64)
+            for name, x in metrics.items()
+            if name not in MACHINE_METRICS
+        }
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         found[f"params {jax.tree_util.keystr(path)}"] = on_host(leaf)
     return found

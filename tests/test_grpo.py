@@ -33,6 +33,7 @@ from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.rollout_ahead import STALENESS
 from smd_jax.trajectory import Trajectory
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
@@ -112,6 +113,7 @@ def test_every_metric_has_its_line_in_the_table():
     of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
     # Of two learners, and of a sampler that learns what to forget.
     of_others |= {"loss/dense_avg", "evictions/loss", "evictions/logp_difference/max"}
+    of_others |= STALENESS.keys() | {"staleness/rollouts"}  # of rollouts ahead
     of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
     assert set(metrics) == METRICS.keys() - of_others
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0

@@ -283,7 +283,7 @@ def test_sliding_windows():
         ({"num_kv_heads": 3}, "expected num_heads to be a multiple of num_kv_heads; got 4 and 3"),
         ({"head_dim": 7}, "expected an even head_dim.*got 7"),
         ({"sliding_windows": (4,)}, "a window, or None, for each of 2 layers; got 1"),
-        ({"sliding_windows": (4, 0)}, "a window >= 1.*own key.*got 0"),
+        ({"sliding_windows": (4, 0)}, "a window of sliding_windows >= 1.*own key.*got 0"),
     ],
 )
 def test_what_no_model_is(change: dict[str, Any], message: str):

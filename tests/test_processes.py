@@ -75,9 +75,10 @@ def start(folder: Path) -> list[subprocess.Popen[str]]:
     flags = " ".join(word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word)
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, "2"]
-    outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    quiet, heard = subprocess.DEVNULL, subprocess.PIPE
     return [
-        subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, **outputs) for index in range(2)
+        subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, stdout=quiet, stderr=heard)
+        for index in range(2)
     ]
 
 

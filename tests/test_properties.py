@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import jaxtyping
 import numpy as np
@@ -150,7 +150,9 @@ def test_types_by_hand(kind: type, field: str, value: Any, said: str):
 
 
 def test_numbers_of_numpy_are_numbers():
-    config = dataclasses.replace(ROLLOUT, budget=np.int64(6), sampling=SamplingConfig(temperature=np.float32(0.5)))
+    config = dataclasses.replace(
+        ROLLOUT, budget=np.int64(6), sampling=SamplingConfig(temperature=cast(float, np.float32(0.5)))
+    )
     assert config.budget == 6
     assert get_type_hints(ModelConfig)["hidden_size"] is int
 

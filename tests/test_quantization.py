@@ -387,7 +387,7 @@ def test_attention_with_parities_of_another():
 def test_bad_configs():
     config = QuantConfig(4)
     object.__setattr__(config, "bits", 3)  # behind the type checker, which users do not have
-    with pytest.raises(ValueError, match="bits to be 8, 4 or 2; got 3"):
+    with pytest.raises(TypeError, match=r"expected bits of QuantConfig to be Literal\[8, 4, 2\]; got 3"):
         config.__post_init__()
     with pytest.raises(ValueError, match="expected group >= 1; got 0"):
         QuantConfig(4, group=0)

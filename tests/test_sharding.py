@@ -253,13 +253,15 @@ def in_loops(hlo: str) -> list[str]:
 def test_decoding_gathers_no_weights():
     """They are gathered from fsdp once, before the loop. XLA's CPU backend would move such gathers out of a loop by
     itself, where that does not cost too much memory: here it may not."""
-    stay = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"}
+    stay: dict[str, str | bool] = {
+        "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+    }
     mesh, config = mesh_of((1, 4, 1)), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         placed = shard_tree(params(), mesh)
         lowered = rollout_program.lower(MODEL, placed, prompts, jax.random.key(2), policy=H2O(), config=config)
-        program = lowered.compile(compiler_options=stay).as_text()
+        program = str(lowered.compile(compiler_options=stay).as_text())
     assert "f32[16,64]" in program, "parameters come in four parts"
     assert [kind.split("{")[0] for kind in in_loops(program)] == ["pred[] all-reduce"], "whether all rows are done"
 

@@ -105,8 +105,9 @@ def test_a_step_is_the_same_over_fewer_columns():
         assert loop.response_widths[0] == width
         found.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
     (short, of_short), (whole, of_whole) = found
-    for name in of_whole.keys() - MACHINE_METRICS.keys():
+    for name in of_whole.keys() - MACHINE_METRICS.keys() - {"update/padding"}:
         np.testing.assert_allclose(of_short[name], of_whole[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert of_short["update/padding"] < of_whole["update/padding"]
     assert of_whole["loss"] != 0 and of_whole["grad_norm"] > 0
     for x, y in zip(jax.tree.leaves(short.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
