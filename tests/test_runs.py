@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 
+from faults import files_end_at
 from smd_jax.config import ModelConfig
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
@@ -452,17 +452,6 @@ def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
         check_room(tmp_path, 101, RunConfig(9, checkpoint_every=1))
     check_room(tmp_path, 101, RunConfig(5))  # that run is over
-
-
-@contextmanager
-def files_end_at(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # TensorStore's other writes fail, too, and may tell an event loop that is closed by then.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from real.task import DigitSums, Split
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.eviction.wrappers import Protect
 from study.arms import Arm
-from study.files import Row, write_text
+from study.files import Row, read_kept, write_kept
 
 
 @dataclass(frozen=True)
@@ -116,22 +115,12 @@ def kept(job: Job, base: Base, runs: Path) -> Row | None:
     Raises:
       ValueError: if it was run with other settings.
     """
-    path = job.folder(runs) / "run.json"
-    if not path.exists():
-        return None
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored["settings"] != job.settings(base):
-        raise ValueError(
-            f"expected in {path} a run of the present settings {job.settings(base)}; got {stored['settings']}. Remove "
-            "the folder, or name another one with --runs"
-        )
-    return stored["row"]
+    return read_kept(job.folder(runs) / "run.json", job.settings(base))
 
 
 def keep_row(job: Job, base: Base, runs: Path, row: Row) -> None:
     """For `kept`."""
-    stored = {"settings": job.settings(base), "row": row}
-    write_text(job.folder(runs) / "run.json", json.dumps(stored, allow_nan=False))
+    write_kept(job.folder(runs) / "run.json", job.settings(base), row)
 
 
 def is_finished(job: Job, base: Base, runs: Path) -> bool:

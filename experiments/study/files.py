@@ -35,6 +35,28 @@ def write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def read_kept(path: Path, settings: str) -> Row | None:
+    """The row of a run that was kept, None of one that was not.
+
+    Raises:
+      ValueError: if it was run with other settings.
+    """
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["settings"] != settings:
+        raise ValueError(
+            f"expected in {path} a run of the present settings {settings}; got {stored['settings']}. Remove the "
+            "folder, or name another one with --runs"
+        )
+    return stored["row"]
+
+
+def write_kept(path: Path, settings: str, row: Row) -> None:
+    """For `read_kept`."""
+    write_text(path, json.dumps({"settings": settings, "row": row}, allow_nan=False))
+
+
 def fingerprint(settings: str) -> str:
     """What a row carries of the settings that it was made with."""
     return hashlib.sha256(settings.encode()).hexdigest()[:16]

@@ -5,7 +5,6 @@ A row that is kept is not made again; one that was made with other settings is r
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 from study.arms import Arm
-from study.files import Row, fingerprint, number, write_text
+from study.files import Row, fingerprint, number, read_kept, write_kept
 from study.problems import Problem, Split, tokenizer
 from study.samplers import FULL_CACHE, Sampler
 
@@ -140,21 +139,12 @@ def kept_row(job: Job, runs: Path) -> Row | None:
     Raises:
       ValueError: if it was run with other settings.
     """
-    kept = job.folder(runs) / "run.json"
-    if not kept.exists():
-        return None
-    stored = json.loads(kept.read_text(encoding="utf-8"))
-    if stored["settings"] != job.settings:
-        raise ValueError(
-            f"expected in {kept} a run of the present settings {job.settings}; got {stored['settings']}. Remove the "
-            "folder, or name another one with --runs"
-        )
-    return stored["row"]
+    return read_kept(job.folder(runs) / "run.json", job.settings)
 
 
 def keep(job: Job, runs: Path, row: Row) -> None:
     """For `kept_row`."""
-    write_text(job.folder(runs) / "run.json", json.dumps({"settings": job.settings, "row": row}, allow_nan=False))
+    write_kept(job.folder(runs) / "run.json", job.settings, row)
 
 
 def finished(job: Job, runs: Path, command: str) -> Row:
