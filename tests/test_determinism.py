@@ -11,12 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from breaking.left import start
+from breaking.trained import real_left, real_loop, real_state
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, run
 
@@ -24,16 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
 
 
-@pytest.fixture(scope="module")
-def faults() -> Any:
-    """experiments/fault_runs.py: a run with the engine, adapters, two passes of two minibatches, shuffled rows."""
-    with mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]):
-        import fault_runs
-
-        yield fault_runs
-
-
-def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path, faults: Any):
+def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path):
     """In every metric and in every byte of the state, in another process."""
     command = [sys.executable, str(EXPERIMENTS / "fault_runs.py"), str(tmp_path / "parts"), "20"]
     path = os.pathsep.join([str(ROOT), str(EXPERIMENTS)])
@@ -45,13 +37,12 @@ def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path, faults: An
                 process.send_signal(signal.SIGKILL)
                 break
         assert process.wait() == -signal.SIGKILL
-    config = faults.split_settings(faults.real_loop().config)[0]
-    killed = faults.left_by(tmp_path / "parts", faults.real_state(), config)
+    killed = real_left(tmp_path / "parts")
     assert killed.unreadable == 0 and killed.steps[-1] in (8, 10) and len(killed.rows) == 10
-    loop = faults.real_loop()
-    faults.start(loop, faults.real_state(), tmp_path / "parts", 20)
-    faults.start(loop, faults.real_state(), tmp_path / "whole", 20)
-    parts, whole = (faults.left_by(tmp_path / name, faults.real_state(), config) for name in ("parts", "whole"))
+    loop = real_loop()
+    start(loop, real_state(), tmp_path / "parts", 20)
+    start(loop, real_state(), tmp_path / "whole", 20)
+    parts, whole = (real_left(tmp_path / name) for name in ("parts", "whole"))
     assert parts.rows == whole.rows and len(whole.rows) == 20
     assert parts.newest == whole.newest and parts.steps[-1] == 20
     learnt = [row["grad_norm"] > 0 for row in whole.rows]

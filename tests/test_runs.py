@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from faults import files_end_at
+from breaking.disks import files_end_at
 from smd_jax.config import ModelConfig
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig

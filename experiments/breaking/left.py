@@ -1,0 +1,80 @@
+"""What a run leaves in its directory, and how two of them are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.learner.state import TrainState
+from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.train import checkpoint
+from smd_jax.train.frozen_base import without_base
+from smd_jax.train.loop import Loop
+from smd_jax.train.run import CHECKPOINTS, RunConfig, train
+from smd_jax.train.settings import split_settings
+
+EVERY = 2  # rollouts between two checkpoints
+KEEP = 2
+
+
+def start(
+    loop: Loop, state: TrainState, directory: Path, steps: int, resume: bool = True, **options: Any
+) -> TrainState:
+    """`train` with the settings that all runs here share."""
+    run = RunConfig(steps, checkpoint_every=EVERY, keep=KEEP)
+    config = options.pop("config", split_settings(loop.config)[0])
+    return train(loop, state, run, directory, config=config, resume=resume, **options)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left in its directory.
+
+    Attributes:
+      rows: metrics, but for times and memory. newest: state of the newest checkpoint, as bytes. steps: of all of them.
+      unreadable: those that do not load.
+    """
+
+    rows: list[dict[str, Any]]
+    newest: list[bytes]
+    steps: list[int]
+    unreadable: int
+
+
+def left_by(directory: Path, like: TrainState, config: object) -> Left:
+    """Reads everything that a run has left; each checkpoint must load by itself."""
+    folder = directory / CHECKPOINTS
+    steps = checkpoint.all_steps(folder)
+    newest, unreadable = list[bytes](), 0
+    for step in steps:
+        try:
+            state = checkpoint.restore(folder, without_base(like), config=config, step=step).state
+            newest = [as_bytes(leaf) for leaf in jax.tree.leaves(state)]
+        except checkpoint.DamagedCheckpointError:
+            newest = []
+            unreadable += 1
+    metrics = directory / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.exists() else []
+    return Left([{k: v for k, v in row.items() if k not in MACHINE_METRICS} for row in rows], newest, steps, unreadable)
+
+
+def as_bytes(leaf: jax.Array) -> bytes:
+    """Of an array, random keys included."""
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return np.asarray(data).tobytes()
+
+
+def same(left: Left, right: Left) -> bool:
+    """Whether two runs ended alike, to the last bit."""
+    return left.rows == right.rows and left.newest == right.newest and bool(left.newest)
+
+
+def rollouts_done(directory: Path) -> int:
+    """By the rows that are whole."""
+    metrics = directory / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0

@@ -1,0 +1,66 @@
+"""A run of arithmetic: for faults of disks and files, in which nothing has to be sampled."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from breaking.left import Left, left_by, start
+from smd_jax.eviction.policies import Dense
+from smd_jax.learner.state import TrainState
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.settings import split_settings
+
+PLAIN_ROLLOUTS = 8
+PLAIN = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4))
+
+
+@dataclass(frozen=True)
+class PlainLoop(Loop):
+    """Adds the number of the rollout to the parameters."""
+
+    model: Any = None
+    task: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    config: LoopConfig = PLAIN
+
+    def __post_init__(self) -> None:
+        """There is no model and no tokenizer to check."""
+
+    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        number = int(state.step)
+        metrics = {"reward": float(number)} | {f"metric {i}": number / 3 for i in range(20)}
+        return state.replace(step=state.step + 1, params={"w": state.params["w"] + number}), metrics
+
+
+def plain_state(size: int = 50_000) -> TrainState:
+    """Numbers that do not compress."""
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
+    return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
+
+
+def plain_left(directory: Path) -> Left:
+    return left_by(directory, plain_state(), split_settings(PlainLoop().config)[0])
+
+
+def quietly(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str:
+    """The arithmetic run; what it prints."""
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        start(options.pop("loop", PlainLoop()), options.pop("state", plain_state()), directory, steps, **options)
+    return said.getvalue()
+
+
+def plain_whole(folder: Path) -> Left:
+    directory = folder / "whole"
+    quietly(directory)
+    return plain_left(directory)

@@ -1,0 +1,104 @@
+"""What happens inside of a step: losses that are not finite, a wrong mask, a broken logger."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from breaking.left import same, start
+from breaking.outcome import Outcome, refusal
+from breaking.plain import plain_left, plain_whole, quietly
+from breaking.trained import real_left, real_loop, real_state
+from smd_jax.masks import ShadowMask
+from smd_jax.train.refused import RefusedRolloutError
+from smd_jax.train.samples import Samples
+
+
+def infinite_rewards(first: int, last: int) -> Callable[[int, Samples], Samples]:
+    def tamper(index: int, samples: Samples) -> Samples:
+        return samples._replace(rewards=samples.rewards + (np.inf if first <= index <= last else 0))
+
+    return tamper
+
+
+def a_head_sees(change: Callable[[np.ndarray], np.ndarray], layer: int, head: int) -> Callable[[int, Samples], Samples]:
+    """From rollout 1 on, the recorded mask of one head is not what the sampler saw."""
+
+    def tamper(index: int, samples: Samples) -> Samples:
+        mask = samples.trajectory.mask
+        if index == 0 or not isinstance(mask, ShadowMask):
+            return samples
+        evicted_at = np.array(mask.evicted_at)
+        evicted_at[:, layer, head] = change(evicted_at[:, layer, head])
+        changed = ShadowMask(jax.device_put(evicted_at, mask.evicted_at.sharding))
+        return samples._replace(trajectory=samples.trajectory.replace(mask=changed))
+
+    return tamper
+
+
+def not_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    """Infinite rewards in one rollout: it is left out, and the run ends as if its update had not been."""
+    for number in (1, 2):
+        directory = folder / str(number)
+        loop = replace(real_loop(), tamper=infinite_rewards(number, number))
+        with redirect_stdout(said := StringIO()):
+            state = start(loop, real_state(), directory, 4)
+        finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params))
+        left = real_left(directory)
+        skipped = [row["update/skipped"] for row in left.rows]
+        told = f"warning: rollout {number}: the update was left out" in said.getvalue()
+        yield Outcome(finite and told and skipped == [float(i == number) for i in range(4)], 0, left.unreadable)
+
+
+def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    """Infinite rewards from rollout 2 on: the run ends, and goes on when they are mended."""
+    directory = folder / "run"
+    loop = replace(real_loop(), tamper=infinite_rewards(2, 99))
+    message = refusal(lambda: start(loop, real_state(), directory, 9), RefusedRolloutError)
+    left = real_left(directory)
+    start(real_loop(), real_state(), directory, 6)
+    kept = (directory / "refused_4.safetensors").is_file()
+    yield Outcome(
+        "in 3 rollouts in a row" in message and kept and real_left(directory).steps[-1] == 6, 1, left.unreadable
+    )
+
+
+def wrong_mask(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    """The run ends before anything is learnt from it, and names layer and head."""
+    late: Callable[[np.ndarray], np.ndarray] = lambda own: own + ((own > 0) & (own < 99))  # noqa: E731
+    for layer, head in ((0, 1), (1, 0)):
+        directory = folder / f"{layer} {head}"
+        loop = replace(real_loop(), tamper=a_head_sees(late, layer, head))
+        message = refusal(
+            lambda loop=loop, directory=directory: start(loop, real_state(), directory, 4), RefusedRolloutError
+        )
+        named = f"layer {layer}, KV head {head}" in message and "position" in message
+        start(real_loop(), real_state(), directory, 2)
+        yield Outcome(named and (directory / "refused_1.safetensors").is_file(), 1, real_left(directory).unreadable)
+
+
+class BrokenLogger:
+    """A logger whose network is gone."""
+
+    def write(self, step: int, metrics: Any) -> None:
+        raise OSError("no such host")
+
+    def close(self) -> None:
+        raise OSError("no such host")
+
+
+def broken_logger(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    whole = plain_whole(folder)
+    for number in (1, 2):
+        quietly(folder / str(number), loggers=[BrokenLogger()] * number)
+        left = plain_left(folder / str(number))
+        yield Outcome(same(left, whole), 0, left.unreadable)

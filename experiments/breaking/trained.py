@@ -1,0 +1,81 @@
+"""A run as users have them: GRPO with the engine, adapters, two passes of two minibatches, shuffled rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import jax
+import optax
+
+from breaking.left import Left, left_by
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.state import TrainState, init_state
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sharding import make_mesh
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.rewards import Rewards
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.samples import Samples
+from smd_jax.train.settings import split_settings
+
+EOS, PAD = 258, 256
+
+MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=2))
+SORT = (("num_digits", 3), ("num_distractors", 4))
+CONFIG = GRPOConfig(
+    prompts_per_step=4,
+    group_size=2,
+    prompt_width=9,
+    policy=H2O(),
+    rollout=RolloutConfig(max_new_tokens=8, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD),
+    decode_rows=4,
+    prefill_rows=2,
+    minibatches=2,
+    num_iterations=2,
+    update_widths=1,
+)
+
+
+@dataclass(frozen=True)
+class RealLoop(GRPOLoop):
+    """GRPO whose samples may be tampered with before they are learnt from."""
+
+    tamper: Callable[[int, Samples], Samples] = field(default=lambda index, samples: samples, kw_only=True)
+
+    def collect(self, state: TrainState, index: int) -> Samples:
+        return self.tamper(index, super().collect(state, index))
+
+
+@functools.cache
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def by_checksum(completions: Sequence[str], **columns: Any) -> list[float]:
+    """A reward that every completion has another of: an untrained model would have none of the task's."""
+    return [crc32(completion.encode()) % 7 / 6 for completion in completions]
+
+
+def real_loop(config: GRPOConfig = CONFIG) -> RealLoop:
+    """On a device of every process."""
+    task = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
+    mesh = make_mesh(fsdp=jax.process_count())
+    rewards = Rewards((by_checksum,), seconds=None)
+    return RealLoop(MODEL, task, byte_tokenizer(chat=False), optimizer(), config, mesh, rewards=rewards)
+
+
+def real_state(seed: int = 0) -> TrainState:
+    params = add_lora(random_params(MODEL.config), LoraConfig(rank=2), jax.random.key(seed))
+    return init_state(params, optimizer(), jax.random.key(seed))
+
+
+def real_left(directory: Path) -> Left:
+    return left_by(directory, real_state(), split_settings(real_loop().config)[0])
