@@ -295,6 +295,7 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
         state, _ = update(state, encode_examples(tokens, *pairs, width=width))
         if (step + 1) % problem.start_every == 0:
             reward = evaluated(evaluator, state.params)["dense"]
+            print(f"start of {problem.label}, seed {seed}: dense {reward:.3f} after {step + 1} steps", flush=True)
             if reward >= sizes.dense_start:
                 if checkpoint.latest_step(folder) is None:  # another study may have been as fast
                     checkpoint.save(folder, step + 1, state, data_position={}, config=settings)
