@@ -16,8 +16,10 @@ import mismatch
 import smd_jax as smd
 from smd_jax.tasks.gsm8k import Gsm8kTask
 from smd_jax.testing import random_params
+from smd_jax.text.prompts import eos_token_id
 from study.command import QUICK
-from study.problems import WALK_ENDS, Walk
+from study.problems import WALK_ENDS, Walk, tokenizer
+from study.runs import examples_of
 from study.samplers import sampler_of
 from study.weights import chi_square, effective_sample_size, response_weights, token_weights
 
@@ -63,6 +65,14 @@ def test_walks_of_all_lengths_share_a_start():
     assert Walk(16).start_problem == Walk(256).start_problem == Walk(512)
     assert Walk(600).start_problem == Walk(600)
     assert Walk(512).lesson(0) == Walk(512).lesson(101) == (Walk(32), 96) and Walk(512).lesson(100) == (Walk(512), 8)
+
+
+def test_short_lessons_do_not_teach_to_end():
+    """The start of long walks begins with short ones: who learnt to end there would never walk on."""
+    short, long = (examples_of(Walk(512), step, 0, tokenizer()) for step in (0, 100))
+    assert short.targets.sum(axis=1).tolist() == [32] * 96, "its steps, without an end"
+    assert long.targets.sum(axis=1).tolist() == [513] * 8, "its steps and its end"
+    assert (np.asarray(short.tokens)[:, -1] == eos_token_id(tokenizer())).all()
 
 
 def test_a_walk_has_its_edges():

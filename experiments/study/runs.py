@@ -22,11 +22,11 @@ from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
-from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
 from smd_jax.train import checkpoint
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
-from smd_jax.train.supervised import encode_examples, make_supervised_update
+from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update
 from study.arms import Arm
 from study.files import Row, fingerprint, number, read_kept, write_kept
 from study.problems import Problem, Split, tokenizer
@@ -286,13 +286,7 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
     update = make_supervised_update(model, optimizer)
     reward = 0.0
     for step in range(sizes.start_steps):
-        lesson, size = problem.lesson(step)
-        rows = lesson.rows("train")
-        # Other rows than those of the rollouts' first steps, which go by the seed itself.
-        batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
-        pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
-        width = lesson.prompt_width + lesson.response_width
-        state, _ = update(state, encode_examples(tokens, *pairs, width=width))
+        state, _ = update(state, examples_of(problem, step, seed, tokens))
         if (step + 1) % problem.start_every == 0:
             reward = evaluated(evaluator, state.params)["dense"]
             print(f"start of {problem.label}, seed {seed}: dense {reward:.3f} after {step + 1} steps", flush=True)
@@ -304,6 +298,20 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
         f"expected a dense reward of {sizes.dense_start} of {problem.label} within {sizes.start_steps} supervised "
         f"steps of seed {seed}; got {reward:.3f}"
     )
+
+
+def examples_of(problem: Problem, step: int, seed: int, tokens: Tokenizer) -> Examples:
+    """What a supervised step of the start learns from."""
+    lesson, size = problem.lesson(step)
+    rows = lesson.rows("train")
+    # Other rows than those of the rollouts' first steps, which go by the seed itself.
+    batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
+    pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
+    examples = encode_examples(tokens, *pairs, width=lesson.prompt_width + lesson.response_width)
+    if lesson.length == problem.length:
+        return examples
+    # A shorter answer is the beginning of a longer one, and must not teach to end there.
+    return examples.replace(targets=examples.targets.at[:, -1].set(False))
 
 
 def of_pilot(job: Job, seed: int) -> Job:
