@@ -6,7 +6,7 @@ Arms       TIS and shadow masks with 1 and 16 optimizer steps a rollout in place
            of 0.01 and 1 in place of 0.1, and on a quarter of the rows.
 Command    python experiments/choices.py [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
-Cost       about 15 CPU seconds a run, 77 runs, on one core of an Intel Xeon (family 6, model 207)
+Cost       0.4 CPU hours, 77 runs, on one core of an Intel Xeon (family 6, model 207), starts not counted
 Result     experiments/results/choices.json, a row a run, pilot included
 """
 

@@ -270,8 +270,7 @@ def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
     problem = problem.start_problem
     folder = starts / problem.label / f"dense-{sizes.dense_start:g}" / f"seed-{seed}"
     settings = (problem, problem.model_config(), sizes.dense_start, sizes.evaluation_rows, sizes.start_steps)
-    schedule = optax.linear_schedule(0.0, problem.learning_rate, 30)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(problem.schedule()))
     config = problem.model_config()
     state = smd.init_state(random_params(config, seed), optimizer, jax.random.key(seed))
     if checkpoint.latest_step(folder) is not None:
