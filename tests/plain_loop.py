@@ -21,7 +21,8 @@ import numpy as np
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.run import RunConfig, train
 from smd_jax.train.stop import RunStoppedError
 

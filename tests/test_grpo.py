@@ -32,6 +32,7 @@ from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import checkpoint
+from smd_jax.train.grading import encode_rows
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.rollout_ahead import STALENESS
 from smd_jax.trajectory import Trajectory
@@ -123,7 +124,7 @@ def test_every_metric_has_its_line_in_the_table():
 def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
     """A base model was trained with it; a chat template writes it itself."""
     tokenizer = bos_tokenizer(chat=chat)
-    batch = new_loop(tokenizer=tokenizer).encode([{"prompt": "31="}, {"prompt": "1="}], 30)
+    batch = encode_rows(new_loop().model, tokenizer, [{"prompt": "31="}, {"prompt": "1="}], 30)
     for tokens, valid, text in zip(np.asarray(batch.tokens), np.asarray(batch.valid), (b"31=", b"1="), strict=True):
         row = tokens[valid].tolist()
         assert row[0] == 257 != row[1]
@@ -393,16 +394,6 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
     first, second = (loop.collect(new_state(), step).trajectory for step in (0, 1))
     np.testing.assert_array_equal(first.tokens[:, :9], second.tokens[:, :9])
     assert (first.tokens != second.tokens).any()
-
-
-def test_evaluation_is_the_mean_reward_over_all_rows():
-    class LengthOfPrompt(Letters):
-        def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]):
-            return [float(index) for index, _ in enumerate(completions)]
-
-    greedy = dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.0))
-    mean = new_loop().evaluate(warm_params(), LengthOfPrompt("x"), jax.random.key(0), policy=Dense(), config=greedy)
-    assert mean == np.mean(range(50))
 
 
 def test_a_mesh_gives_the_same_step():

@@ -43,7 +43,7 @@ from smd_jax.testing import tiny_model_config
 from smd_jax.train.decoding import Decode, parse_decode
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.jsonable import config_differences, to_jsonable
-from smd_jax.train.loop import LoopConfig
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.objective import Objective
 from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.optimizers import OptimizerConfig

@@ -14,10 +14,10 @@ from smd_jax.losses.pairs import best_worst
 from smd_jax.metrics import reward_metrics
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.train.grading import part_metrics
-from smd_jax.train.grpo import GRPOLoop, fullest
+from smd_jax.train.grpo import fullest
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
-from tests.toy_loop import CONFIG, TASK, new_loop, new_state
+from tests.toy_loop import TASK, new_loop, new_state
 
 # Of the first group the third has no reward, of the second all but one, of the last all.
 NAN = float("nan")
@@ -215,31 +215,6 @@ def test_a_reward_that_asks_for_too_much_is_refused_before_anything_is_sampled()
 
     with pytest.raises(ValueError, match="expected reward 'greedy' to ask for some of .*'metadata'.*trainer_state"):
         loop_of(greedy)
-
-
-def test_evaluation_leaves_them_out(monkeypatch: pytest.MonkeyPatch):
-    samples, row = drawn()
-
-    @dataclasses.dataclass(frozen=True)
-    class Drawn:
-        """The rows of the first rollout."""
-
-        def __len__(self):
-            return len(samples.task_rows)
-
-        def __getitem__(self, index):
-            return samples.task_rows[index]
-
-        def reward(self, prompts, completions, **columns):
-            raise AssertionError("the loop has other functions")
-
-    monkeypatch.setattr(GRPOLoop, "respond", lambda *arguments, **options: (samples.trajectory, {}))
-    loop = loop_of(raising_on({samples.completions[row]}))
-    with pytest.warns(RewardWarning):
-        mean = loop.evaluate(
-            new_state().params, Drawn(), jax.random.key(0), policy=CONFIG.policy, config=CONFIG.rollout
-        )
-    assert mean == pytest.approx(np.delete(samples.rewards, row).mean())
 
 
 def test_dynamic_sampling_keeps_groups_with_what_is_left():

@@ -16,7 +16,8 @@ from breaking.left import Left, left_by, start
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.settings import split_settings
 
 PLAIN_ROLLOUTS = 8

@@ -14,7 +14,7 @@ from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.processes import OtherProcessError
 from smd_jax.train.jsonable import to_jsonable
-from smd_jax.train.loop import LoopConfig
+from smd_jax.train.loop_config import LoopConfig
 
 AUTO = "auto"
 

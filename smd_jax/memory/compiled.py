@@ -76,11 +76,11 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
     state = shard_tree(state, loop.mesh)
     params = loop.policy_params(state.params)
     if config.decode_rows is not None:
-        engine = loop.engine(config.policy, config.rollout, config.decode_rows)
+        engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
         sampling = segment_memory(engine, params, config.prompt_width).total
     else:
         with jax.set_mesh(loop.mesh):
-            sampling = _alive(loop.lower_rollout(params))
+            sampling = _alive(loop.responder.lower(params))
     # They are no arguments of the rollout, and lie beside it all the same.
     beside = tree_bytes((state.opt_state, state.reference), loop.mesh)
     # Under the mesh, where steps look for what was compiled.

@@ -1,7 +1,7 @@
 """Training loops for GRPO, PPO and online DPO, and what surrounds a run: checkpoints, resume."""
 
 from smd_jax.train.loop import Loop as Loop
-from smd_jax.train.loop import LoopConfig as LoopConfig
+from smd_jax.train.loop_config import LoopConfig as LoopConfig
 from smd_jax.train.decoding import Decode as Decode
 from smd_jax.train.decoding import parse_decode as parse_decode
 from smd_jax.train.decoding import parse_decodes as parse_decodes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,118 +24,41 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.forward import ReplayFunction
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.process_rows import (
-    Feeders,
     check_prompts_divide,
-    feeders,
-    local_key,
-    rows_here,
-    sampling_copy,
-    sampling_mesh,
-    to_batch,
 )
 from smd_jax.processes import is_first, on_host
-from smd_jax.sampler.engine import Engine, Progress
-from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
-from smd_jax.sampler.keys import row_keys
-from smd_jax.sampler.params import converted
+from smd_jax.sampler.engine import Progress
 from smd_jax.sharding import (
     check_rows,
     gathered_shardings,
     make_mesh,
     moved_bytes,
-    row_ways,
     shard_batch,
     shard_tree,
     tree_shardings,
 )
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
+from smd_jax.tasks.task import SteppedTask, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import (
-    PromptBatch,
     Tokenizer,
     check_vocabulary,
     repeat_each,
-    repeat_prompts,
 )
-from smd_jax.text.stop_strings import StopTable, compile_stop_strings
 from smd_jax.train.ahead import compiling, rows_on
-from smd_jax.train.grading import encode_rows, grade, part_metrics
+from smd_jax.train.grading import part_metrics
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import order_of_pass
 from smd_jax.train.refused import never_finite, not_one_policy
+from smd_jax.train.responder import Responder
 from smd_jax.train.samples import Samples
-from smd_jax.train.sharing import Told, shared
 from smd_jax.train.widths import response_widths, shortened
-from smd_jax.trajectory import Trajectory, check_finite
-from smd_jax.typed_fields import check_types
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """One run, as far as all algorithms share it.
-
-    Attributes:
-      prompts_per_step: prompts of one rollout.
-      group_size: completions per prompt.
-      prompt_width: columns of the prompt, in tokens; longer prompts are refused.
-      policy: eviction policy of the sampler.
-      rollout: budget, lengths and sampling of the rollout.
-      decode_rows: completions that are decoded at the same time; those that end make room for others, see
-        `smd_jax.sampler.engine`. None decodes all of a rollout at once, in one program.
-      prefill_rows: with decode_rows, prompts that are read at the same time.
-      stop_strings: texts that end a completion, and stay in it.
-      minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
-      num_iterations: passes over a rollout; every further one has the groups in another order.
-      update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
-        each is compiled when it is first needed. 1: always over `max_new_tokens`.
-      seed: order of the task's rows.
-    """
-
-    prompts_per_step: int
-    group_size: int
-    prompt_width: int
-    policy: EvictionPolicy
-    rollout: RolloutConfig
-    decode_rows: int | None = None
-    prefill_rows: int = 8
-    stop_strings: tuple[str, ...] = ()
-    minibatches: int = 1
-    num_iterations: int = 1
-    update_widths: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
-        if not self.rollout.sampling.trainable:
-            raise ValueError(
-                "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "
-                f"learner could have as well; got {self.rollout.sampling}"
-            )
-        if self.prompts_per_step % self.minibatches:
-            raise ValueError(
-                f"expected prompts_per_step that divide into {self.minibatches} minibatches, because a group is never "
-                f"split; got {self.prompts_per_step}"
-            )
-
-    @property
-    def completions_per_step(self) -> int:
-        """Completions of one rollout."""
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps that one rollout feeds."""
-        return self.minibatches * self.num_iterations
+from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -172,13 +95,19 @@ class Loop:
         if self.max_skipped < 1:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(self.config.prompts_per_step, self.feeders)
+        check_prompts_divide(self.config.prompts_per_step, self.responder.feeders)
         if self.config.decode_rows is not None:
-            self.engine(self.config.policy, self.config.rollout, self.config.decode_rows)  # raises if it cannot be
+            # Raises if it cannot be.
+            self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
         if self.rewards is not None:
             # It starts beside what is compiled first.
             self.rewards.prepare(batch_columns(rows_of_step(self.task, 1, 0, self.config.seed)))
+
+    @cached_property
+    def responder(self) -> Responder:
+        """What draws the completions."""
+        return Responder(self.model, self.tokenizer, self.config, self.mesh, self.report)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout."""
@@ -279,16 +208,6 @@ class Loop:
         if is_first():
             self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
 
-    @cached_property
-    def feeders(self) -> Feeders:
-        """Which process feeds which rows."""
-        return feeders(self.mesh)
-
-    @cached_property
-    def sampling_mesh(self) -> Mesh:
-        """Where this process samples its rows; `mesh` where there is one process."""
-        return sampling_mesh(self.mesh)
-
     @property
     def response_widths(self) -> tuple[int, ...]:
         """Columns of a response, ascending, that the learner may run over."""
@@ -327,54 +246,9 @@ class Loop:
 
         with jax.set_mesh(self.mesh):
             # Both are traced for their shapes alone.
-            trajectory = self._of_shapes(rollout_program.eval_shape, self.policy_params(state.params))
+            trajectory = self.responder.shapes(self.policy_params(state.params))
             shapes = jax.eval_shape(minibatch, state.params, trajectory)
             return self.update.lower(state, rows_on(shapes, self.mesh))
-
-    def lower_rollout(self, params: Params) -> jax.stages.Lowered:
-        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
-
-        Args:
-          params: those that the sampler reads, see `policy_params`.
-        """
-        with jax.set_mesh(self.mesh):
-            return self._of_shapes(rollout_program.lower, params)
-
-    def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
-        """`run` of a step's rollout in one program, with shapes in place of prompts."""
-        config = self.config
-        copies = self._copies(config.prompts_per_step // len(self.feeders.teams), config.group_size)
-        shape = (config.prompts_per_step * copies, config.prompt_width)
-        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
-        key = jax.random.key(config.seed)
-        responses = config.group_size // copies
-        return self._rollout(run, params, rows_on(prompts, self.mesh), key, config.policy, config.rollout, responses)
-
-    def _rollout(
-        self,
-        run: Callable[..., Any],
-        params: Params,
-        prompts: PromptBatch,
-        key: jax.Array,
-        policy: EvictionPolicy,
-        config: RolloutConfig,
-        responses: int,
-    ) -> Any:
-        """`run` of what a rollout in one program is called with: by the same names, or it would be another program.
-
-        Args:
-          responses: to each row of the prompts.
-        """
-        return run(
-            self.model,
-            params,
-            prompts,
-            key,
-            policy=policy,
-            config=config,
-            group_size=responses,
-            stop=self.stop_table,
-        )
 
     @property
     def update(self) -> Any:
@@ -409,20 +283,16 @@ class Loop:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
         config = self.config
         rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
-        params = self.sampler_copy(params)
-
-        def sample() -> tuple[Trajectory, Told]:
-            began = time.perf_counter()
-            # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
-            own, took = self.respond(params, rows, key, config.policy, config.rollout, config.group_size)
-            responded = time.perf_counter()
-            repeated = repeat_each(rows[self.feeders.part(len(rows))], config.group_size)
-            completions, graded = grade(self.rewards or self._own_reward, self.tokenizer, repeated, own)
-            times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
-            return own, Told(completions, graded, times | took)
-
-        own, (completions, graded, took) = shared(self.feeders, sample)
-        trajectory = self.whole(own)
+        own, (completions, graded, took) = self.responder.graded(
+            self.responder.sampler_copy(self.policy_params(params)),
+            rows,
+            key,
+            self.rewards or self._own_reward,
+            config.policy,
+            config.rollout,
+            config.group_size,
+        )
+        trajectory = self.responder.whole(own)
         metrics = {name: jnp.float32(number) for name, number in took.items()}
         metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
         there = graded.rewarded_rows
@@ -444,88 +314,9 @@ class Loop:
         """The task's. One object for all rollouts, because it reports every kind of failure once."""
         return Rewards((self.task.reward,), seconds=None)
 
-    @cached_property
-    def stop_table(self) -> StopTable | None:
-        """The stop strings, over the tokens of this tokenizer."""
-        strings = self.config.stop_strings
-        vocab_size = self.model.shape.vocab_size
-        return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
-
-    def respond(
-        self,
-        params: Params,
-        rows: Sequence[Row],
-        key: jax.Array,
-        policy: EvictionPolicy,
-        config: RolloutConfig,
-        group_size: int,
-    ) -> tuple[Trajectory, dict[str, float]]:
-        """`group_size` responses to the prompts of those rows that this process feeds, in one batch or a few rows at a
-        time; and what it took. With several processes the trajectory is on the host.
-
-        Args:
-          params: a `sampler_copy`. rows: of all processes.
-        """
-        mesh = self.sampling_mesh
-        prompts = self.encode(rows[self.feeders.part(len(rows))], self.config.prompt_width)
-        if jax.process_count() > 1:
-            # A row draws the same numbers whichever process it belongs to.
-            total = len(rows) * group_size
-            key = row_keys(local_key(key), total)[self.feeders.part(total)]
-        if self.config.decode_rows is not None:
-            done = self.engine(policy, config, self.config.decode_rows).run(
-                params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
-            )
-            took = {"rollout/utilisation": done.stats.utilisation}
-            return self._own(shard_batch(done.trajectory, mesh)), took
-        # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
-        copies = self._copies(len(prompts.valid), group_size)
-        with jax.set_mesh(mesh):
-            repeated = shard_batch(repeat_prompts(prompts, copies), mesh)
-            trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
-        check_finite(trajectory.logprobs)
-        return self._own(trajectory), {}
-
-    def _own(self, trajectory: Trajectory) -> Trajectory:
-        """What this process sampled, on the host if it is a part of the batch."""
-        return trajectory if jax.process_count() == 1 else rows_here(trajectory)
-
-    def whole(self, own: Trajectory) -> Trajectory:
-        """The batch on the mesh, from what every process has sampled."""
-        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
-
-    def sampler_copy(self, params: Params) -> Params:
-        """The parameters that the sampler reads, where it reads them; all processes must call it."""
-        params = self.policy_params(params)
-        if jax.process_count() == 1:
-            return params
-        with jax.set_mesh(self.mesh):
-            # Converted first, which may halve what is sent.
-            params = converted(self.model, params)
-        return sampling_copy(params, self.mesh, self.sampling_mesh)
-
     def policy_params(self, params: Params) -> Params:
         """The parameters that the sampler reads: those of the model, without what an algorithm adds to them."""
         return params
-
-    def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
-        """What decodes this process's share of so many rows."""
-        share = len(self.feeders.teams)
-        prefill_rows = -(-self.config.prefill_rows // share)
-        return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.sampling_mesh)
-
-    def _copies(self, prompts: int, group_size: int) -> int:
-        """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh.
-
-        Args:
-          prompts: those that this process feeds.
-        """
-        ways = row_ways(self.sampling_mesh)
-        fits = (
-            copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
-        )
-        # If nothing fits, `shard_batch` refuses the prompts, and says what it expects.
-        return next(fits, group_size)
 
     def minibatches(self, batch: Any, state: TrainState, counted_rows: np.ndarray | None = None) -> Iterator[Any]:
         """The minibatches of one rollout, in as many passes as `num_iterations` says; each has whole groups.
@@ -548,28 +339,6 @@ class Loop:
                 rows = groups[order[first :: config.minibatches]].reshape(-1)
                 # A minibatch of everything stays as it lies: another order would only change rounding.
                 yield shard_batch(batch if config.minibatches == 1 else _rows(batch, rows), self.mesh)
-
-    def encode(self, rows: Sequence[Row], width: int) -> PromptBatch:
-        return encode_rows(self.model, self.tokenizer, rows, width)
-
-    def evaluate(
-        self, params: Params, task: Task, key: jax.Array, *, policy: EvictionPolicy, config: RolloutConfig
-    ) -> float:
-        """Mean reward over all rows of `task`, one completion each, decoded under any policy. Rows on which a reward
-        function fails are left out."""
-        # As in a step: parameters that lie elsewhere would have programs of their own.
-        params = self.sampler_copy(shard_tree(params, self.mesh))
-        rows = [task[i] for i in range(len(task))]
-        check_prompts_divide(len(rows), self.feeders)
-
-        def sample() -> tuple[Trajectory, Told]:
-            own, took = self.respond(params, rows, key, policy, config, group_size=1)
-            grader = self.rewards or Rewards((task.reward,), seconds=None)
-            return own, Told(*grade(grader, self.tokenizer, rows[self.feeders.part(len(rows))], own), took)
-
-        _, (_, graded, _) = shared(self.feeders, sample)
-        there = graded.rewarded_rows
-        return float((graded.rewards if there is None else graded.rewards[there]).mean())
 
 
 def _rows(batch: Any, rows: np.ndarray) -> Any:

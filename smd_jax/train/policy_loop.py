@@ -26,7 +26,8 @@ from smd_jax.model.protocol import Params
 from smd_jax.processes import on_host
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sharding import check_rows
-from smd_jax.train.loop import Loop, LoopConfig
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import over_steps
 from smd_jax.train.rollout_ahead import staleness_metrics
 from smd_jax.trajectory import Trajectory

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smd_jax.train.jsonable import Json, to_jsonable
-from smd_jax.train.loop import LoopConfig
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.policy_loop import PolicyConfig
 

@@ -1,0 +1,71 @@
+"""What a run is asked for, as far as all algorithms share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.typed_fields import check_types
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """One run, as far as all algorithms share it.
+
+    Attributes:
+      prompts_per_step: prompts of one rollout.
+      group_size: completions per prompt.
+      prompt_width: columns of the prompt, in tokens; longer prompts are refused.
+      policy: eviction policy of the sampler.
+      rollout: budget, lengths and sampling of the rollout.
+      decode_rows: completions that are decoded at the same time; those that end make room for others, see
+        `smd_jax.sampler.engine`. None decodes all of a rollout at once, in one program.
+      prefill_rows: with decode_rows, prompts that are read at the same time.
+      stop_strings: texts that end a completion, and stay in it.
+      minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
+      num_iterations: passes over a rollout; every further one has the groups in another order.
+      update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
+        each is compiled when it is first needed. 1: always over `max_new_tokens`.
+      seed: order of the task's rows.
+    """
+
+    prompts_per_step: int
+    group_size: int
+    prompt_width: int
+    policy: EvictionPolicy
+    rollout: RolloutConfig
+    decode_rows: int | None = None
+    prefill_rows: int = 8
+    stop_strings: tuple[str, ...] = ()
+    minibatches: int = 1
+    num_iterations: int = 1
+    update_widths: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if not self.rollout.sampling.trainable:
+            raise ValueError(
+                "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "
+                f"learner could have as well; got {self.rollout.sampling}"
+            )
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"expected prompts_per_step that divide into {self.minibatches} minibatches, because a group is never "
+                f"split; got {self.prompts_per_step}"
+            )
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of one rollout."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that one rollout feeds."""
+        return self.minibatches * self.num_iterations

@@ -1,0 +1,223 @@
+"""Completions for the rows of a task, as a process draws and grades those that it feeds.
+
+parameters ─► sampler_copy ─┐
+rows ─► prompts ────────────┴─► respond ─► completions ─► rewards        this process's rows, on its own devices
+                                                             │
+                                   what is told of all rows ─┘           `whole` puts the batch on the mesh
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.process_rows import (
+    Feeders,
+    feeders,
+    local_key,
+    rows_here,
+    sampling_copy,
+    sampling_mesh,
+    to_batch,
+)
+from smd_jax.sampler.engine import Engine, Progress
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.params import converted
+from smd_jax.sharding import row_ways, shard_batch
+from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.task import Row
+from smd_jax.text.prompts import PromptBatch, Tokenizer, repeat_each, repeat_prompts
+from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.train.ahead import rows_on
+from smd_jax.train.grading import encode_rows, grade
+from smd_jax.train.loop_config import LoopConfig
+from smd_jax.train.sharing import Told, shared
+from smd_jax.trajectory import Trajectory, check_finite
+
+
+@dataclass(frozen=True)
+class Responder:
+    """What draws completions for a loop. Its attributes are the loop's."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: LoopConfig
+    mesh: Mesh
+    report: Callable[[Progress], None] | None
+
+    @cached_property
+    def feeders(self) -> Feeders:
+        """Which process feeds which rows."""
+        return feeders(self.mesh)
+
+    @cached_property
+    def sampling_mesh(self) -> Mesh:
+        """Where this process samples its rows; `mesh` where there is one process."""
+        return sampling_mesh(self.mesh)
+
+    @cached_property
+    def stop_table(self) -> StopTable | None:
+        """The stop strings, over the tokens of this tokenizer."""
+        strings = self.config.stop_strings
+        vocab_size = self.model.shape.vocab_size
+        return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
+
+    def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
+        """What decodes this process's share of so many rows."""
+        share = len(self.feeders.teams)
+        prefill_rows = -(-self.config.prefill_rows // share)
+        return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.sampling_mesh)
+
+    def sampler_copy(self, params: Params) -> Params:
+        """The policy's parameters, where the sampler reads them; all processes must call it."""
+        if jax.process_count() == 1:
+            return params
+        with jax.set_mesh(self.mesh):
+            # Converted first, which may halve what is sent.
+            params = converted(self.model, params)
+        return sampling_copy(params, self.mesh, self.sampling_mesh)
+
+    def graded(
+        self,
+        params: Params,
+        rows: Sequence[Row],
+        key: jax.Array,
+        rewards: Rewards,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        group_size: int,
+    ) -> tuple[Trajectory, Told]:
+        """This process's part of `group_size` responses to the prompts of all rows, and what is told of all of them;
+        all processes must call it.
+
+        Args:
+          params: a `sampler_copy`. rows: of all processes. key: consumed.
+        """
+
+        def sample() -> tuple[Trajectory, Told]:
+            began = time.perf_counter()
+            # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
+            own, took = self.respond(params, rows, key, policy, config, group_size)
+            responded = time.perf_counter()
+            repeated = repeat_each(rows[self.feeders.part(len(rows))], group_size)
+            completions, graded = grade(rewards, self.tokenizer, repeated, own)
+            times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
+            return own, Told(completions, graded, times | took)
+
+        return shared(self.feeders, sample)
+
+    def respond(
+        self,
+        params: Params,
+        rows: Sequence[Row],
+        key: jax.Array,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        group_size: int,
+    ) -> tuple[Trajectory, dict[str, float]]:
+        """`group_size` responses to the prompts of those rows that this process feeds, in one batch or a few rows at a
+        time; and what it took. With several processes the trajectory is on the host.
+
+        Args:
+          params: a `sampler_copy`. rows: of all processes.
+        """
+        mesh = self.sampling_mesh
+        own_rows = rows[self.feeders.part(len(rows))]
+        prompts = encode_rows(self.model, self.tokenizer, own_rows, self.config.prompt_width)
+        if jax.process_count() > 1:
+            # A row draws the same numbers whichever process it belongs to.
+            total = len(rows) * group_size
+            key = row_keys(local_key(key), total)[self.feeders.part(total)]
+        if self.config.decode_rows is not None:
+            done = self.engine(policy, config, self.config.decode_rows).run(
+                params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
+            )
+            took = {"rollout/utilisation": done.stats.utilisation}
+            return self._own(shard_batch(done.trajectory, mesh)), took
+        # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
+        copies = self._copies(len(prompts.valid), group_size)
+        with jax.set_mesh(mesh):
+            repeated = shard_batch(repeat_prompts(prompts, copies), mesh)
+            trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
+        check_finite(trajectory.logprobs)
+        return self._own(trajectory), {}
+
+    def whole(self, own: Trajectory) -> Trajectory:
+        """The batch on the mesh, from what every process has sampled."""
+        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
+
+    def lower(self, params: Params) -> jax.stages.Lowered:
+        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
+
+        Args:
+          params: those that the sampler reads.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._of_shapes(rollout_program.lower, params)
+
+    def shapes(self, params: Params) -> Trajectory:
+        """What that rollout gives, in shapes alone; call it under the mesh."""
+        return self._of_shapes(rollout_program.eval_shape, params)
+
+    def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
+        """`run` of a step's rollout in one program, with shapes in place of prompts."""
+        config = self.config
+        copies = self._copies(config.prompts_per_step // len(self.feeders.teams), config.group_size)
+        shape = (config.prompts_per_step * copies, config.prompt_width)
+        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+        key = jax.random.key(config.seed)
+        responses = config.group_size // copies
+        return self._rollout(run, params, rows_on(prompts, self.mesh), key, config.policy, config.rollout, responses)
+
+    def _rollout(
+        self,
+        run: Callable[..., Any],
+        params: Params,
+        prompts: PromptBatch,
+        key: jax.Array,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        responses: int,
+    ) -> Any:
+        """`run` of what a rollout in one program is called with: by the same names, or it would be another program.
+
+        Args:
+          responses: to each row of the prompts.
+        """
+        return run(
+            self.model,
+            params,
+            prompts,
+            key,
+            policy=policy,
+            config=config,
+            group_size=responses,
+            stop=self.stop_table,
+        )
+
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        """What this process sampled, on the host if it is a part of the batch."""
+        return trajectory if jax.process_count() == 1 else rows_here(trajectory)
+
+    def _copies(self, prompts: int, group_size: int) -> int:
+        """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh.
+
+        Args:
+          prompts: those that this process feeds.
+        """
+        ways = row_ways(self.sampling_mesh)
+        fits = (
+            copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
+        )
+        # If nothing fits, `shard_batch` refuses the prompts, and says what it expects.
+        return next(fits, group_size)
