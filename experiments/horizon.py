@@ -35,7 +35,7 @@ from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.learner.config import Visibility
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.loop import encode_rows
+from smd_jax.train.grading import encode_rows
 from study.arms import arms_of
 from study.command import StudyArgs, grid_of, run, stopping
 from study.files import RESULTS, ROOT, Row, number, write_rows

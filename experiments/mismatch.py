@@ -48,7 +48,7 @@ from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
-from smd_jax.train.loop import encode_rows
+from smd_jax.train.grading import encode_rows
 from study.files import RESULTS, number, read_rows, write_rows
 from study.weights import log_ratios, response_weights, token_weights
 

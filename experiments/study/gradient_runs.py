@@ -23,7 +23,7 @@ from provenance import provenance
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.tasks.task import Row as TaskRow
 from smd_jax.text.prompts import eos_token_id, pad_token_id, repeat_each
-from smd_jax.train.loop import encode_rows
+from smd_jax.train.grading import encode_rows
 from study.coefficients import GROUP, NAMES, REFERENCES, Rolled, arm_gradients, reference_gradients
 from study.files import Row, fingerprint, number, write_text
 from study.moments import Compared, Moments, Products, Quality, jackknife, quality
