@@ -20,12 +20,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 EVICTION_GATE = "eviction_gate"
+KEPT = 1e9  # logit of a key that no draw takes; finite, because differences of infinities would be NaN
 
 
 @dataclass(frozen=True)
 class Gate:
     """Base of all gates: a frozen dataclass, hashable, because it is a static argument. To add one: a class of your own
     with these two methods, in any file."""
+
+    @property
+    def protected(self) -> int:
+        """Keys that no draw takes; the budget must hold them."""
+        return 0
 
     @abstractmethod
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Any:
@@ -62,7 +68,21 @@ class LinearGate(Gate):
 
     `a` and `b` are linear, each KV head has its own. Zeros at first: every key is worth the same, and a draw is that of
     `Random`.
+
+    Attributes:
+      sinks: first keys of a sequence that never go. Pretrained models need them (arXiv:2309.17453), and would need
+        them while a fresh gate still learns that.
     """
+
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"expected sinks >= 0; got {self.sinks}")
+
+    @property
+    def protected(self) -> int:
+        return self.sinks
 
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> dict[str, Array]:
         return {"kernel": jnp.zeros((kv_heads, 2 * head_dim + 2, 2), dtype)}
@@ -83,7 +103,8 @@ class LinearGate(Gate):
         # A product of a few numbers for each key. The default on accelerators is not float32's.
         worth = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
         ages = _log1p(newest[:, None, :, None] - positions[:, :, None], wide)
-        return worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
+        logits = worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
+        return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
 
 def _log1p(count: Int[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -116,7 +137,7 @@ def add_gate(
 
 
 def drop_gate(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the model alone, for `save_checkpoint`."""
+    """The parameters of the model alone, for `save_checkpoint`; of a model without a gate the same."""
     return {name: leaf for name, leaf in params.items() if name != EVICTION_GATE}
 
 

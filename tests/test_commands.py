@@ -189,11 +189,13 @@ def test_names_become_the_librarys_objects():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
-    distill = update_config(LossArgs(), reference, evicts=True, device=DeviceArgs()).distill
+    distill = update_config(LossArgs(), reference, policy=SnapKV(), device=DeviceArgs()).distill
     assert distill is not None and distill.direction == "anchor"
-    assert update_config(LossArgs(), reference, evicts=False, device=DeviceArgs()).distill is None
+    assert update_config(LossArgs(), reference, policy=Dense(), device=DeviceArgs()).distill is None
     assert (
-        update_config(LossArgs(correction="tis"), reference, evicts=True, device=DeviceArgs(microbatch=2)).visibility
+        update_config(
+            LossArgs(correction="tis"), reference, policy=SnapKV(), device=DeviceArgs(microbatch=2)
+        ).visibility
         == "dense"
     )
     with pytest.raises(ValueError, match="no bounds but"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "dense"]
+PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "gate", "dense"]
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
 CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
@@ -95,7 +95,7 @@ class SamplerArgs:
     top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
     min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end a completion, and stay in it
-    eviction: PolicyName = "snapkv"  # which keys the cache drops; dense keeps all
+    eviction: PolicyName = "snapkv"  # which keys the cache drops; gate: reward trains which; dense keeps all
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # tokens between two compressions
     sinks: int = 4  # first keys that are always kept, as models look at them for want of others; in --eval-decode, too
@@ -152,6 +152,7 @@ class OptimizerArgs:
     adam_epsilon: float = 1e-8
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW
     max_grad_norm: float = 1.0  # longer gradients are scaled down to it
+    gate_speed: float = 30.0  # learning rate of the gate of --eviction gate over that of the model
 
 
 @dataclass(frozen=True)

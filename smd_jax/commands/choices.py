@@ -14,6 +14,8 @@ from smd_jax.corrections.trust_region import DPPOTV
 from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
@@ -61,9 +63,11 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
     """The policy that was named, with what is protected from it and how its budget is spread over the layers.
 
     Raises:
-      ValueError: sinks or a pyramid for a policy without a choice of keys.
+      ValueError: sinks or a pyramid for a policy without a choice of keys; a pyramid for a gate.
     """
     policy = with_sinks(POLICIES[args.eviction], args.sinks)
+    if args.pyramid and isinstance(policy, LearnedGate):
+        raise ValueError("expected no pyramid with the policy 'gate', whose draws would not be recorded; got one")
     return wrappers.Pyramid(policy) if args.pyramid and policy.evicts else policy
 
 
@@ -73,6 +77,8 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
         return policy
     if isinstance(policy, policies.StreamingLLM):
         return policies.StreamingLLM(sinks)  # its own, so that they are protected once
+    if isinstance(policy, LearnedGate):
+        return LearnedGate(LinearGate(sinks))  # its own, because the learner must know what no draw takes
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 
@@ -90,13 +96,13 @@ def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:
     )
 
 
-def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, device: DeviceArgs) -> UpdateConfig:
+def update_config(loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs) -> UpdateConfig:
     """The learner of GRPO, RLOO and PPO, without a critic.
 
     Args:
-      evicts: whether the sampler forgets anything: there is nothing to distil where it does not.
+      policy: of the sampler: where it forgets nothing there is nothing to distil, and draws of a gate are learnt from.
     """
-    direction = distillation(loss, reference, evicts)
+    direction = distillation(loss, reference, policy.evicts)
     distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
     sync = None
     if reference.sync_ref_model:
@@ -114,6 +120,7 @@ def update_config(loss: LossArgs, reference: ReferenceArgs, evicts: bool, device
         mask_truncated_completions=loss.mask_truncated_completions,
         microbatch_size=device.microbatch,
         pack_columns=device.pack_columns,
+        eviction_coef=0.0 if policy.gate is None else 1.0,
     )
 
 

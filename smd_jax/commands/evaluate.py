@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
@@ -19,12 +20,17 @@ import tyro
 from smd_jax.commands.arguments import RewardArgs
 from smd_jax.commands.choices import with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.errors import EVALUATION_FLAGS, plain_warnings, reported, users_mistakes
+from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import parameter, rewards_of
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.gate import EVICTION_GATE
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.gate_format import load_gate
+from smd_jax.model.protocol import Params
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
 from smd_jax.quantization import QuantConfig
@@ -35,7 +41,7 @@ from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.decoding import parse_decodes
+from smd_jax.train.decoding import Decode, parse_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
 
@@ -54,7 +60,8 @@ class Args:
     reward: tuple[str, ...] = ()  # in place of the task's own: names of docs/rewards.md, or path/to/file.py:function
     reward_timeout: float | None = 60.0  # seconds of one call of a reward; None: in this process, without a limit
     decode: str = "dense"  # ways of decoding: dense, or policy:budget or policy:budget+buffer, with commas between
-    sinks: int = 4  # first keys of a sequence that every policy keeps, as in smd-train
+    gate: Path | None = None  # directory of a trained gate, as smd-train leaves it; for gate:512 in --decode
+    sinks: int = 4  # first keys of a sequence that every policy keeps, as in smd-train; a trained gate has its own
     num_generations: int = 1  # completions per prompt
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # draw from so many tokens; 0: from all
@@ -89,8 +96,11 @@ def run(args: Args) -> list[Evaluated]:
         check_platform(args.platform)
         directory = model_directory(args.model)
         tokenizer = load_tokenizer(directory, args.tokenizer)
-        evaluator, dropped = make_evaluator(args, directory, tokenizer)
+        model = Decoder(read_config(directory, compute_dtype(args.dtype)))
+        parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
+        evaluator, dropped = make_evaluator(args, model, tokenizer, gate)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)
+        params = params | parts
     print(dropped, file=sys.stderr)
     found = list[Evaluated]()
     for result in evaluator.each(params, say_progress):
@@ -109,9 +119,27 @@ def say_progress(decode: str, done: int, count: int) -> None:
     print(f"{decode}: {done} of {count} prompts", file=sys.stderr, flush=True)
 
 
-def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluator, str]:
+def with_gate(directory: Path, model: Decoder) -> tuple[Params, LearnedGate]:
+    """What a trained gate adds to the parameters, and the policy that goes by it."""
+    parameters, gate = load_gate(directory, model.shape)
+    return {EVICTION_GATE: parameters}, LearnedGate(gate)
+
+
+def policy_of(decode: Decode, args: Args, gate: LearnedGate | None) -> EvictionPolicy:
+    """The policy of one way of decoding: the trained gate, or the one that was named, with its sinks.
+
+    Raises:
+      UserError: a gate that nobody has trained.
+    """
+    if not isinstance(decode.policy, LearnedGate):
+        return with_sinks(decode.policy, args.sinks)
+    if gate is None:
+        raise UserError(f"expected --gate, a directory with a trained gate, for --decode {decode.name}; got none")
+    return gate
+
+
+def make_evaluator(args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None) -> tuple[Evaluator, str]:
     """The evaluator, and a line on the prompts that were dropped."""
-    model = Decoder(read_config(directory, compute_dtype(args.dtype)))
     choice = TaskChoice(
         args.task,
         args.source,
@@ -131,7 +159,7 @@ def make_evaluator(args: Args, directory: Any, tokenizer: Any) -> tuple[Evaluato
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
     quant = None if args.quant_bits is None else QuantConfig(args.quant_bits)
     decodes = tuple(
-        replace(decode, policy=with_sinks(decode.policy, args.sinks), quant=quant if decode.policy.evicts else None)
+        replace(decode, policy=policy_of(decode, args, gate), quant=quant if decode.policy.evicts else None)
         for decode in parse_decodes(args.decode)
     )
     rollout = RolloutConfig(

@@ -3,6 +3,7 @@
 smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
 smd-export runs/train --out my-model --step 40 --dtype bfloat16
 smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
+smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import jax
 import tyro
 
 from smd_jax.commands.arguments import Common
+from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.gate import drop_gate
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
@@ -42,7 +47,7 @@ class Args:
     out: Path  # directory to write; one that is there must hold an older export and nothing else
     step: int | None = None  # rollouts after which the checkpoint was saved; by default the newest
     best: bool = False  # the one with the best metric
-    format: Literal["hf", "peft"] = "hf"  # hf: whole weights, adapters merged; peft: adapters alone
+    format: Literal["hf", "peft", "gate"] = "hf"  # hf: whole weights, adapters merged; peft, gate: these alone
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 loses small steps
     debug: bool = False  # show the traceback of every error
 
@@ -73,7 +78,13 @@ def run(args: Args) -> None:
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; {args.run} has no adapters")
         save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.dtype)
+    elif args.format == "gate":
+        policy = eviction_policy(trained.sampler)
+        if not isinstance(policy, LearnedGate):
+            raise UserError(f"expected a run with --eviction gate for --format gate; {args.run} has no gate")
+        save_gate(args.out, params, policy.weights)
     else:
+        params = drop_gate(params)
         merged = merge_lora(params) if has_lora(params) else params
         name = trained.model.tokenizer
         save_checkpoint(

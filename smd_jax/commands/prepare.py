@@ -17,6 +17,7 @@ from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.gate import add_gate
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
@@ -87,10 +88,20 @@ def prepare(args: Common) -> Prepared:
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
-    """The parameters of a checkpoint with what the run trains beside them: adapters, a critic. The key is consumed."""
+    """The parameters of a checkpoint with what the run trains beside them: adapters, a gate of evictions, a critic. The
+    key is consumed."""
     lora = lora_config(args.model)
     if lora is not None:
         params = add_lora(params, lora, key)
+    gate = eviction_policy(args.sampler).gate
+    if gate is not None:
+        params = add_gate(
+            params,
+            gate,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
     return add_value_head(params, config) if isinstance(args, Ppo) else params
 
 
@@ -128,6 +139,11 @@ def check_platform(wanted: str) -> None:
 def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     """The loop of the algorithm."""
     policy = eviction_policy(args.sampler)
+    if policy.gate is not None and not isinstance(args, Grpo | Rloo):
+        raise UserError(
+            "expected grpo or rloo with --eviction gate, whose draws are judged by one advantage a response; "
+            f"got {type(args).__name__}"
+        )
     shared = loop_options(args, policy, tokenizer, data.width)
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
@@ -139,7 +155,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy.evicts, args.device),
+                update=update_config(args.loss, args.reference, policy, args.device),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
                 rollouts_ahead=args.group.rollouts_ahead,
@@ -150,13 +166,13 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy.evicts, args.device),
+                update=update_config(args.loss, args.reference, policy, args.device),
                 advantages="leave_one_out",
                 scale_rewards="none",
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
-            update = update_config(args.loss, args.reference, policy.evicts, args.device)
+            update = update_config(args.loss, args.reference, policy, args.device)
             config = PPOConfig(
                 **shared,
                 minibatches=args.loss.minibatches,
@@ -198,7 +214,10 @@ def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: in
 
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
     """The optimizer of the whole run."""
-    return make_optimizer(optimizer_config(args.optimizer), args.run.max_steps * steps_per_rollout)
+    config = optimizer_config(args.optimizer)
+    if args.sampler.eviction == "gate":
+        config = replace(config, gate_speed=args.optimizer.gate_speed)
+    return make_optimizer(config, args.run.max_steps * steps_per_rollout)
 
 
 def optimizer_config(args: OptimizerArgs) -> OptimizerConfig:

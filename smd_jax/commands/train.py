@@ -30,10 +30,13 @@ from smd_jax.commands.launch import check_same, check_shared, join, together
 from smd_jax.commands.limits import check_numbers
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, prepare, with_parts
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, show_bytes
+from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
@@ -303,7 +306,12 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
 
 
 def export(args: Common, ready: Prepared, params: Params, directory: Path) -> None:
-    """Writes the trained model in Hugging Face's format, with adapters merged; and the adapters in PEFT's."""
+    """Writes the trained model in Hugging Face's format, with adapters merged; the adapters in PEFT's; and a gate."""
+    policy = ready.loop.config.policy
+    if isinstance(policy, LearnedGate):
+        save_gate(directory / "gate", params, policy.weights)
+        print(f"gate of evictions: {directory / 'gate'}")
+        params = drop_gate(params)
     if has_lora(params):
         save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
         print(f"adapters: {directory / 'adapter'}")

@@ -20,7 +20,8 @@ class LearnedGate(EvictionPolicy):
     A score of logit - Gumbel noise, whose lowest go first, is such a draw (Gumbel top-k, arXiv:1903.06059). Order and
     log-probability go into the trajectory, `smd_jax.eviction_draws`; `UpdateConfig.eviction_coef` trains the gate.
 
-    The parameters must have the gate's, `smd_jax.gate.add_gate`. Nothing is protected: what must stay, the gate learns.
+    The parameters must have the gate's, `smd_jax.gate.add_gate`. Beyond what the gate protects by itself
+    (`LinearGate.sinks`) it has to learn what must stay.
     Inside of `Protect` or `Pyramid` it evicts as here, but nothing is recorded that it could be trained by.
 
     While a prompt is read, for all of its responses at once, draws come from its own tokens, as those of `Random`.
@@ -35,6 +36,10 @@ class LearnedGate(EvictionPolicy):
     @property
     def gate(self) -> Gate | None:
         return None if self.greedy else self.weights
+
+    def protected(self, budget: int) -> int:
+        del budget
+        return self.weights.protected
 
     def parameters(self, params: Any, layer: int) -> Any:
         return gate_parameters(params, layer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from smd_jax.config import ModelConfig
+from smd_jax.eviction_draws import boundary_count
 from smd_jax.learner.blocks import block_columns
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.masks import Segments
@@ -23,6 +24,8 @@ from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
 LOGIT_COPIES = 4  # of a block alive together: logits, softmax forward and recomputed, cotangent
+GATE_COPIES = 3  # of every layer's logits of keys at every compression: by themselves, stacked, their cotangent
+DRAW_COPIES = 8  # of one layer's: what is sorted, and the sums before and behind each draw
 SUMMED_HEADS = 2  # of the output head, where its gradient is summed over blocks: the sum, and what a block adds to it
 
 
@@ -174,6 +177,16 @@ class LearnerPass:
         block = block_columns(policies * self.rows, columns, token)
         summed = SUMMED_HEADS * token * self.shape.hidden_size if block < columns else 0
         return LOGIT_COPIES * self.rows * block * token + summed
+
+    def draws(self, buffer: int) -> int:
+        """What the gates of all layers say of every key at every compression; and of one layer its sort and its sums.
+
+        Args:
+          buffer: columns between two compressions.
+        """
+        compressions = boundary_count(self.prompt, buffer, self.columns)
+        layer = self.rows * self.shape.num_kv_heads * compressions * self.columns * WIDE
+        return (GATE_COPIES * self.shape.num_layers + DRAW_COPIES) * layer
 
     def teacher(self, distill: DistillConfig) -> tuple[int, int]:
         """Activations and logits of the second track, whose logits are those of two policies once more. Half as many

@@ -221,7 +221,8 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     model = work.model.config
     shape = local_shape(model, mesh)
     ways = row_ways(mesh)
-    sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, 1 if mesh is None else mesh.size)
+    devices = 1 if mesh is None else mesh.size
+    sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, devices, params)
     decoded = decode_rows or work.rows
     # Rounded up: the device with the most rows decides.
     here = -(-work.rows // ways)
@@ -233,7 +234,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
         optimizer=_optimizer_bytes(work, params),
         reference=_reference_bytes(work, params),
-        trajectory=trajectory_bytes(model, config, work.prompt_width, here),
+        trajectory=trajectory_bytes(model, config, work.prompt_width, here, work.policy.gate is not None),
         cache=sampler.cache(live),
         rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None)
         + kept_gathered_bytes(params, model, work.where, mesh),
@@ -266,7 +267,8 @@ def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int,
     """Beside the cache: what prefill or a step works with, and the records of the shadow mask. One program holds those
     all the time; the engine keeps them on the host until the end, but holds prefilled prompts that wait."""
     work = max(sampler.decode(live), sampler.prefill(prefill_rows))
-    records = rows * recorded_bytes(sampler.shape, sampler.config, sampler.prompt_width)
+    draws = sampler.policy.gate is not None
+    records = rows * recorded_bytes(sampler.shape, sampler.config, sampler.prompt_width, draws)
     if one_program:
         return work + RECORD_COPIES * records
     # Prompts that were read wait for decode rows in caches of their own.
@@ -285,6 +287,8 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         more = learner.teacher(work.distill)
         activations = activations + more[0]
         logits = logits + more[1]
+    if work.policy.gate is not None:
+        activations = activations + learner.draws(work.config.buffer)
     if work.dense_learner:
         # A forward and backward pass of its own, of all rows.
         activations = activations + learner.activations()

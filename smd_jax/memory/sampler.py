@@ -119,24 +119,30 @@ def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
     return max(tree_bytes({name: part}, mesh) for name, part in parts.items())
 
 
-def trajectory_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int) -> int:
-    """Bytes of tokens and validity; of the response's log-probabilities, entropies and drawable tokens; of the mask."""
+def trajectory_bytes(
+    model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int, draws: bool = False
+) -> int:
+    """Bytes of tokens and validity; of the response's log-probabilities, entropies and drawable tokens; of the mask;
+    and of the order of evictions, if they are draws of a gate."""
     response = config.max_new_tokens
     columns = prompt_width + config.max_new_tokens
     form = drawable_form(config.sampling, model.vocab_size)
     each = 2 * WIDE + (0 if form is None else math.prod(form.shape) * form.dtype.itemsize)
     # A byte for every boolean: the validity of a column, and whether a row has terminated.
-    return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width))
+    return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width, draws))
 
 
-def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int) -> int:
-    """Bytes of a row's shadow mask, one integer a key or T x T booleans, and of the parities of a quantised cache."""
+def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, draws: bool = False) -> int:
+    """Bytes of a row's shadow mask, one integer a key or T x T booleans, of the parities of a quantised cache,
+    and of the order of `draws`, one more integer a key."""
     columns = prompt_width + config.max_new_tokens
     heads = model.num_layers * model.num_kv_heads
     each = columns * columns if config.mask_storage == "boolean" else columns * INT
     if config.quant is not None and config.quant.record_parity:
         # One bit for every number of a key and of a value.
         each += 2 * columns * packed_size(model.head_dim, 1)
+    if draws:
+        each += columns * INT
     return heads * each
 
 
@@ -154,6 +160,7 @@ class SamplerPass:
       shape: the device's part of the model.
       prompt_width: columns of the prompt.
       devices: devices of the mesh.
+      params: the parameters, or their shapes; a policy that reads some of them is counted with those.
     """
 
     shape: ModelConfig
@@ -162,6 +169,7 @@ class SamplerPass:
     prompt_width: int
     platform: Platform
     devices: int = 1
+    params: Params | None = None
 
     def cache(self, rows: int) -> int:
         """Bytes of a whole KV cache: keys and values, and their statistics."""
@@ -221,13 +229,15 @@ class SamplerPass:
         """What a policy works with to score one layer: twice its largest array, read from its own equations."""
         if not self.policy.evicts:
             return 0
-        view = _view(self.shape, self.policy, rows, slots, min(self.config.budget, slots))
+        view = _view(self.shape, self.policy, self.params, rows, slots, min(self.config.budget, slots))
         # Traced from shapes and neither compiled nor run: a policy of the user's own is counted like ours.
         traced = jax.make_jaxpr(self.policy.score)(view)
         return 2 * max((x.size * x.dtype.itemsize for x in _arrays(traced.jaxpr)), default=0)
 
 
-def _view(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int, budget: int) -> CacheView:
+def _view(
+    shape: ModelConfig, policy: EvictionPolicy, params: Params | None, rows: int, slots: int, budget: int
+) -> CacheView:
     def array(*sizes: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, *sizes), dtype)
 
@@ -246,6 +256,7 @@ def _view(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int, bud
         rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows)),
         budget=budget,
         declared=policy.statistics,
+        parameters=() if params is None else policy.parameters(params, 0),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
@@ -21,6 +22,7 @@ from smd_jax.typed_fields import check_types
 # The policies by the names that a text form has for them; a policy of your own goes into `Decode` as it is.
 POLICIES: dict[str, EvictionPolicy] = {
     "dense": Dense(),
+    "gate": LearnedGate(),
     "h2o": H2O(),
     "keydiff": KeyDiff(),
     "knorm": Knorm(),

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from smd_jax.config import check_choice
+from smd_jax.gate import EVICTION_GATE
 from smd_jax.model.protocol import Params
 from smd_jax.typed_fields import check_types
 
@@ -59,6 +60,8 @@ class OptimizerConfig:
       adam_beta1, adam_beta2, adam_epsilon: of AdamW.
       momentum_dtype: what AdamW keeps its momentum in.
       max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
+      gate_speed: learning rate of a gate of evictions (`smd_jax.gate`) over that of the model, where the parameters
+        have one: it begins with zeros and has to come to logits of about one.
     """
 
     optim: Optim = "adamw"
@@ -73,6 +76,7 @@ class OptimizerConfig:
     adam_epsilon: float = 1e-8
     momentum_dtype: MomentumName = "float32"
     max_grad_norm: float | None = 1.0
+    gate_speed: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -91,6 +95,8 @@ class OptimizerConfig:
             raise ValueError(f"expected a finite weight_decay >= 0; got {self.weight_decay}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"expected max_grad_norm > 0, or None; got {self.max_grad_norm}")
+        if self.gate_speed is not None and not 0 < self.gate_speed < math.inf:
+            raise ValueError(f"expected a finite gate_speed > 0, or None; got {self.gate_speed}")
         if not 0 <= self.warmup_steps < math.inf or (self.warmup_steps > 1 and self.warmup_steps % 1):
             raise ValueError(
                 f"expected warmup_steps to be whole steps, or a share of the run below 1; got {self.warmup_steps}"
@@ -136,6 +142,18 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
+def _faster_gate(speed: float) -> optax.GradientTransformation:
+    """Multiplies what is about to be added to the gate of evictions."""
+
+    def scaled(updates: Params) -> Params:
+        return {
+            name: jax.tree.map(lambda x: speed * x, part) if name == EVICTION_GATE else part
+            for name, part in updates.items()
+        }
+
+    return optax.stateless(lambda updates, params: scaled(updates))
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of so many optimizer steps: rollouts times `LoopConfig.steps_per_rollout`.
 
@@ -150,6 +168,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         if config.weight_decay:
             mask = partial(decayed, embeddings=config.decay_embeddings)
             parts.append(optax.add_decayed_weights(config.weight_decay, mask))
+        if config.gate_speed is not None:
+            parts.append(_faster_gate(config.gate_speed))
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
     # float32 said aloud: a rate like 1e-6 has few digits in what parameters may be stored in.

@@ -1,0 +1,82 @@
+"""A trained gate of evictions in a file of its own, beside a model that knows nothing of it.
+
+eviction_gate.safetensors    layers_0.kernel [kv_heads, features, 2], layers_1.kernel, …; float32
+                             metadata: {"gate": "LinearGate", "sinks": "4"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from smd_jax.config import ModelConfig
+from smd_jax.gate import EVICTION_GATE, Gate, LinearGate, add_gate
+from smd_jax.model.protocol import ModelShape
+
+GATE_FILE = "eviction_gate.safetensors"
+_KIND = LinearGate.__name__
+
+
+def save_gate(directory: str | Path, params: Mapping[str, Any], gate: Gate) -> None:
+    """Writes the gate's parameters, for `load_gate`. Other files in `directory` stay.
+
+    Raises:
+      ValueError: if the parameters have no gate, or one that is no LinearGate.
+    """
+    if not isinstance(gate, LinearGate):
+        raise ValueError(f"expected a {_KIND}, the gate that a file can hold; got {gate}")
+    if EVICTION_GATE not in params:
+        raise ValueError(f"expected parameters with {EVICTION_GATE!r}; got {sorted(params)}")
+    tensors = {
+        f"{layer}.{name}": np.asarray(x, np.float32)
+        for layer, parts in params[EVICTION_GATE].items()
+        for name, x in parts.items()
+    }
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / GATE_FILE, metadata={"gate": _KIND, "sinks": str(gate.sinks)})
+
+
+def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[dict[str, Any], LinearGate]:
+    """What was saved: the parameters of a gate, for `params | {EVICTION_GATE: …}`, and the gate, for `LearnedGate`.
+
+    Args:
+      shape: of the model that the gate was trained with.
+
+    Raises:
+      FileNotFoundError: no file of a gate there.
+      ValueError: a file that cannot be read, of another kind of gate, or for a model of another shape.
+    """
+    file = Path(directory) / GATE_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"expected {GATE_FILE} in {directory}; found none")
+    try:
+        with safe_open(file, framework="np") as tensors:
+            said = tensors.metadata() or {}
+            found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"expected {file} in the format of safetensors; got: {error}") from error
+    if said.get("gate") != _KIND or not said.get("sinks", "").isdecimal():
+        raise ValueError(f"expected the gate {_KIND} with a number of sinks in {file}; got {said}")
+    gate = LinearGate(int(said["sinks"]))
+    fresh = add_gate({}, gate, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)[
+        EVICTION_GATE
+    ]
+    wanted = {f"{layer}.{name}": x.shape for layer, parts in fresh.items() for name, x in parts.items()}
+    got = {name: x.shape for name, x in found.items()}
+    wrong = sorted(name for name in wanted | got if wanted.get(name) != got.get(name))
+    if wrong:
+        raise ValueError(
+            f"expected a gate for {shape.num_layers} layers with {shape.num_kv_heads} KV heads of {shape.head_dim} in "
+            f"{file}, so for {wrong[0]} the shape {wanted.get(wrong[0])}; got {got.get(wrong[0])}"
+        )
+    parameters = {
+        layer: {name: jnp.asarray(found[f"{layer}.{name}"]) for name in parts} for layer, parts in fresh.items()
+    }
+    return parameters, gate
