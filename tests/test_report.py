@@ -139,14 +139,21 @@ ORIGIN = {"cpu": "a CPU", "date": "2026-11-23", "cpu_seconds": 36.0, "pilot": Fa
 
 
 def test_evictions_as_actions():
+    arms = (
+        *(("h2o", "untrained", 0.7), ("h2o", "shadow", 0.8), ("random", "shadow", 0.6), ("oldest", "untrained", 0.85)),
+        *(("gate", "gate-alone", 0.75), ("gate", "gate-joint", 0.9)),
+    )
     made = []
     for seed in (0, 1):
-        for policy, arm, sparse in (("h2o", "shadow", 0.8), ("random", "shadow", 0.6), ("gate", "gate-joint", 0.9)):
+        for policy, arm, sparse in arms:
             row = ORIGIN | rewards(sparse + 0.01 * seed, 0.9)
             made.append(row | {"task": "sorting-12", "policy": policy, "arm": arm, "seed": seed, "length": 26})
     part = evictions.section(made)
-    assert part.answer.endswith("ends +0.100 ± 0.000 to the best trained rule (h2o) in sorting-12.")
-    assert "| `gate-joint` | 2 | 0.905 | 0.900 |" in part.body
+    assert "+0.100 ± 0.000 from the best rule under which tokens alone were trained (h2o)" in part.answer
+    assert "and gates alone, on a model that stays as it is, −0.050 ± 0.000" in part.answer
+    assert part.answer.endswith("together they reach 0.905, and without any training the rule `oldest` 0.855.")
+    assert "| `gate-joint` | 2 | 0.905 | 0.900 | 0.905 | 0.900 | **+0.100 ± 0.000** |" in part.body
+    assert "| `h2o, shadow` | 2 | 0.805 | 0.900 | 0.805 | 0.900 |  |" in part.body
 
 
 def test_the_horizon():
