@@ -13,6 +13,8 @@ the first of them says of the rows counts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +64,35 @@ def feeders(mesh: Mesh) -> Feeders:
             f"of {dict(mesh.shape)}"
         )
     return Feeders(teams, next(i for i, team in enumerate(teams) if jax.process_index() in team))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process samples its rows of a mesh. With one process its methods give back what they are given."""
+
+    mesh: Mesh
+
+    @cached_property
+    def feeders(self) -> Feeders:
+        """Which process feeds which rows."""
+        return feeders(self.mesh)
+
+    @cached_property
+    def own_mesh(self) -> Mesh:
+        """Where this process samples; `mesh` where there is one process."""
+        return sampling_mesh(self.mesh)
+
+    def params(self, params: Any) -> Any:
+        """Parameters on the mesh as the sampler reads them; all processes must call it."""
+        return params if jax.process_count() == 1 else sampling_copy(params, self.mesh, self.own_mesh)
+
+    def own(self, tree: Any) -> Any:
+        """The rows of this process, on the host."""
+        return tree if jax.process_count() == 1 else rows_here(tree)
+
+    def whole(self, own: Any) -> Any:
+        """The batch on the mesh, from the rows of every process."""
+        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
 
 
 def check_prompts_divide(prompts: int, who: Feeders) -> None:

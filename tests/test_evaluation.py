@@ -208,12 +208,12 @@ def test_texts(text, decode):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("snapk:512", r"expected one of the policies dense, h2o, .*tova; got 'snapk' in 'snapk:512'"),
+        ("snapk:512", r"expected one of the policies dense, gate, h2o, .*tova; got 'snapk' in 'snapk:512'"),
         ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'. Policies: dense, "),
         ("dense:512", r"expected dense alone, which keeps every key; got 'dense:512'"),
         (
             "snapkv:-3",
-            r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, h2o.*got 'snapkv:-3'",
+            r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, gate, h2o.*got 'snapkv:-3'",
         ),
         ("snapkv:512+", r"expected policy, .*; got 'snapkv:512\+'"),
         ("snapkv:0", r"expected budget >= 1, a whole number; got 0"),

@@ -62,6 +62,11 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     return StopTable(next_state=jnp.asarray(table.astype(np.min_scalar_type(len(table) - 1))))
 
 
+def stop_table(tokenizer: Tokenizer, strings: Sequence[str], vocab_size: int) -> StopTable | None:
+    """`compile_stop_strings`, or None where there are no strings."""
+    return compile_stop_strings(tokenizer, strings, vocab_size) if strings else None
+
+
 def check_stop_table(table: StopTable, vocab_size: int) -> None:
     """Raises ValueError for a table of another vocabulary."""
     if table.next_state.shape[1] != vocab_size:

@@ -29,7 +29,7 @@ from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.process_rows import Feeders, feeders, rows_here, sampling_copy, sampling_mesh
+from smd_jax.process_rows import Place
 from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
@@ -37,7 +37,7 @@ from smd_jax.sharding import make_mesh, row_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
-from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade
 from smd_jax.train.loop import Loop
@@ -207,9 +207,7 @@ class Evaluator:
           params: of the model alone, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
         """
-        params = shard_tree(params, self.mesh)
-        if jax.process_count() > 1:
-            params = sampling_copy(params, self.mesh, self.sampling_mesh)
+        params = self.place.params(shard_tree(params, self.mesh))
         for decode in self.config.decodes:
             yield self._run_one(params, decode, report)
 
@@ -221,20 +219,14 @@ class Evaluator:
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
 
     @cached_property
-    def feeders(self) -> Feeders:
-        """Which process feeds which prompts of a batch."""
-        return feeders(self.mesh)
-
-    @cached_property
-    def sampling_mesh(self) -> Mesh:
-        """Where this process samples its prompts; `mesh` where there is one process."""
-        return sampling_mesh(self.mesh)
+    def place(self) -> Place:
+        """Where this process samples its prompts of a batch."""
+        return Place(self.mesh)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
         """The stop strings, over the tokens of this tokenizer."""
-        strings = self.config.stop_strings
-        return compile_stop_strings(self.tokenizer, strings, self.model.shape.vocab_size) if strings else None
+        return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
 
     @cached_property
     def _own_reward(self) -> Rewards:
@@ -266,18 +258,18 @@ class Evaluator:
 
     def _run_batch(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int) -> _Batch:
         first = bool(numbers[0] == 0)
-        part = self.feeders.part(len(numbers))
+        part = self.place.feeders.part(len(numbers))
         own_kept = min(max(kept - part.start, 0), part.stop - part.start)
         if jax.process_count() == 1:
             return self._run_own(params, decode, numbers, kept, first)
         with all_or_none():
             own = self._run_own(params, decode, numbers[part], own_kept, first)
-        return _Batch.of_all(self.feeders.of_teams(gather_json(own.as_json())))
+        return _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
         """The prompts of a batch, the first one or a later, that this process feeds; of them the first `kept` count."""
         group_size = self.config.group_size
-        mesh = self.sampling_mesh
+        mesh = self.place.own_mesh
         rows = [self.task[int(number) % len(self.task)] for number in numbers]
         prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
@@ -290,7 +282,7 @@ class Evaluator:
             seconds = time.perf_counter() - began
         check_finite(trajectory.logprobs)
         drawn = int(trajectory.lengths().sum())
-        trajectory = rows_here(trajectory) if jax.process_count() > 1 else trajectory
+        trajectory = self.place.own(trajectory)
         return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
 
     def _rollout(

@@ -95,7 +95,7 @@ class Loop:
         if self.max_skipped < 1:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(self.config.prompts_per_step, self.responder.feeders)
+        check_prompts_divide(self.config.prompts_per_step, self.responder.place.feeders)
         if self.config.decode_rows is not None:
             # Raises if it cannot be.
             self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
@@ -292,7 +292,7 @@ class Loop:
             config.rollout,
             config.group_size,
         )
-        trajectory = self.responder.whole(own)
+        trajectory = self.responder.place.whole(own)
         metrics = {name: jnp.float32(number) for name, number in took.items()}
         metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
         there = graded.rewarded_rows

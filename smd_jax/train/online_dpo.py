@@ -133,9 +133,9 @@ class OnlineDPOLoop(Loop):
             # All rows of a group have one prompt, so every `size`-th row stands for its group.
             prompts = [row["prompt"] for row in samples.task_rows[::size]]
             # Every process asks about its own groups: a judge may be slow, and need not answer the same twice.
-            own = self.responder.feeders.part(len(groups))
+            own = self.responder.place.feeders.part(len(groups))
             ranks = judged_ranks(self.judge, prompts[own], groups[own])
-            of_all = self.responder.feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
+            of_all = self.responder.place.feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
             return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in of_all]))
         rewards = samples.rewards
         if config.missing_eos_penalty is not None:

@@ -3,7 +3,7 @@
 parameters ─► sampler_copy ─┐
 rows ─► prompts ────────────┴─► respond ─► completions ─► rewards        this process's rows, on its own devices
                                                              │
-                                   what is told of all rows ─┘           `whole` puts the batch on the mesh
+                                   what is told of all rows ─┘           `place.whole` puts the batch on the mesh
 """
 
 from __future__ import annotations
@@ -20,15 +20,7 @@ from jax.sharding import Mesh
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.process_rows import (
-    Feeders,
-    feeders,
-    local_key,
-    rows_here,
-    sampling_copy,
-    sampling_mesh,
-    to_batch,
-)
+from smd_jax.process_rows import Place, local_key
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
@@ -37,7 +29,7 @@ from smd_jax.sharding import row_ways, shard_batch
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import PromptBatch, Tokenizer, repeat_each, repeat_prompts
-from smd_jax.text.stop_strings import StopTable, compile_stop_strings
+from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.ahead import rows_on
 from smd_jax.train.grading import encode_rows, grade
 from smd_jax.train.loop_config import LoopConfig
@@ -56,27 +48,20 @@ class Responder:
     report: Callable[[Progress], None] | None
 
     @cached_property
-    def feeders(self) -> Feeders:
-        """Which process feeds which rows."""
-        return feeders(self.mesh)
-
-    @cached_property
-    def sampling_mesh(self) -> Mesh:
-        """Where this process samples its rows; `mesh` where there is one process."""
-        return sampling_mesh(self.mesh)
+    def place(self) -> Place:
+        """Where this process samples its rows."""
+        return Place(self.mesh)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
         """The stop strings, over the tokens of this tokenizer."""
-        strings = self.config.stop_strings
-        vocab_size = self.model.shape.vocab_size
-        return compile_stop_strings(self.tokenizer, strings, vocab_size) if strings else None
+        return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
 
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
         """What decodes this process's share of so many rows."""
-        share = len(self.feeders.teams)
+        share = len(self.place.feeders.teams)
         prefill_rows = -(-self.config.prefill_rows // share)
-        return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.sampling_mesh)
+        return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.place.own_mesh)
 
     def sampler_copy(self, params: Params) -> Params:
         """The policy's parameters, where the sampler reads them; all processes must call it."""
@@ -85,7 +70,7 @@ class Responder:
         with jax.set_mesh(self.mesh):
             # Converted first, which may halve what is sent.
             params = converted(self.model, params)
-        return sampling_copy(params, self.mesh, self.sampling_mesh)
+        return self.place.params(params)
 
     def graded(
         self,
@@ -109,12 +94,12 @@ class Responder:
             # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
             own, took = self.respond(params, rows, key, policy, config, group_size)
             responded = time.perf_counter()
-            repeated = repeat_each(rows[self.feeders.part(len(rows))], group_size)
+            repeated = repeat_each(rows[self.place.feeders.part(len(rows))], group_size)
             completions, graded = grade(rewards, self.tokenizer, repeated, own)
             times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
             return own, Told(completions, graded, times | took)
 
-        return shared(self.feeders, sample)
+        return shared(self.place.feeders, sample)
 
     def respond(
         self,
@@ -131,30 +116,26 @@ class Responder:
         Args:
           params: a `sampler_copy`. rows: of all processes.
         """
-        mesh = self.sampling_mesh
-        own_rows = rows[self.feeders.part(len(rows))]
+        mesh = self.place.own_mesh
+        own_rows = rows[self.place.feeders.part(len(rows))]
         prompts = encode_rows(self.model, self.tokenizer, own_rows, self.config.prompt_width)
         if jax.process_count() > 1:
             # A row draws the same numbers whichever process it belongs to.
             total = len(rows) * group_size
-            key = row_keys(local_key(key), total)[self.feeders.part(total)]
+            key = row_keys(local_key(key), total)[self.place.feeders.part(total)]
         if self.config.decode_rows is not None:
             done = self.engine(policy, config, self.config.decode_rows).run(
                 params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
             )
             took = {"rollout/utilisation": done.stats.utilisation}
-            return self._own(shard_batch(done.trajectory, mesh)), took
+            return self.place.own(shard_batch(done.trajectory, mesh)), took
         # A prompt that is read several times gets a share of its group each time; its responses still lie side by side.
         copies = self._copies(len(prompts.valid), group_size)
         with jax.set_mesh(mesh):
             repeated = shard_batch(repeat_prompts(prompts, copies), mesh)
             trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
         check_finite(trajectory.logprobs)
-        return self._own(trajectory), {}
-
-    def whole(self, own: Trajectory) -> Trajectory:
-        """The batch on the mesh, from what every process has sampled."""
-        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
+        return self.place.own(trajectory), {}
 
     def lower(self, params: Params) -> jax.stages.Lowered:
         """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
@@ -172,7 +153,7 @@ class Responder:
     def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
         """`run` of a step's rollout in one program, with shapes in place of prompts."""
         config = self.config
-        copies = self._copies(config.prompts_per_step // len(self.feeders.teams), config.group_size)
+        copies = self._copies(config.prompts_per_step // len(self.place.feeders.teams), config.group_size)
         shape = (config.prompts_per_step * copies, config.prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         key = jax.random.key(config.seed)
@@ -205,17 +186,13 @@ class Responder:
             stop=self.stop_table,
         )
 
-    def _own(self, trajectory: Trajectory) -> Trajectory:
-        """What this process sampled, on the host if it is a part of the batch."""
-        return trajectory if jax.process_count() == 1 else rows_here(trajectory)
-
     def _copies(self, prompts: int, group_size: int) -> int:
         """How often a prompt is read: once, or as often as it takes to divide the prompts over the mesh.
 
         Args:
           prompts: those that this process feeds.
         """
-        ways = row_ways(self.sampling_mesh)
+        ways = row_ways(self.place.own_mesh)
         fits = (
             copies for copies in range(1, group_size + 1) if not group_size % copies and not prompts * copies % ways
         )
