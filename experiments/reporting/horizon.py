@@ -55,7 +55,7 @@ def section(rows: Sequence[Row]) -> Section:
     by_task = {task: of_arms([row for row in reported if row["task"] == task]) for task in tasks}
     names = [name for name in by_task[tasks[0]] if all(name in arms for arms in by_task.values())]
     lines = []
-    for name in names:
+    for name in sorted(names, key=lambda name: name != "untrained"):
         numbers = []
         for arms in by_task.values():
             for kind in KINDS:
