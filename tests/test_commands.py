@@ -189,15 +189,14 @@ def test_names_become_the_librarys_objects():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
-    distill = update_config(LossArgs(), reference, policy=SnapKV(), device=DeviceArgs()).distill
+    distill = update_config(LossArgs(), reference, SnapKV(), DeviceArgs(), 8).distill
     assert distill is not None and distill.direction == "anchor"
-    assert update_config(LossArgs(), reference, policy=Dense(), device=DeviceArgs()).distill is None
-    assert (
-        update_config(
-            LossArgs(correction="tis"), reference, policy=SnapKV(), device=DeviceArgs(microbatch=2)
-        ).visibility
-        == "dense"
-    )
+    assert update_config(LossArgs(), reference, Dense(), DeviceArgs(), 8).distill is None
+    dense = update_config(LossArgs(correction="tis"), reference, SnapKV(), DeviceArgs(microbatch=2), 8)
+    assert dense.visibility == "dense" and dense.rows_per_prompt == 1
+    for microbatch, rows in ((None, 8), (16, 8), (12, 4), (3, 1)):
+        device = DeviceArgs(microbatch=microbatch, share_prompts=True)
+        assert update_config(LossArgs(), reference, Dense(), device, 8).rows_per_prompt == rows
     with pytest.raises(ValueError, match="no bounds but"):
         loss_config(LossArgs(loss_type="cispo", epsilon=0.1), reference)
 

@@ -347,7 +347,7 @@ def test_a_checkpoint_without_notes_is_resumed(tmp_path):
 def test_settings_that_plan_memory_are_noted():
     compared, noted = split_settings(GRPO)
     rows_of_cache = {"decode_rows": None, "prefill_rows": 8}
-    of_update = {"update.microbatch_size": None, "update.pack_columns": None}
+    of_update = {"update.microbatch_size": None, "update.pack_columns": None, "update.rows_per_prompt": 1}
     assert noted == {**rows_of_cache, **of_update, "update_widths": 4}
     assert not {"decode_rows", "prefill_rows", "update_widths"} & compared.keys()
     assert "microbatch_size" not in cast(dict[str, Any], compared["update"]) and compared["prompts_per_step"] == 2
@@ -362,7 +362,7 @@ def test_what_chooses_the_rows_of_a_teacher_is_compared():
         distill = DistillConfig(fraction=fraction, position_fraction=position_fraction)
         return replace(GRPO, update=UpdateConfig(distill=distill))
 
-    free = {"decode_rows", "prefill_rows", "update.pack_columns"}
+    free = {"decode_rows", "prefill_rows", "update.pack_columns", "update.rows_per_prompt"}
     assert set(rounding_only(distilled(1.0, 1.0))) == {*free, "update.microbatch_size", "update_widths"}
     assert set(rounding_only(distilled(0.5, 1.0))) == {*free, "update_widths"}
     assert set(rounding_only(distilled(1.0, 0.5))) == {*free, "update.microbatch_size"}

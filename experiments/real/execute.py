@@ -86,7 +86,7 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
         rollout=smd.RolloutConfig(
             sizes.response, sizes.budget, sizes.buffer, eos_token_id(base.tokenizer), pad_token_id(base.tokenizer)
         ),
-        update=replace(job.arm.update, microbatch_size=sizes.microbatch),
+        update=replace(job.arm.update, microbatch_size=sizes.microbatch, rows_per_prompt=sizes.group),
         seed=job.seed,
     )
     optimizer = OptimizerConfig(learning_rate=job.learning_rate, warmup_steps=sizes.warmup)

@@ -23,7 +23,7 @@ class Sizes:
       terms, shots: of the task.
       warmup: rollouts over which the learning rate rises.
       chunk: rollouts between two checkpoints, and between two looks at the clock.
-      microbatch: rows of one forward and backward pass.
+      microbatch: rows of one forward and backward pass; whole groups, which share their prompt.
     """
 
     terms: int = 3
@@ -35,7 +35,7 @@ class Sizes:
     pilot_rollouts: int = 12
     prompts: int = 4
     group: int = 8
-    microbatch: int = 4
+    microbatch: int = 8
     warmup: int = 5
     chunk: int = 4
     rank: int = 16

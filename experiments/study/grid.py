@@ -90,16 +90,8 @@ class Grid:
         """All rows, those of the pilot first. The file of results is written again after every one."""
         began = time.monotonic()
         keep_programs()  # before the workers do, so that one process says where
-        pilot = list(self.pilot_jobs())
         with one_core_each(self.workers) as pool:
-            wanted = {(cell.problem.start_problem, seed) for cell in self.cells for seed in cell.seeds}
-            wanted |= {(job.problem.start_problem, job.seed) for job in pilot}
-            work = [
-                functools.partial(start, *key, self.sizes, self.runs.parent / "starts")
-                for key in sorted(wanted, key=repr)
-            ]
-            list(pool.imap_unordered(_quietly, work))
-            self._run_jobs(pool, pilot, began)
+            self._run_jobs(pool, list(self.pilot_jobs()), began)
             self._run_jobs(pool, list(self.reported_jobs()), began)
         return self.collect()
 
@@ -152,6 +144,11 @@ class Grid:
     def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> None:
         self._keep_results(jobs)
         missing = [job for job in jobs if kept_row(job, self.runs) is None]
+        # Before the runs that share them, or two of these would make the same one.
+        starts = {(job.problem.start_problem, job.seed) for job in missing}
+        folder = self.runs.parent / "starts"
+        make = [functools.partial(start, *key, self.sizes, folder) for key in sorted(starts, key=repr)]
+        list(pool.imap_unordered(_quietly, make))
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
         work = [functools.partial(_unless_late, until, job, self.runs, self.command(job)) for job in missing]
         for _ in pool.imap_unordered(_call, work):

@@ -186,6 +186,7 @@ class DeviceArgs:
     )
     microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
     pack_columns: int | None = None  # of a row of the update that sequences share; None: a row each, and padding
+    share_prompts: bool = False  # the update reads a prompt once for its completions, as many as a microbatch has
     data_parallel: int = 1  # mesh axis "data"
     fsdp: int = 1  # mesh axis "fsdp"
     tensor: int = 1  # mesh axis "tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -96,11 +97,14 @@ def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:
     )
 
 
-def update_config(loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs) -> UpdateConfig:
+def update_config(
+    loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs, completions: int
+) -> UpdateConfig:
     """The learner of GRPO, RLOO and PPO, without a critic.
 
     Args:
       policy: of the sampler: where it forgets nothing there is nothing to distil, and draws of a gate are learnt from.
+      completions: of a prompt.
     """
     direction = distillation(loss, reference, policy.evicts)
     distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
@@ -120,6 +124,8 @@ def update_config(loss: LossArgs, reference: ReferenceArgs, policy: EvictionPoli
         mask_truncated_completions=loss.mask_truncated_completions,
         microbatch_size=device.microbatch,
         pack_columns=device.pack_columns,
+        # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
+        rows_per_prompt=math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1,
         eviction_coef=0.0 if policy.gate is None else 1.0,
     )
 

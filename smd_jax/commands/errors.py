@@ -30,6 +30,7 @@ FLAGS: Mapping[str, str] = {
     "prompt_width": "--max-prompt-length",
     "microbatch_size": "--microbatch",
     "pack_columns": "--pack-columns",
+    "rows_per_prompt": "--share-prompts",
     "rollouts_ahead": "--rollouts-ahead",
     "decode_rows": "--decode-rows",
     "budget": "--budget",

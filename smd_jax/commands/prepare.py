@@ -155,7 +155,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device),
+                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
                 rollouts_ahead=args.group.rollouts_ahead,
@@ -166,13 +166,13 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device),
+                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
                 advantages="leave_one_out",
                 scale_rewards="none",
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
-            update = update_config(args.loss, args.reference, policy, args.device)
+            update = update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations)
             config = PPOConfig(
                 **shared,
                 minibatches=args.loss.minibatches,
@@ -186,6 +186,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
         case OnlineDpo():
             if args.device.pack_columns is not None:
                 raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
+            if args.device.share_prompts:
+                raise UserError("expected no --share-prompts with online-dpo, whose update has two rows of a prompt")
             loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
             config = OnlineDPOConfig(
                 **shared,

@@ -20,9 +20,9 @@ Objective = Callable[[Params, Any], tuple[Array, tuple[Any, Any]]]
 
 
 def accumulate(
-    objective: Objective, params: Params, batch: Any, count: int
+    objective: Objective, params: Params, batch: Any, count: int, together: int = 1
 ) -> tuple[Float[Array, ""], Params, Any, Any]:
-    """Loss and gradients of `batch`, a pytree of `[rows, ...]`, in `count` microbatches.
+    """Loss and gradients of `batch`, a pytree of `[rows, ...]`, in `count` microbatches; `together` as in `split`.
 
     Returns:
       The loss; its gradients, summed in float32 or wider; the sums and the terms of the objective, terms in the order
@@ -33,7 +33,7 @@ def accumulate(
     if count == 1:
         (loss, (sums, terms)), grads = value_and_grad(params, batch)
         return loss, grads, sums, terms
-    parts = split(batch, count)
+    parts = split(batch, count, together)
     # Shapes alone: the carry of the scan must exist before the first microbatch has run. Without gradients, which look
     # like the parameters and would take as long again to trace.
     loss, (sums, _) = jax.eval_shape(objective, params, jax.tree.map(lambda x: x[0], parts))
@@ -46,25 +46,36 @@ def accumulate(
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, params))
     # A scan and no vmap: the activations of one microbatch are all that exist at a time.
     (loss, sums, grads), terms = jax.lax.scan(one, wide, parts)
-    return loss, grads, sums, merge(terms)
+    return loss, grads, sums, merge(terms, together)
 
 
-def in_parts(f: Callable[[Any], Any], batch: Any, count: int) -> Any:
-    """`f` of every microbatch one after another, its results `[rows, ...]` in the order of the rows."""
+def in_parts(f: Callable[[Any], Any], batch: Any, count: int, together: int = 1) -> Any:
+    """`f` of every microbatch one after another, its results `[rows, ...]` in the order of the rows; `together` as in
+    `split`."""
     # `map` takes one microbatch after another, where `vmap` would hold all of them at once.
-    return f(batch) if count == 1 else merge(jax.lax.map(f, split(batch, count)))
+    return f(batch) if count == 1 else merge(jax.lax.map(f, split(batch, count, together)), together)
 
 
-def split(tree: Any, count: int) -> Any:
-    """`[rows, ...]` -> `[count, rows / count, ...]`: microbatch i takes rows i, i + count, …, so that every
-    microbatch has rows of every device and nothing moves between them."""
-    # A reshape to [count, rows / count] would give microbatch 0 the rows of the first devices alone.
-    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), tree)
+def split(tree: Any, count: int, together: int = 1) -> Any:
+    """`[rows, ...]` -> `[count, rows / count, ...]`: microbatch i takes groups i, i + count, … of `together` rows after
+    one another, so that every microbatch has rows of every device and nothing moves between them."""
+
+    def split_leaf(x: Array) -> Array:
+        # A reshape to [count, rows / count] would give microbatch 0 the rows of the first devices alone.
+        groups = x.reshape(-1, count, together, *x.shape[1:]).swapaxes(0, 1)
+        return groups.reshape(count, -1, *x.shape[1:])
+
+    return jax.tree.map(split_leaf, tree)
 
 
-def merge(tree: Any) -> Any:
+def merge(tree: Any, together: int = 1) -> Any:
     """The inverse of `split`."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
+
+    def merge_leaf(x: Array) -> Array:
+        groups = x.reshape(len(x), -1, together, *x.shape[2:]).swapaxes(0, 1)
+        return groups.reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(merge_leaf, tree)
 
 
 def count_parts(rows: int, size: int | None) -> int:

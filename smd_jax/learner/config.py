@@ -56,6 +56,8 @@ class UpdateConfig:
         wider. None: all rows.
       pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
+      rows_per_prompt: rows after one another that have the same prompt, which the model then reads once for all of
+        them, see `smd_jax.model.shared_prompt`; it must divide microbatch and group. 1: every row by itself.
     """
 
     visibility: Visibility = "shadow"
@@ -74,6 +76,7 @@ class UpdateConfig:
     mask_truncated_completions: bool = False
     microbatch_size: int | None = None
     pack_columns: int | None = None
+    rows_per_prompt: int = 1
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -100,6 +103,7 @@ class UpdateConfig:
         self._check_dense_learner()
         check_correction(self.correction, self.visibility)
         self._check_packing()
+        self._check_shared_prompts()
         # Such a correction gets the loss without its surrogate (`policy_loss_of`): whatever else that does to the ratio
         # would be lost with the clipping.
         if not self.correction.traits.clips and not self.loss.clips_plainly:
@@ -181,6 +185,22 @@ class UpdateConfig:
         if self.eviction_coef:
             raise ValueError(f"expected eviction_coef 0 with pack_columns; got {self.eviction_coef}")
 
+    def _check_shared_prompts(self) -> None:
+        rows = self.rows_per_prompt
+        if rows < 1 or (self.microbatch_size is not None and self.microbatch_size % rows):
+            raise ValueError(
+                f"expected rows_per_prompt >= 1 that divide microbatch_size {self.microbatch_size}; got {rows}"
+            )
+        if rows > 1 and self.pack_columns is not None:
+            raise ValueError(
+                f"expected rows_per_prompt 1 with pack_columns, where a prompt has one response; got {rows}"
+            )
+        if rows > 1 and self.distill is not None and self.distill.fraction < 1:
+            raise ValueError(
+                f"expected distillation of all rows with rows_per_prompt {rows}, because a share of them tears rows of "
+                f"one prompt apart; got {self.distill}"
+            )
+
     def _check_dense_learner(self) -> None:
         if self.dense_learner is None:
             return
@@ -241,6 +261,8 @@ def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
     """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
     # Fractions are shares of a microbatch, because that is what one forward pass of the teacher sees.
     part = rows // count_parts(rows, config.microbatch_size)
+    if part % config.rows_per_prompt:
+        raise ValueError(f"expected rows_per_prompt that divide {part} rows; got {config.rows_per_prompt}")
     if config.distill is not None:
         # Called for their errors: neither a row nor a column is divided.
         teacher_rows(part, config.distill.fraction)

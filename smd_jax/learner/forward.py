@@ -14,6 +14,7 @@ from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.config import Visibility
 from smd_jax.masks import Mask
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
@@ -129,21 +130,29 @@ def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
 
 
 def learner_replay(
-    model: LanguageModel, params: Params, trajectory: Trajectory, visibility: Visibility, microbatch_size: int | None
+    model: LanguageModel,
+    params: Params,
+    trajectory: Trajectory,
+    visibility: Visibility,
+    microbatch_size: int | None,
+    rows_per_prompt: int,
 ) -> Replay:
     """The learner's replay, in as many passes as there are microbatches."""
 
     def of_part(part: Trajectory) -> Replay:
-        return replay(model, params, part, learner_mask(part, visibility))
+        once = shared_prompt(model, rows_per_prompt, part.prompt_width)
+        return replay(once, params, part, learner_mask(part, visibility))
 
-    return in_parts(of_part, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size))
+    return in_parts(of_part, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size), rows_per_prompt)
 
 
-def make_replay(model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None) -> ReplayFunction:
+def make_replay(
+    model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None, rows_per_prompt: int = 1
+) -> ReplayFunction:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
-    sampler and takes several steps per rollout. `microbatch_size` as in UpdateConfig."""
+    sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig."""
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
-        return learner_replay(model, params, trajectory, visibility, microbatch_size).logprobs
+        return learner_replay(model, params, trajectory, visibility, microbatch_size, rows_per_prompt).logprobs
 
     return jax.jit(logprobs)

@@ -63,7 +63,8 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
     entropy = _known_entropy(config, trajectory)
     if needs_logprobs or (entropy is None and config.top_entropy_quantile < 1):
         # In microbatches, as the update itself: this pass must not need more memory than that one.
-        present = learner_replay(model, params, trajectory, config.visibility, config.microbatch_size)
+        sizes = config.microbatch_size, config.rows_per_prompt
+        present = learner_replay(model, params, trajectory, config.visibility, *sizes)
         present = jax.lax.stop_gradient(present)
         entropy = present.entropy if entropy is None else entropy
         batch = batch.replace(old_logprobs=present.logprobs) if needs_logprobs else batch

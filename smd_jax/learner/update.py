@@ -58,7 +58,9 @@ def make_update(
         prepared = prepare(model, config, state.params, batch)
         microbatches = count_parts(batch.advantages.shape[0], config.microbatch_size)
         objective = of_trained(make_objective(model, config, state), state.params)
-        loss, grads, sums, terms = accumulate(objective, trained_params(state.params), prepared, microbatches)
+        loss, grads, sums, terms = accumulate(
+            objective, trained_params(state.params), prepared, microbatches, config.rows_per_prompt
+        )
 
         return finished(state, optimizer, config, prepared, (loss, sums, grads, terms), max_difference)
 

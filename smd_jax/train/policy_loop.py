@@ -9,7 +9,7 @@ from functools import cached_property
 import jax
 from jaxtyping import Array, Float
 
-from smd_jax.learner.config import UpdateConfig, check_rows_of, takes_sampler_for_old
+from smd_jax.learner.config import UpdateConfig, Visibility, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.packed import make_packed_update
@@ -58,7 +58,11 @@ class PolicyLoop(Loop):
             check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
         else:
             self._check_columns(config.update.pack_columns)
-        check_rows(config.update.microbatch_size or minibatch, self.mesh, "a microbatch")
+        rows = config.update.rows_per_prompt
+        if config.group_size % rows:
+            raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
+        what = "a microbatch" if rows == 1 else f"a microbatch, counted in {rows} rows of one prompt,"
+        check_rows((config.update.microbatch_size or minibatch) // rows, self.mesh, what)
 
     def _check_columns(self, columns: int) -> None:
         longest = self.config.prompt_width + self.config.rollout.max_new_tokens
@@ -123,18 +127,21 @@ class PolicyLoop(Loop):
     @cached_property
     def replay(self) -> ReplayFunction:
         """The learner's log-probabilities of a rollout, with no more rows at a time than the update has."""
-        return make_replay(self.model, self.config.update.visibility, self.rows_of_a_pass)
+        return self._replay_under(self.config.update.visibility)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:
         """The dense policy's log-probabilities of a rollout, as `replay`."""
-        return make_replay(self.model, "dense", self.rows_of_a_pass)
+        return self._replay_under("dense")
 
     @cached_property
     def reference_replay(self) -> ReplayFunction:
         """The log-probabilities of a rollout under the reference policy, as `replay`."""
         update = self.config.update
-        return make_replay(self.model, update.reference_visibility or update.visibility, self.rows_of_a_pass)
+        return self._replay_under(update.reference_visibility or update.visibility)
+
+    def _replay_under(self, visibility: Visibility) -> ReplayFunction:
+        return make_replay(self.model, visibility, self.rows_of_a_pass, self.config.update.rows_per_prompt)
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:

@@ -30,7 +30,7 @@ def rounding_only(config: LoopConfig) -> tuple[str, ...]:
     if isinstance(config, PolicyConfig | OnlineDPOConfig) and (distill is None or distill.fraction == 1):
         names.append("update.microbatch_size")
     if isinstance(config, PolicyConfig):
-        names.append("update.pack_columns")
+        names += ["update.pack_columns", "update.rows_per_prompt"]
     if distill is None or distill.position_fraction == 1:
         names.append("update_widths")
     return tuple(names)

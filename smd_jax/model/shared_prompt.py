@@ -1,0 +1,119 @@
+"""Rows that share a prompt: a model reads it once.
+
+    rows of a batch                            one row of the model
+    [prompt | response a]
+    [prompt | response b]        ─►            [prompt | response a | response b | response c]
+    [prompt | response c]
+
+Projections, norms and MLP, nearly all of a model's work, look at single tokens: `P + rows * R` of them in place of
+`rows * (P + R)`. Attention is the library's own. Its queries, keys and values are put together again as the batch has
+them, so every row attends under its own mask, by whatever implementation, and gradients of the shared keys add up.
+
+It is right where a prompt's tokens see the same in all of its rows: under masks of a rollout, which reads every prompt
+once. Of the prompt's states those of the first row are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smd_jax.model.protocol import Attend, EncodedPositions, LanguageModel, LayerState, ModelShape, Params
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """`model` over a batch in which `rows` rows after one another have the same prompt; a LanguageModel. It gives the
+    hidden states that `model` gives, up to rounding.
+
+    Attributes:
+      rows: that share a prompt.
+      columns: P, of the prompt, padding included.
+
+    Raises:
+      ValueError: of `hidden`, for a batch that is no multiple of `rows`.
+    """
+
+    model: LanguageModel
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.shape
+
+    def encode_positions(self, positions: Int[Array, "batch tokens"]) -> EncodedPositions:
+        return self.model.encode_positions(positions)
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch tokens"],
+        positions: EncodedPositions,
+        attend: Attend,
+        layers: tuple[LayerState, ...],
+    ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
+        if tokens.shape[0] % self.rows:
+            raise ValueError(
+                f"expected a batch of whole groups of {self.rows} rows with one prompt; got {tokens.shape[0]} rows"
+            )
+        once = SharedAttend(attend, self.rows, self.columns)
+        positions = jax.tree.map(once.together, positions)
+        hidden, layers = self.model.hidden(params, once.together(tokens), positions, once, layers)
+        return once.apart(hidden), layers
+
+    def logits(
+        self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]
+    ) -> Float[Array, "batch tokens vocab_size"]:
+        return self.model.logits(params, hidden)
+
+    def compute_params(self, params: Params) -> Params:
+        return self.model.compute_params(params)
+
+
+@dataclass(frozen=True)
+class SharedAttend:
+    """`attend` of the rows, for a model that has them in one."""
+
+    attend: Attend
+    rows: int
+    columns: int
+
+    def __call__(
+        self,
+        q: Float[Array, "prompts heads together head_dim"],
+        k: Float[Array, "prompts kv_heads together head_dim"],
+        v: Float[Array, "prompts kv_heads together head_dim"],
+        layer: LayerState,
+        /,
+    ) -> tuple[Float[Array, "prompts heads together head_dim"], LayerState]:
+        q, k, v = (_over_tokens(self.apart, x) for x in (q, k, v))
+        out, layer = self.attend(q, k, v, layer)
+        return _over_tokens(self.together, out), layer
+
+    def together(self, x: Array) -> Array:
+        """`[batch, P + R, ...]` -> `[prompts, P + rows * R, ...]`."""
+        groups = x.reshape(-1, self.rows, *x.shape[1:])
+        prompts, responses = groups[:, 0, : self.columns], groups[:, :, self.columns :]
+        return jnp.concatenate([prompts, responses.reshape(len(groups), -1, *x.shape[2:])], axis=1)
+
+    def apart(self, x: Array) -> Array:
+        """The inverse of `together`."""
+        responses = x[:, self.columns :].reshape(len(x), self.rows, -1, *x.shape[2:])
+        prompts = jnp.broadcast_to(x[:, None, : self.columns], (*responses.shape[:2], self.columns, *x.shape[2:]))
+        return jnp.concatenate([prompts, responses], axis=2).reshape(
+            -1, self.columns + responses.shape[2], *x.shape[2:]
+        )
+
+
+def _over_tokens(f: Callable[[Array], Array], x: Float[Array, "rows heads tokens head_dim"]) -> Array:
+    return f(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def shared_prompt(model: LanguageModel, rows: int, columns: int) -> LanguageModel:
+    """The model over rows of which `rows` after one another share their prompt of `columns` columns; of one, itself."""
+    return model if rows == 1 else SharedPrompt(model, rows, columns)
