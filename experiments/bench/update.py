@@ -4,6 +4,7 @@ Question   Seconds and peak memory of a whole update (forward, loss, backward, A
            of the same model in smd_jax, Tunix, TRL and plain torch, on one CPU core in float32; and where ours goes.
 Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
            python experiments/bench/update.py --parts --json          (our update in pieces)
+           python experiments/bench/update.py --prompts --json        (prompts read once, beside rows of their own)
 Cost       about six minutes on a quiet machine; 8 GB of memory, because all engines are alive at once
 Result     see experiments/results/
 
@@ -13,6 +14,8 @@ Sizes      576 tokens (64 of prompt), 32 sequences in microbatches of 8: all eng
            4,096 tokens (64 of prompt), 4 sequences in microbatches of 1: torch, and ours with the dense mask, with
            that of a cache of 256 + 128 keys. With --boolean also with the latter as T × T booleans, which is what the
            mask would cost without our attention. Masks are those of a random policy; no rollout runs.
+           With --prompts ours alone, 576 tokens, groups of 8 a microbatch: by the share of the prompt, read once for
+           its group or in every row, with the shadow mask.
 Fairness   Every engine is a process of its own, pinned to one core; all are compiled first and then take turns, update
            by update. No padding, so that torch may use its causal kernel without a mask. No gradient checkpointing in
            the peers, no remat of layers in ours (which does recompute the logits, and measures entropy and mismatch, as
@@ -83,12 +86,15 @@ class Args:
     boolean: bool = False  # also ours with the same mask as T × T booleans, whose turns take minutes
     untied: bool = False  # an output projection of its own
     parts: bool = False  # our update in pieces, in place of a comparison
+    prompts: bool = False  # ours alone: prompts that are read once for a group, in place of a comparison
     json: bool = False  # print one JSON object a line in place of a table
     out: Path | None = None  # write the rows, with date and command, to this file
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.lengths) - set(SIZES)):
             raise SystemExit(f"expected lengths from {sorted(SIZES)}; got {unknown}")
+        if self.parts and self.prompts:
+            raise SystemExit("expected --parts or --prompts; got both")
 
     def python(self, engine: Engine) -> str | None:
         """The interpreter of an engine, None without one."""
@@ -120,6 +126,21 @@ def compare(args: Args, tokens: int) -> list[Row]:
     return with_limits(take_turns(args.repeats, [*engines, product]), update=True)
 
 
+def shared_prompts(args: Args, tokens: int) -> list[Row]:
+    """Two rows for each length of the prompt, which take turns: read in every row, and once for a microbatch."""
+    size = SIZES[tokens]
+    found = []
+    for prompt in (tokens // 9, tokens // 3, 7 * tokens // 9):
+        words = ["--tokens", tokens, "--sequences", size.sequences, "--prompt", prompt, "--repeats", args.repeats]
+        words += ["--microbatch", size.microbatch, "--visibility", "shadow", "--budget", prompt + size.buffer]
+        words += ["--buffer", size.buffer]
+        once = ["--rows-per-prompt", size.microbatch]
+        engine = [sys.executable, HERE / "engines" / "smd_update.py"]
+        both = [[str(word) for word in (*engine, *words, *more, "--driven")] for more in ([], once)]
+        found += take_turns(args.repeats, both)
+    return found
+
+
 def pieces(args: Args, tokens: int) -> list[Row]:
     """Our update, dense and shadow, in pieces."""
     found = []
@@ -131,7 +152,11 @@ def pieces(args: Args, tokens: int) -> list[Row]:
 
 def table(tokens: int, rows: list[Row]) -> None:
     names = [", ".join(row[key] for key in ("engine", "visibility", "mask") if key in row) for row in rows]
-    if "part" in rows[0]:
+    if rows[0].get("prompt") != rows[-1].get("prompt"):
+        columns = ("engine", "prompt", "rows that read it together", "seconds", "peak GB")
+        keys = ("prompt", "rows_per_prompt", "seconds")
+        picked = [(*(row[key] for key in keys), row["peak_bytes"] / 1e9) for row in rows]
+    elif "part" in rows[0]:
         columns = ("engine", "part", "CPU seconds", "Gflop/s")
         picked = [(row["part"], row["cpu_seconds"], row["gflops_per_second"]) for row in rows]
     else:
@@ -145,7 +170,7 @@ def table(tokens: int, rows: list[Row]) -> None:
 def main(args: Args) -> None:
     found = []
     for tokens in args.lengths:
-        rows = (pieces if args.parts else compare)(args, tokens)
+        rows = (pieces if args.parts else shared_prompts if args.prompts else compare)(args, tokens)
         found += rows
         if args.json:
             print("\n".join(json.dumps(row) for row in rows), flush=True)

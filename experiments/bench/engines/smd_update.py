@@ -49,6 +49,9 @@ def random_batch(args: argparse.Namespace) -> TrainBatch:
     tokens = np.random.default_rng(0).integers(1, common.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
     valid = jnp.ones(tokens.shape, bool)
     mask = dense_mask(valid)
+    if args.rows_per_prompt > 1:
+        groups = tokens.reshape(-1, args.rows_per_prompt, args.tokens)
+        groups[:, :, : args.prompt] = groups[:, :1, : args.prompt]
     if args.budget is not None:
         segments = Segments(args.prompt, args.buffer, args.budget)
         sizes = (common.LAYERS, common.KV_HEADS)
@@ -82,6 +85,7 @@ def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfi
         clock.end()
     sizes = {"visibility": config.visibility, "budget": args.budget, "buffer": args.buffer}
     sizes["mask"] = "boolean" if args.boolean else "compact"
+    sizes["rows_per_prompt"] = config.rows_per_prompt
     clock.report("ours", parameters, ["smd_jax", "jax", "jaxlib", "flax"], sizes)
 
 
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=None, help="keys kept; none: a sampler that never evicts")
     parser.add_argument("--buffer", type=int, default=None, help="queries between two compressions")
     parser.add_argument("--boolean", action="store_true", help="store the mask as T × T booleans")
+    parser.add_argument("--rows-per-prompt", type=int, default=1, help="rows whose prompt is read once")
     parser.add_argument("--check", action="store_true", help="compare loss and gradients of both forms of the mask")
     parser.add_argument("--parts", action="store_true", help="time the pieces of the update")
     args = parser.parse_args()
@@ -232,7 +237,9 @@ def main() -> None:
         raise SystemExit("expected --budget and --buffer with --visibility shadow, and neither with dense")
     model = smd.Decoder(model_config(not args.untied, args.tokens))
     correction = smd.corrections.Shadow() if args.visibility == "shadow" else smd.corrections.Naive()
-    config = UpdateConfig(args.visibility, correction=correction, microbatch_size=args.microbatch)
+    config = UpdateConfig(
+        args.visibility, correction=correction, microbatch_size=args.microbatch, rows_per_prompt=args.rows_per_prompt
+    )
     if args.check:
         run_check(args, model, config)
         return
