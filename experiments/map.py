@@ -18,7 +18,8 @@ Rewards    On 512 held-out rows: under the budget and with the full cache, at te
 Chosen     Budgets and the number of optimizer steps, on a few runs of seed 100: a cell should leave room to learn.
 Command    python experiments/map.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
-Cost       about 15 CPU seconds a run, 633 runs, on one core of an Intel Xeon (family 6, model 207 or 167)
+Cost       2.9 CPU hours for the 633 runs, starts not counted, most of them on one core of an Intel Xeon (family 6,
+           model 207 or 167)
 Result     experiments/results/map.json, a row a run, pilot included; the picture is made by experiments/report.py.
 """
 

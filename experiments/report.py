@@ -44,7 +44,7 @@ class Args:
 
 def sections() -> list[Section]:
     """Of the studies that have rows, in the order in which one would ask."""
-    makers: list[tuple[str, Callable[[list[Row]], Section]]] = [
+    makers: list[tuple[str, Callable[[list[Row]], Section | None]]] = [
         ("map.json", lambda rows: showdown.section(rows, *SHOWDOWN)),
         ("map.json", cells.section),
         ("choices.json", lambda rows: choices.section(rows, decisive())),
@@ -56,7 +56,8 @@ def sections() -> list[Section]:
         ("eviction_action.json", evictions.section),
         ("memory_wall.json", memory_wall.section),
     ]
-    return [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]
+    made = [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]
+    return [section for section in made if section is not None]
 
 
 def decisive() -> list[Row]:

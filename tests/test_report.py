@@ -188,6 +188,7 @@ def test_a_real_model():
             row = ORIGIN | rewards(sparse, 0.5) | {"task": "digit-sums-3", "arm": arm, "seed": seed, "finished": True}
             made.append(row | {"evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
     part = real_model.section(made)
+    assert part is not None and real_model.section([row | {"pilot": True} for row in made]) is None
     assert (
         part.answer
         == "Shadow masks end +0.200 ± 0.000 from TIS with the budget, and +0.000 ± 0.000 with the full cache."

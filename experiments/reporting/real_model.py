@@ -67,9 +67,11 @@ def accuracy(rows: Sequence[Row]) -> str:
     )
 
 
-def section(rows: Sequence[Row]) -> Section:
-    """Trained rewards, of runs that are finished."""
+def section(rows: Sequence[Row]) -> Section | None:
+    """Trained rewards, of runs that are finished; None before the first one is."""
     reported = of_arms([row for row in rows if not row["pilot"] and row["finished"]])
+    if not reported:
+        return None
     lines = []
     for name, found in reported.items():
         cells: list[Any] = [f"`{name}`", len(found)]
