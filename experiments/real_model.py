@@ -7,8 +7,8 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py                           everything; the same line goes on after a stop
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one run
-Cost       two runs of the pilot, one untrained, ten of the arms: 264 rollouts. A rollout and its update took 110 to
-           200 s on two cores that ten others used as well (not measured on quiet ones).
+Cost       two runs of the pilot, one untrained, ten of the arms: 264 rollouts, each with its update 51 s at best on one
+           core of an AMD EPYC (family 25, model 1), 75 s beside other programs; an evaluation about 4 minutes
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on
@@ -19,8 +19,9 @@ Chosen     by looking, before any training, on 24 sums of which none is evaluate
            are right of 0.42 with the full cache, 0.08 with 128 keys, none with 64; their responses have 43 tokens.
            Others, with the full cache: one worked example 0.04; terser steps 0.21, and 0.00 of four numbers; sums in
            words (32 sums) 0.03.
-Learner    GRPO, 4 prompts x 8 completions, one step a rollout; adapters (LoRA, rank 16, all projections) and not all
-           weights, for memory and for checkpoints that are small; AdamW, constant rate after 5 steps.
+Learner    GRPO, 4 prompts x 8 completions, one step a rollout, a prompt read once for its completions; adapters (LoRA,
+           rank 16, all projections) and not all weights, for memory and for checkpoints that are small; AdamW, constant
+           rate after 5 steps.
 Rate       one for all arms, which is less than the other studies give them: of `RATES`, the best final dense reward,
            sampled and greedy together, of the full-cache arm on a pilot seed, after 12 rollouts, on validation rows.
            It favours the arm that it was chosen for, and no other over another.
