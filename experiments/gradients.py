@@ -10,7 +10,7 @@ Command    python experiments/gradients.py      (rows that are kept under runs/g
                                                  --tasks, --samplers, --seeds: a part of it, --collect: the table alone)
 Cost       1.5 CPU hours for six of eleven cells, on one core of an Intel Xeon (family 6, model 167) and of an AMD EPYC
            (family 25, model 1), and the supervised starts, which all studies share
-Result     experiments/results/gradients.json, and the tables in REPORT.md; five cells, by budget and length, are missing
+Result     experiments/results/gradients.json, and the tables in REPORT.md; five cells (budgets, lengths) are missing
 
 Rows of the kind "gradient", an arm of a cell each:
 
