@@ -33,7 +33,6 @@ TINY = Sizes(
     budget=40,
     buffer=4,
     rollouts=2,
-    pilot_rollouts=1,
     prompts=1,
     group=2,
     microbatch=2,
@@ -123,19 +122,24 @@ def keep(study: Study, job: Job, **row: Any) -> None:
     keep_row(job, BASE, study.runs, row)
 
 
-def test_a_rate_is_chosen_once_and_seeds_come_one_by_one(tmp_path: Path):
+def test_every_arm_has_a_rate_of_its_own_and_seeds_come_one_by_one(tmp_path: Path):
     study = make_study(tmp_path)
-    assert [job.arm.name for job in study.reported()] == ["untrained"], "the others wait for the pilot"
-    low, high = study.pilot()
-    keep(study, low, finished=True, dense=0.5, dense_greedy=0.4)
-    keep(study, high, finished=False, dense=0.9, dense_greedy=0.9)
-    assert study.rate() is None
-    keep(study, high, finished=True, dense=0.3, dense_greedy=0.7)
-    assert study.rate() == 3e-4
-    jobs = study.reported()
+    assert [job.arm.name for job in study.reported()] == ["untrained"], "the others wait for their pilots"
+    pilot = study.pilot()
     names = [arm.name for arm in ARMS]
+    assert [job.arm.name for job in pilot] == [name for name in names[1:] for _ in range(2)]
+    low, high = study.pilot_of(ARMS[1])
+    keep(study, low, finished=True, sparse_greedy=0.5, dense_greedy=0.4)
+    keep(study, high, finished=False, sparse_greedy=0.9, dense_greedy=0.9)
+    assert study.rate(ARMS[1]) is None
+    keep(study, high, finished=True, sparse_greedy=0.3, dense_greedy=0.7)
+    assert study.rate(ARMS[1]) == 3e-4 and study.rate(ARMS[2]) is None
+    assert [job.arm.name for job in study.reported()] == [*names[:2], names[1]]
+    for job in pilot[2:]:
+        keep(study, job, finished=True, sparse_greedy=0.5, dense_greedy=0.5)
+    jobs = study.reported()
     assert [(job.seed, job.arm.name) for job in jobs] == [(0, n) for n in names] + [(1, n) for n in names[1:]]
-    assert {job.learning_rate for job in jobs if job.arm.trains} == {3e-4}
+    assert [job.learning_rate for job in jobs if job.seed == 1] == [3e-4, 1e-4, 1e-4, 1e-4, 1e-4]
     assert {job.held_out.split for job in jobs} == {"evaluation"} and low.held_out.split == "validation"
 
 
@@ -181,7 +185,7 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     study.run()
     (row,) = read_rows(study.results)
     assert row["arm"] == "untrained" and row["finished"] and row["done"] == 0 and row["task"] == "digit-sums-2"
-    assert row["command"].startswith("python experiments/real_model.py --arms untrained --seeds 0")
+    assert row["command"].startswith("python experiments/real_model.py --arms untrained --runs runs/again --seeds 0")
     monkeypatch.setattr(real_model, "execute", None)  # would be called
     study.run()
     replace(study, runs=tmp_path / "another machine").run()

@@ -103,17 +103,15 @@ def first_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
 
 
 def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -> Row:
-    """Under the budget and with the full cache, at temperature 1 and greedy; of the pilot only the full cache."""
+    """Under the budget and with the full cache, at temperature 1 and greedy."""
     greedy = SamplingConfig(temperature=0.0)
-    ways = [
+    ways = (
         Decode("dense", FULL_CACHE),
         Decode("dense_greedy", FULL_CACHE, sampling=greedy),
         Decode("sparse", job.policy),
         Decode("sparse_greedy", job.policy, sampling=greedy),
-    ]
-    config = EvaluationConfig(
-        tuple(ways[:2] if job.pilot else ways), loop.config.rollout, loop.config.prompt_width, rows=48, seed=7
     )
+    config = EvaluationConfig(ways, loop.config.rollout, loop.config.prompt_width, rows=48, seed=7)
     row: Row = {}
     for result in Evaluator(loop.model, job.held_out, base.tokenizer, config).run(loop.policy_params(state.params)):
         row[result.name] = number(result.reward)

@@ -31,8 +31,7 @@ class Sizes:
     response: int = 64
     budget: int = 128
     buffer: int = 16
-    rollouts: int = 24
-    pilot_rollouts: int = 12
+    rollouts: int = 12
     prompts: int = 4
     group: int = 8
     microbatch: int = 8
@@ -76,9 +75,7 @@ class Job:
 
     @property
     def rollouts(self) -> int:
-        if not self.arm.trains:
-            return 0
-        return self.sizes.pilot_rollouts if self.pilot else self.sizes.rollouts
+        return self.sizes.rollouts if self.arm.trains else 0
 
     def rows(self, split: Split, size: int) -> DigitSums:
         return DigitSums(split, size, self.sizes.terms, self.sizes.shots)
