@@ -8,8 +8,8 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot, and one run
 Cost       a run 15 to 20 minutes on one core of an AMD EPYC (family 25, model 1): a rollout and its update 51 s at
-           best, 75 s beside other programs. Ten runs of the pilot, one untrained, ten that are reported. Two processes with
-           other --arms and the same --runs do not disturb each other; --collect then writes the rows of both.
+           best, 75 s beside other programs. Ten runs of the pilot, one untrained, ten that are reported. Two processes
+           with other --arms and the same --runs do not disturb each other; --collect then writes the rows of both.
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on
