@@ -115,6 +115,8 @@ def test_a_loop_gets_its_microbatch():
     # A half of the rows of a microbatch must be whole; a microbatch that is set stays.
     halves = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(distill=DistillConfig(fraction=0.5))))
     assert list(fit._microbatches(halves, 32)) == [32, 16, 8, 4, 2]
+    groups = replace(halves, config=replace(halves.config, update=UpdateConfig(rows_per_prompt=4)))
+    assert list(fit._microbatches(groups, 32)) == [32, 16, 8, 4], "rows that share a prompt stay together"
     fixed = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=8)))
     assert chosen(fixed, update(16)) == (8, 8)
     with pytest.raises(ValueError, match="more than there is"):

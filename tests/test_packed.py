@@ -94,9 +94,9 @@ def test_the_step_is_the_same(name: str):
     assert of_packed.pop("update/padding") < 0.15
     assert metrics.keys() == of_packed.keys()
     for metric, value in metrics.items():
-        # Differences of log-probabilities, and squares of their products over responses, are rounding alone; how much
-        # of it depends on the CPU.
-        most = 5e-6 if metric.startswith(("sampling/", "rollout_corr/")) else 1e-6
+        # Rounding alone, as much as the CPU makes: squares of products over responses, and the worst log-probability.
+        rounding = ("rollout_corr/chi2_seq", "sampling/sampling_logp_difference/max")
+        most = 3e-6 if metric in rounding else 1e-6
         assert of_packed[metric] == pytest.approx(value, rel=1e-5, abs=most), metric
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))

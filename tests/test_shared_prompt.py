@@ -147,8 +147,9 @@ def stepped(config: UpdateConfig, mesh=None):
 
 def assert_equal_steps(got, expected):
     for metric, value in expected[1].items():
-        # Differences of log-probabilities, and squares of their products over responses, are rounding alone.
-        most = 5e-6 if metric.startswith(("sampling/", "rollout_corr/")) else 1e-6
+        # Rounding alone, as much as the CPU makes: squares of products over responses, and the worst log-probability.
+        rounding = ("rollout_corr/chi2_seq", "sampling/sampling_logp_difference/max")
+        most = 3e-6 if metric in rounding else 1e-6
         assert got[1][metric] == pytest.approx(value, rel=1e-5, abs=most), metric
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected[0]), jax.tree.leaves(got[0]), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))

@@ -261,8 +261,6 @@ def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
     """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
     # Fractions are shares of a microbatch, because that is what one forward pass of the teacher sees.
     part = rows // count_parts(rows, config.microbatch_size)
-    if part % config.rows_per_prompt:
-        raise ValueError(f"expected rows_per_prompt that divide {part} rows; got {config.rows_per_prompt}")
     if config.distill is not None:
         # Called for their errors: neither a row nor a column is divided.
         teacher_rows(part, config.distill.fraction)

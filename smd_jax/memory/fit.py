@@ -189,9 +189,9 @@ def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
 
 
 def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
-    """Whether the second track's shares of a microbatch are whole."""
-    update = replace(loop.config.update, microbatch_size=rows)
+    """Whether a microbatch has whole shares of the second track, and whole groups of rows that share a prompt."""
     try:
+        update = replace(loop.config.update, microbatch_size=rows)
         check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)
     except ValueError:
         return False
