@@ -137,11 +137,11 @@ def learner_replay(
     microbatch_size: int | None,
     rows_per_prompt: int,
 ) -> Replay:
-    """The learner's replay, in as many passes as there are microbatches."""
+    """The learner's replay, in as many passes as there are microbatches, of which each has whole groups of
+    `rows_per_prompt` rows."""
 
     def of_part(part: Trajectory) -> Replay:
-        once = shared_prompt(model, rows_per_prompt, part.prompt_width)
-        return replay(once, params, part, learner_mask(part, visibility))
+        return replay(model, params, part, learner_mask(part, visibility))
 
     return in_parts(of_part, trajectory, count_parts(trajectory.tokens.shape[0], microbatch_size), rows_per_prompt)
 
@@ -153,6 +153,7 @@ def make_replay(
     sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig."""
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
-        return learner_replay(model, params, trajectory, visibility, microbatch_size, rows_per_prompt).logprobs
+        once = shared_prompt(model, rows_per_prompt, trajectory.prompt_width)
+        return learner_replay(once, params, trajectory, visibility, microbatch_size, rows_per_prompt).logprobs
 
     return jax.jit(logprobs)

@@ -29,7 +29,6 @@ from smd_jax.losses.evictions import eviction_loss
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
 from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.trajectory import Trajectory
@@ -51,18 +50,15 @@ class TokenTerms(struct.PyTreeNode):
     eviction_difference: Float[Array, " batch"] | None
 
 
-def make_objective(of_rows: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
+def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
     """`(params, microbatch) -> (loss, (scalars to sum up, TokenTerms))`.
 
-    Args:
-      of_rows: the model, to which every row is one by itself.
-      state: gives what has no gradient here: the reference and the step. Of its parameters nothing is looked at but a
-        base below adapters, which may be the reference.
+    The state gives what has no gradient here: the reference and the step. Of its parameters nothing is looked at but a
+    base below adapters, which may be the reference.
     """
 
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, TokenTerms]]:
         trajectory = part.batch.trajectory
-        model = shared_prompt(of_rows, config.rows_per_prompt, trajectory.prompt_width)
         eviction_weights = part.eviction_weights
         evictions = None
         if eviction_weights is None:

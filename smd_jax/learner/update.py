@@ -26,6 +26,7 @@ from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.policy import surrogate_metrics
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.ratios import lower_percentile
 
 Update = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
@@ -55,9 +56,10 @@ def make_update(
         check_replayable(batch.trajectory)
         check_reference(config, state)
 
-        prepared = prepare(model, config, state.params, batch)
+        once = shared_prompt(model, config.rows_per_prompt, batch.trajectory.prompt_width)
+        prepared = prepare(once, config, state.params, batch)
         microbatches = count_parts(batch.advantages.shape[0], config.microbatch_size)
-        objective = of_trained(make_objective(model, config, state), state.params)
+        objective = of_trained(make_objective(once, config, state), state.params)
         loss, grads, sums, terms = accumulate(
             objective, trained_params(state.params), prepared, microbatches, config.rows_per_prompt
         )
