@@ -270,6 +270,20 @@ def test_gradient_is_that_of_reinforce():
     assert np.linalg.norm(gradient[EVICTION_GATE]["layers_0"]["kernel"]) > 1e-2
 
 
+def test_prompts_that_are_read_once():
+    """Draws of a prompt's keys, which its responses share, and of theirs: the same gradients, of tokens and gates."""
+    params, data = batch()
+    of_rows = UpdateConfig(eviction_coef=1.0, microbatch_size=4)
+    (metrics, gradient), (once, of_once) = (
+        metrics_and_gradients(config, data=data, model=MODEL, params=params)
+        for config in (of_rows, dataclasses.replace(of_rows, rows_per_prompt=2))
+    )
+    assert distance(of_once, gradient) <= 1e-5
+    assert distance(of_once[EVICTION_GATE], gradient[EVICTION_GATE]) <= 1e-5
+    assert once["evictions/loss"] == pytest.approx(metrics["evictions/loss"], abs=1e-6)
+    assert once["evictions/logp_difference/max"] <= BOUND
+
+
 def test_a_prompts_draws_cancel_within_a_group():
     """What a prompt lost is the same for all of its responses, and their advantages sum to zero."""
     draws: Any = batch()[1].trajectory.evictions

@@ -4,7 +4,7 @@ Question   Seconds and peak memory of a whole update (forward, loss, backward, A
            of the same model in smd_jax, Tunix, TRL and plain torch, on one CPU core in float32; and where ours goes.
 Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
            python experiments/bench/update.py --parts --json          (our update in pieces)
-           python experiments/bench/update.py --prompts --json        (prompts read once, beside rows of their own)
+           python experiments/bench/update.py --prompts --lengths 576 --json   (prompts read once for a group)
 Cost       about six minutes on a quiet machine; 8 GB of memory, because all engines are alive at once
 Result     see experiments/results/
 
@@ -52,6 +52,7 @@ from bench.turns import Row, environment, take_turns, write
 from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
+OURS = (sys.executable, str(HERE / "engines" / "smd_update.py"))
 Engine = Literal["ours", "torch", "trl", "tunix"]
 
 
@@ -95,6 +96,11 @@ class Args:
             raise SystemExit(f"expected lengths from {sorted(SIZES)}; got {unknown}")
         if self.parts and self.prompts:
             raise SystemExit("expected --parts or --prompts; got both")
+        if self.prompts and (single := [tokens for tokens in self.lengths if SIZES[tokens].microbatch == 1]):
+            raise SystemExit(
+                f"expected, with --prompts, --lengths whose microbatches have a prompt to share; got {single}, whose "
+                "microbatches are single rows"
+            )
 
     def python(self, engine: Engine) -> str | None:
         """The interpreter of an engine, None without one."""
@@ -102,20 +108,31 @@ class Args:
         return sys.executable if engine == "ours" else found[engine]
 
 
+def sizes_of(args: Args, tokens: int, prompt: int) -> list[str]:
+    """What all engines are told of an update."""
+    size = SIZES[tokens]
+    words: list[object] = ["--tokens", tokens, "--sequences", size.sequences, "--prompt", prompt]
+    words += ["--microbatch", size.microbatch, "--repeats", args.repeats, *(["--untied"] if args.untied else [])]
+    return [str(word) for word in words]
+
+
+def shadow(budget: int, buffer: int) -> list[str]:
+    """Ours with the mask of such a cache."""
+    return ["--visibility", "shadow", "--budget", str(budget), "--buffer", str(buffer)]
+
+
 def commands(args: Args, tokens: int) -> Iterator[list[str]]:
     """The command line of every engine that is asked for and can be measured at this length."""
     size = SIZES[tokens]
-    same = ["--tokens", tokens, "--sequences", size.sequences, "--prompt", size.prompt]
-    same += ["--microbatch", size.microbatch, "--repeats", args.repeats, *(["--untied"] if args.untied else [])]
-    shadow = ["--visibility", "shadow", "--budget", size.budget, "--buffer", size.buffer]
+    same = sizes_of(args, tokens, size.prompt)
+    masked = shadow(size.budget, size.buffer)
     for engine in args.engine:
         python = args.python(engine)
         if engine == "ours":
-            ours = [sys.executable, HERE / "engines" / "smd_update.py", *same]
-            forms = ([], shadow, [*shadow, "--boolean"]) if args.boolean and not args.parts else ([], shadow)
-            yield from ([str(word) for word in (*ours, *more)] for more in forms)
+            forms = ([], masked, [*masked, "--boolean"]) if args.boolean and not args.parts else ([], masked)
+            yield from ([*OURS, *same, *more] for more in forms)
         elif engine in size.peers and python is not None:
-            yield [str(word) for word in (python, HERE / "engines" / f"{engine}_update.py", *same)]
+            yield [python, str(HERE / "engines" / f"{engine}_update.py"), *same]
 
 
 def compare(args: Args, tokens: int) -> list[Row]:
@@ -131,13 +148,9 @@ def shared_prompts(args: Args, tokens: int) -> list[Row]:
     size = SIZES[tokens]
     found = []
     for prompt in (tokens // 9, tokens // 3, 7 * tokens // 9):
-        words = ["--tokens", tokens, "--sequences", size.sequences, "--prompt", prompt, "--repeats", args.repeats]
-        words += ["--microbatch", size.microbatch, "--visibility", "shadow", "--budget", prompt + size.buffer]
-        words += ["--buffer", size.buffer]
-        once = ["--rows-per-prompt", size.microbatch]
-        engine = [sys.executable, HERE / "engines" / "smd_update.py"]
-        both = [[str(word) for word in (*engine, *words, *more, "--driven")] for more in ([], once)]
-        found += take_turns(args.repeats, both)
+        ours = [*OURS, *sizes_of(args, tokens, prompt), *shadow(prompt + size.buffer, size.buffer)]
+        once = ["--rows-per-prompt", str(size.microbatch)]
+        found += take_turns(args.repeats, [[*ours, *more, "--driven"] for more in ([], once)])
     return found
 
 
