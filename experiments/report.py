@@ -17,7 +17,18 @@ from pathlib import Path
 import tyro
 from PIL import Image
 
-from reporting import cells, choices, evictions, gradients, horizon, map_picture, memory_wall, real_model, showdown
+from reporting import (
+    cells,
+    choices,
+    evictions,
+    gradients,
+    horizon,
+    map_picture,
+    memory_wall,
+    price,
+    real_model,
+    showdown,
+)
 from reporting.page import Section
 from study.files import RESULTS, ROOT, Row, read_rows, write_text
 
@@ -57,6 +68,7 @@ def sections() -> list[Section]:
         ("memory_wall.json", memory_wall.section),
     ]
     made = [make(rows) for name, make in makers if (rows := read_rows(RESULTS / name))]
+    made.append(price.section(*(read_rows(RESULTS / name) for name in price.FILES)))
     return [section for section in made if section is not None]
 
 

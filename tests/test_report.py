@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import report
-from reporting import cells, choices, evictions, gradients, horizon, map_picture, real_model, showdown
+from reporting import cells, choices, evictions, gradients, horizon, map_picture, price, real_model, showdown
 from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
@@ -31,7 +31,14 @@ def rows_of(policy: str = "tova-heads", arms: tuple[str, ...] = tuple(REWARDS)) 
         for arm in arms:
             sparse, dense = (reward + 0.01 * seed for reward in REWARDS[arm])
             row = {"arm": arm, "seed": seed, "task": "sorting-12", "policy": policy, "budget": 11, "pilot": False}
-            row |= {"sparse": sparse, "dense": dense, "sparse_greedy": sparse, "dense_greedy": dense}
+            row |= {
+                "buffer": 2,
+                "length": 26,
+                "sparse": sparse,
+                "dense": dense,
+                "sparse_greedy": sparse,
+                "dense_greedy": dense,
+            }
             row |= {"learning_rate": 1e-4, "cpu_seconds": 1800.0, "cpu": "a CPU", "date": "2026-11-23"}
             made.append(row)
     return made
@@ -78,6 +85,30 @@ def test_cells_of_the_map(tmp_path: Path):
     assert "and with the full cache shadow masks end above TIS in 0 of 2" in cells.section(rows).answer
     map_picture.draw(found, tmp_path / "map.png", "made of these")
     assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_what_a_budget_costs():
+    rows = rows_of() + rows_of("random")
+    for row in rows:
+        row["sparse"] -= 0.1 * (row["policy"] == "random")
+    gates = [row | {"policy": "gate", "arm": "gate-joint", "sparse": 0.96} for row in rows if row["arm"] == "naive"]
+    gates += [row for row in rows if (row["policy"], row["arm"]) == ("random", "untrained")]
+    real = [row | {"finished": True} for row in rows if row["policy"] == "tova-heads"]
+    part = price.section(rows, gates, [row for row in real if row["arm"] != "untrained"])
+    assert part is not None
+    # 0.805 of the best learner less 0.975 of the start; 0.96 in both seeds less 0.97 and 0.98, t(0.975, 1) = 12.706.
+    assert (
+        "| sorting-12 | tova-heads, `shadow-anchor` | 50% | 0.975 | 0.505 | 0.805 | **−0.170 ± 0.000** |" in part.body
+    )
+    assert "| sorting-12 | a gate, `gate-joint` | 50% | 0.975 | 0.405 | 0.960 | −0.015 ± 0.064 |" in part.body
+    assert "SmolLM2" not in part.body, "waits for the untrained model and the full cache"
+    one_start = [row for row in real if row["arm"] != "untrained" or row["seed"] == 0]
+    full = [row | {"arm": "full-cache", "dense": 0.9} for row in real if row["arm"] == "naive"]
+    with_real = price.section(rows, gates, one_start + full)
+    assert with_real is not None
+    # 0.80 and 0.81 less 0.9: the start counts for all seeds.
+    assert "`shadow-anchor` | 50% | 0.900 | 0.500 | 0.805 | **−0.095 ± 0.064** |" in with_real.body
+    assert price.section([], gates, []) is None
 
 
 def test_choices():
