@@ -81,7 +81,8 @@ what is counted, and how far a compiler's own figures are from such plans. With 
 there is nothing to gain; 0 says that weights and optimizer alone do not fit.
 
 *sampling*: nothing else. *full*: all parameters are trained with AdamW in float32, beside the sampler. *lora*: adapters
-of rank 16 are. *full, fsdp 8*: eight devices, the rows of all together.
+of rank 16 are. *full, fsdp 8*: eight devices, the rows of all together. What a budget costs in reward: [the
+report](../REPORT.md#what-a-budget-costs).
 """
 
 MODELS = {
