@@ -7,6 +7,7 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py                           everything; the same line goes on after a stop
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot, and one run
+           python experiments/real_model.py --rule tova-heads         under another sampler
 Cost       a run 15 to 20 minutes on one core of an AMD EPYC (family 25, model 1): a rollout and its update 51 s at
            best, 75 s beside other programs. Ten runs of the pilot, one untrained, ten that are reported. Two processes
            with other --arms and the same --runs do not disturb each other; --collect then writes the rows of both.
@@ -42,7 +43,7 @@ import tyro
 import smd_jax as smd
 from provenance import provenance
 from real.execute import execute
-from real.job import SIZES, Base, Job, Sizes, is_finished, keep_row, kept
+from real.job import SIZES, Base, Job, Rule, Sizes, is_finished, keep_row, kept
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.train.stop import RunStoppedError
@@ -63,6 +64,7 @@ class Args:
 
     arms: tuple[str, ...] | None = None  # by name; default: all
     seeds: tuple[int, ...] = SEEDS  # reported ones
+    rule: Rule = "snapkv"  # by which the sampler forgets
     learning_rates: tuple[float, ...] = RATES  # to choose from; a single one is taken without a pilot
     model: Path = ROOT / "runs" / "smollm2"  # SmolLM2-135M-Instruct in Hugging Face's format
     runs: Path = ROOT / "runs" / "real_model"  # checkpoints, metrics and rows
@@ -82,6 +84,7 @@ class Study:
     runs: Path
     results: Path
     sizes: Sizes = SIZES
+    rule: Rule = "snapkv"
 
     def __post_init__(self) -> None:
         if PILOT_SEED in self.seeds:
@@ -94,7 +97,7 @@ class Study:
         return [job for arm in self.arms if arm.trains for job in self.pilot_of(arm)]
 
     def pilot_of(self, arm: Arm) -> list[Job]:
-        return [Job(arm, rate, PILOT_SEED, True, self.sizes) for rate in self.rates]
+        return [Job(arm, rate, PILOT_SEED, True, self.sizes, self.rule) for rate in self.rates]
 
     def reported(self) -> list[Job]:
         """Seed by seed, without training first; only the arms whose pilot is complete."""
@@ -104,9 +107,9 @@ class Study:
             for arm in self.arms:
                 # The untrained model is the same for every seed.
                 if not arm.trains and seed == self.seeds[0]:
-                    jobs.append(Job(arm, RATES[0], seed, False, self.sizes))
+                    jobs.append(Job(arm, RATES[0], seed, False, self.sizes, self.rule))
                 elif arm.trains and (rate := rates[arm.name]) is not None:
-                    jobs.append(Job(arm, rate, seed, False, self.sizes))
+                    jobs.append(Job(arm, rate, seed, False, self.sizes, self.rule))
         return jobs
 
     def rate(self, arm: Arm) -> float | None:
@@ -159,7 +162,7 @@ class Study:
 
 def command(job: Job) -> str:
     """Makes the row of this job alone."""
-    words = ["--arms", job.arm.name, "--runs", "runs/again"]
+    words = ["--rule", job.rule, "--arms", job.arm.name, "--runs", "runs/again"]
     if not job.pilot:  # that runs first, whatever seeds are asked for
         words += ["--seeds", str(job.seed), "--learning-rates", f"{job.learning_rate:g}"]
     return " ".join(["python", "experiments/real_model.py", *words])
@@ -186,7 +189,8 @@ def main(args: Args) -> None:
         arms = arms_asked_for(args.arms)
         if not (args.model / "config.json").exists():
             raise ValueError(f"expected a checkpoint in {args.model}, which `make smollm2` makes; got none")
-        study = Study(arms, args.seeds, args.learning_rates, load_base(args.model), args.runs, args.results)
+        base = load_base(args.model)
+        study = Study(arms, args.seeds, args.learning_rates, base, args.runs, args.results, rule=args.rule)
         study.collect()  # refuses kept runs of other settings before anything is run
     if args.collect:
         return

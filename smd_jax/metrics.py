@@ -11,8 +11,9 @@ correction, where verl has those before batch normalisation, and extremes before
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile, masked_mean
 
@@ -111,6 +112,18 @@ def completion_metrics(mask: Bool[Array, "batch response"], terminated: Bool[Arr
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1.0 - terminated.astype(jnp.float32).mean(),
     }
+
+
+@jax.jit  # fused: a comparison for every key of every layer and head is never stored
+def evicted_share(
+    evicted_at: Int[Array, "batch layers kv_heads columns"], valid: Bool[Array, "batch columns"]
+) -> Float[Array, ""]:
+    """Of the tokens of whole sequences, the share whose keys are gone when the last one looks; mean over layers and KV
+    heads. `evicted_at` is that of a `smd_jax.masks.ShadowMask`."""
+    columns = jnp.arange(valid.shape[1])
+    last = jnp.where(valid, columns, 0).max(axis=1)
+    gone = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))
+    return token_mean(gone, valid)
 
 
 def reward_metrics(

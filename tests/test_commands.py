@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
+from smd_jax.commands.limits import unused_devices
 from smd_jax.commands.plot import main as plot
-from smd_jax.commands.prepare import prepare
+from smd_jax.commands.prepare import learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, task_choice
 from smd_jax.commands.train import main, run_settings
 from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
@@ -81,6 +83,37 @@ def test_the_name_of_an_option_is_one_flag():
         assert len(names) == len(set(names))
     flags = {f"--{n.replace('_', '-')}" for k in ALGORITHMS.values() for _, g in config_file.groups_of(k) for n in g}
     assert set(FLAGS.values()) <= flags
+
+
+def test_every_flag_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Comments that tyro does not find, as behind the bracket of a value over several lines, would be missing."""
+    monkeypatch.setenv("COLUMNS", "80")  # one column of flags
+    for name in ALGORITHMS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert "--max-steps INT" in shown
+        assert not re.findall(r"│ --([a-z0-9-]+) .*\n\W*\((?:default|required)", shown), "flags without a word"
+
+
+def test_what_is_said_of_a_cache_with_room_for_all_keys(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["grpo", "--model", str(model), *SORT, "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    words += ["--max-completion-length", "6", "--attention", "portable", "--eviction", "h2o"]
+    for more, said in ((["--budget", "500"], True), (["--budget", "8", "--buffer", "2", "--sinks", "1"], False)):
+        main([*words, *more])
+        assert ("Nothing will be evicted" in capsys.readouterr().err) == said, more
+
+
+def test_adapters_take_larger_steps():
+    for more, rate in (([], 1e-6), (["--lora-r", "4"], 1e-5), (["--lora-r", "4", "--learning-rate", "1e-4"], 1e-4)):
+        assert learning_rate(parse(["grpo", *NEEDED, *more])[1]) == rate
+
+
+def test_devices_without_work_are_named():
+    assert unused_devices(8, 8) is None
+    assert "7 of 8 devices have nothing to do" in str(unused_devices(1, 8))
 
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
@@ -194,7 +227,9 @@ def test_names_become_the_librarys_objects():
     assert update_config(LossArgs(), reference, Dense(), DeviceArgs(), 8).distill is None
     dense = update_config(LossArgs(correction="tis"), reference, SnapKV(), DeviceArgs(microbatch=2), 8)
     assert dense.visibility == "dense" and dense.rows_per_prompt == 1
-    for microbatch, rows in ((None, 8), (16, 8), (12, 4), (3, 1)):
+    with pytest.raises(ValueError, match="expected, with share_prompts, .* a common divisor above 1; got 8 and 3"):
+        update_config(LossArgs(), reference, Dense(), DeviceArgs(microbatch=3, share_prompts=True), 8)
+    for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
         device = DeviceArgs(microbatch=microbatch, share_prompts=True)
         assert update_config(LossArgs(), reference, Dense(), device, 8).rows_per_prompt == rows
     with pytest.raises(ValueError, match="no bounds but"):
@@ -232,6 +267,8 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
         (["--memory", "lots"], "as in 80GiB; got 'lots'"),
         (["--num-generations", "1"], "group_size is --num-generations"),
+        (["--rollouts-ahead", "1", "--lora-r", "2"], "expected no --rollouts-ahead with --lora-r"),
+        (["--microbatch", "2", "--pack-columns", "600", "--min-completion-length", "2"], "min_new_tokens is --"),
         (["--temperature", "0"], "expected sampling at a temperature > 0"),
         (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
         (["--max-prompt-length", "3", "--long-prompts", "refuse"], "expected prompts of at most 3 tokens"),

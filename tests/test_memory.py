@@ -381,6 +381,7 @@ def test_shapes_of_parameters():
 PLAN = MemoryPlan(
     weights=4 * 2**30,
     sampler_weights=2 * 2**30,
+    weights_behind=0,
     optimizer=8 * 2**30,
     reference=0,
     trajectory=2**20,

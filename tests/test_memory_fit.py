@@ -117,10 +117,22 @@ def test_a_loop_gets_its_microbatch():
     assert list(fit._microbatches(halves, 32)) == [32, 16, 8, 4, 2]
     groups = replace(halves, config=replace(halves.config, update=UpdateConfig(rows_per_prompt=4)))
     assert list(fit._microbatches(groups, 32)) == [32, 16, 8, 4], "rows that share a prompt stay together"
+    on_two = replace(new_loop(replace(groups.config, prompts_per_step=6)), mesh=make_mesh(2))
+    assert list(fit._microbatches(on_two, 24)) == [24, 8], "every device has whole groups"
     fixed = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=8)))
     assert chosen(fixed, update(16)) == (8, 8)
     with pytest.raises(ValueError, match="more than there is"):
         fit_loop(fixed, params, update(8) - 1)
+
+
+def test_rollouts_ahead_need_room_beside_the_update():
+    params = param_shapes(LOOP_MODEL)
+    one, ahead = (plan_memory(workload_of(new_loop(replace(LOOP, rollouts_ahead=count))), params) for count in (0, 1))
+    assert ahead.weights_behind == one.weights and ahead.trajectory == 2 * one.trajectory
+    shared = one.weights + one.sampler_weights + one.optimizer + one.reference + one.trajectory
+    together = one.rollout + one.update - shared + one.weights + one.trajectory
+    assert ahead.rollout == ahead.update == ahead.total == together
+    assert [row[1:] for row in ahead.rows() if row[0] == "activations"] == [(show_bytes(one.activations),) * 2]
 
 
 def test_an_evaluation_needs_no_room_for_an_update():

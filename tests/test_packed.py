@@ -18,8 +18,9 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.masks import Segments, ShadowMask
+from smd_jax.quantization import QuantConfig
 from smd_jax.sampling import SamplingConfig
-from tests import toy_loop
+from tests import test_ppo, toy_loop
 from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, REFERENCE, ROWS, WIDTH, batch, trajectory
 
 # --- who shares a row
@@ -148,6 +149,24 @@ def test_a_run_is_the_same():
         assert plain.keys() == of_packed.keys()
         for metric, value in plain.items():
             assert of_packed[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+def test_a_run_with_a_critic_is_the_same():
+    """Whose values are of whole rows: packed microbatches count others."""
+    config = replace(test_ppo.LOOP, update_widths=1)
+    packing = replace(config, update=replace(config.update, microbatch_size=3, pack_columns=28))
+    told = [toy_loop.run(test_ppo.new_loop(of), test_ppo.new_state(), 2)[1] for of in (config, packing)]
+    for plain, of_packed in zip(*told, strict=True):
+        for metric in ("loss", "grad_norm", "critic/values/mean", "reward"):
+            assert of_packed[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
+
+
+def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
+    update = UpdateConfig(microbatch_size=1, pack_columns=28)
+    for options in ({"min_new_tokens": 2}, {"mask_storage": "boolean"}, {"quant": QuantConfig(8, group=2)}):
+        config = replace(toy_loop.CONFIG, rollout=replace(toy_loop.ROLLOUT, **options), update=update)
+        with pytest.raises(ValueError, match="expected rollouts without quant and min_new_tokens, .* with pack_colu"):
+            toy_loop.own_loop(config)
 
 
 def test_columns_that_do_not_fit():

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import real_model
-from real.execute import evicted_share, execute
+from real.execute import execute
 from real.job import Base, Job, Sizes, is_finished, keep_row, kept
 from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
 from real_model import ARMS, PILOT_SEED, Study
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.masks import NEVER
+from smd_jax.metrics import evicted_share
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.trajectory import Trajectory
 from study.arms import arms_of
 from study.files import Row, read_rows, write_text
 
@@ -108,9 +108,7 @@ def test_the_share_of_evicted_keys_is_that_of_the_last_query():
     evicted_at[0, :, :, 0] = 0  # padding does not count
     evicted_at[0, 0, 0, 1:3] = 3  # two keys in one of two heads
     evicted_at[1, 0, :, 1] = 4  # after the last query, which is 3
-    empty: Any = np.zeros(0)
-    trajectory = Trajectory(empty, jnp.asarray(valid), empty, empty, ShadowMask(jnp.asarray(evicted_at), ()))
-    assert evicted_share(trajectory) == pytest.approx(2 / 2 / 9)
+    assert float(evicted_share(jnp.asarray(evicted_at), jnp.asarray(valid))) == pytest.approx(2 / 2 / 9)
 
 
 def make_study(folder: Path, **options: Any) -> Study:
@@ -141,6 +139,15 @@ def test_every_arm_has_a_rate_of_its_own_and_seeds_come_one_by_one(tmp_path: Pat
     assert [(job.seed, job.arm.name) for job in jobs] == [(0, n) for n in names] + [(1, n) for n in names[1:]]
     assert [job.learning_rate for job in jobs if job.seed == 1] == [3e-4, 1e-4, 1e-4, 1e-4, 1e-4]
     assert {job.held_out.split for job in jobs} == {"evaluation"} and low.held_out.split == "validation"
+
+
+def test_rows_of_one_rule_are_not_those_of_another(tmp_path: Path):
+    study = make_study(tmp_path)
+    job, other = study.pilot()[0], replace(study, rule="tova-heads").pilot()[0]
+    assert job.settings(BASE) != other.settings(BASE) and job.folder(tmp_path) != other.folder(tmp_path)
+    keep(study, job, finished=True)
+    assert is_finished(job, BASE, study.runs) and not is_finished(other, BASE, study.runs)
+    assert "--rule tova-heads" in real_model.command(other)
 
 
 def stops_after(looks: int) -> Any:
@@ -185,7 +192,8 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     study.run()
     (row,) = read_rows(study.results)
     assert row["arm"] == "untrained" and row["finished"] and row["done"] == 0 and row["task"] == "digit-sums-2"
-    assert row["command"].startswith("python experiments/real_model.py --arms untrained --runs runs/again --seeds 0")
+    command = "python experiments/real_model.py --rule snapkv --arms untrained --runs runs/again --seeds 0"
+    assert row["command"].startswith(command)
     monkeypatch.setattr(real_model, "execute", None)  # would be called
     study.run()
     replace(study, runs=tmp_path / "another machine").run()

@@ -82,6 +82,7 @@ def test_cells_of_the_map(tmp_path: Path):
     assert [cell.policy for cell in found] == ["tova-heads", "random"], "a cell without all methods waits"
     assert (found[0].best("sparse"), found[0].best("dense")) == ("shadow-anchor", "tis-anchor")
     assert "shadow masks end above TIS in 2 of 2 cells" in cells.section(rows).answer
+    assert "; the interval is above 0 in 2 and below in 0), and with the full" in cells.section(rows).answer
     assert "and with the full cache shadow masks end above TIS in 0 of 2" in cells.section(rows).answer
     map_picture.draw(found, tmp_path / "map.png", "made of these")
     assert (tmp_path / "map.png").stat().st_size > 10_000
@@ -217,12 +218,15 @@ def test_a_real_model():
     for arm, sparse in (("untrained", 0.1), ("tis", 0.2), ("shadow", 0.4)):
         for seed in (0,) if arm == "untrained" else (0, 1):
             row = ORIGIN | rewards(sparse, 0.5) | {"task": "digit-sums-3", "arm": arm, "seed": seed, "finished": True}
-            made.append(row | {"evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
+            made.append(row | {"policy": "snapkv", "evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
     part = real_model.section(made)
     assert part is not None and real_model.section([row | {"pilot": True} for row in made]) is None
-    assert (
-        part.answer
-        == "Shadow masks end +0.200 ± 0.000 from TIS with the budget, and +0.000 ± 0.000 with the full cache."
+    said = (
+        "Under snapkv shadow masks end +0.200 ± 0.000 from TIS with the budget, and +0.000 ± 0.000 with the full cache."
     )
+    assert part.answer == said
+    both = real_model.section(made + [row | {"policy": "tova-heads", "sparse": 0.5} for row in made])
+    assert both is not None and both.answer.startswith(said) and both.body.count("| `shadow` |") == 2
+    assert "Under tova-heads shadow masks end +0.000" in both.answer
     assert "| `shadow` | 2 | 0.400 | 0.500 | 0.400 | 0.500 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
     assert "0.35 of the keys are gone" in part.body

@@ -1,5 +1,6 @@
 """One rollout ahead: what it is drawn with, what is logged of its age, and that a restored state goes on bitwise."""
 
+import threading
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 from smd_jax.corrections.importance import TIS
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState
-from smd_jax.train.rollout_ahead import one_behind
+from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.rollout_ahead import Ahead, one_behind
+from smd_jax.train.run import RunConfig, train
 from smd_jax.train.widths import shortened
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
@@ -56,6 +59,32 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
     assert abs(rows[0]["staleness/ratio_max"] - 1) < 1e-4
     assert all(row["staleness/ratio_max"] > 1.001 and row["staleness/kl"] > 0 for row in rows[1:])
+
+
+def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatch):
+    """They share devices and reward functions."""
+    told = []
+    monkeypatch.setattr(GRPOLoop, "settle", lambda self: told.append("settled"))
+
+    def evaluate(state):
+        told.append("evaluated")
+        return {"eval/sparse": 0.0}
+
+    state = one_behind(toy_loop.new_state())
+    train(toy_loop.own_loop(AHEAD), state, RunConfig(2, evaluate_every=1), tmp_path, config=None, evaluate=evaluate)
+    assert told == ["evaluated", *["settled", "evaluated"] * 2]
+
+
+def test_waiting_for_a_rollout():
+    ahead, drawn = Ahead[str](), threading.Event()
+    ahead.wait()  # for nothing
+    ahead.begin(1, {}, lambda: "drawn" if drawn.wait() else "")
+    waiting = threading.Thread(target=ahead.wait)
+    waiting.start()
+    assert waiting.is_alive()
+    drawn.set()
+    waiting.join()
+    assert ahead.take(1, {}, lambda: "drawn again") == "drawn"
 
 
 def test_a_state_must_fit():

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import numpy as np
 
 import smd_jax as smd
 from real.job import Base, Job, keep_row, kept
+from smd_jax.metrics import evicted_share
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampling import SamplingConfig
@@ -48,7 +48,9 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
     state = first_state(job, base, loop)
     share = before["evicted_share"]
     if share is None:
-        share = number(evicted_share(loop.collect(state, 0).trajectory))
+        trajectory = loop.collect(state, 0).trajectory
+        assert isinstance(trajectory.mask, smd.ShadowMask)
+        share = number(evicted_share(trajectory.mask.evicted_at, trajectory.valid))
         keep({"finished": False, "evicted_share": share})
     done = checkpoint.latest_step(folder / "train" / CHECKPOINTS) or 0
     compared, noted = split_settings(loop.config)
@@ -120,16 +122,6 @@ def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -
     return row
 
 
-def evicted_share(trajectory: smd.Trajectory) -> float:
-    """Of the tokens of whole sequences, the share whose keys are gone for the last query, mean over layers, heads."""
-    assert isinstance(trajectory.mask, smd.ShadowMask)
-    valid = np.asarray(trajectory.valid)
-    columns = np.arange(valid.shape[1])
-    last = np.where(valid, columns, 0).max(axis=1)
-    gone = np.asarray(trajectory.mask.evicted_at) <= last[:, None, None, None]
-    return float(gone.mean(axis=(1, 2))[valid].mean())
-
-
 def check_exact(job: Job, folder: Path) -> None:
     """Raises RuntimeError where learner and sampler are to be one policy, and a rollout shows that they are not."""
     largest = max((row["mismatch_kl"] for row in history_of(folder)), default=0.0)
@@ -148,7 +140,7 @@ def identity(job: Job, loop: smd.GRPOLoop) -> Row:
         "arm": job.arm.name,
         "seed": job.seed,
         "task": job.training.label,
-        "policy": "snapkv",
+        "policy": job.rule,
         "budget": sizes.budget,
         "buffer": sizes.buffer,
         "length": width + sizes.response,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import smd_jax as smd
 from real.task import DigitSums, Split
-from smd_jax.eviction.policies import SnapKV
+from smd_jax.eviction.policies import TOVA, EvictionPolicy, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from study.arms import Arm
 from study.files import Row, read_kept, write_kept
+
+Rule = Literal["snapkv", "tova-heads"]
+RULES: dict[Rule, EvictionPolicy] = {"snapkv": SnapKV(), "tova-heads": TOVA(shared=False)}
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Job:
 
     Attributes:
       pilot: chooses the learning rate, and is judged on validation rows.
+      rule: by which the sampler forgets. `settings` has it as `policy`.
     """
 
     arm: Arm
@@ -72,6 +76,7 @@ class Job:
     seed: int
     pilot: bool = False
     sizes: Sizes = SIZES
+    rule: Rule = field(default="snapkv", repr=False)
 
     @property
     def rollouts(self) -> int:
@@ -94,7 +99,7 @@ class Job:
     @property
     def policy(self) -> Protect:
         """Of the sampler that forgets."""
-        return Protect(SnapKV(), sinks=4)
+        return Protect(RULES[self.rule], sinks=4)
 
     def settings(self, base: Base) -> str:
         """Everything that the numbers of the run depend on, but for the code and the weights."""
@@ -103,7 +108,7 @@ class Job:
     def folder(self, runs: Path) -> Path:
         of_seed = f"{'pilot-' if self.pilot else ''}seed-{self.seed}"
         rate = [f"lr-{self.learning_rate:g}"] if self.arm.trains else []
-        return runs.joinpath(self.training.label, self.arm.name, *rate, of_seed)
+        return runs.joinpath(self.training.label, self.rule, self.arm.name, *rate, of_seed)
 
 
 def kept(job: Job, base: Base, runs: Path) -> Row | None:

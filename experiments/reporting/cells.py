@@ -97,11 +97,14 @@ def answer(cells: Sequence[MapCell]) -> str:
     for kind in KINDS:
         leads = [cell.lead(kind) for cell in cells]
         ahead = sum(lead.mean > 0 for lead in leads)
+        sure = sum(lead.established and lead.mean > 0 for lead in leads)
+        behind = sum(lead.established and lead.mean < 0 for lead in leads)
         largest = max(leads, key=lambda lead: lead.mean)
         smallest = min(leads, key=lambda lead: lead.mean)
         said.append(
             f"with the {'budget' if kind == 'sparse' else 'full cache'} shadow masks end above TIS in {ahead} of "
-            f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)})"
+            f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)}; the interval is above 0 in "
+            f"{sure} and below in {behind})"
         )
     kept = [cell.best("sparse") for cell in cells if cell.anybody_gains("sparse")]
     counts = ", ".join(f"`{arm}` {kept.count(arm)}" for arm in METHODS if kept.count(arm))

@@ -69,9 +69,31 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 def section(rows: Sequence[Row]) -> Section | None:
     """Trained rewards, of runs that are finished; None before the first one is."""
-    reported = of_arms([row for row in rows if not row["pilot"] and row["finished"]])
-    if not reported:
+    finished = [row for row in rows if not row["pilot"] and row["finished"]]
+    if not finished:
         return None
+    parts, said = [], []
+    for policy in dict.fromkeys(row["policy"] for row in finished):
+        reported = of_arms([row for row in finished if row["policy"] == policy])
+        parts.append(cell(policy, reported))
+        if {"shadow", "tis"} <= reported.keys():
+            lead = [plain(difference(reported["shadow"], reported["tis"], kind)) for kind in ("sparse", "dense")]
+            ends = f"{lead[0]} from TIS with the budget, and {lead[1]} with the full cache"
+            said.append(f"Under {policy} shadow masks end {ends}.")
+    return Section(
+        "A real model, trained",
+        "SmolLM2-135M-Instruct learns sums step by step with adapters, under a budget: naive, TIS, shadow masks, with "
+        "a teacher, and with an unlimited cache.",
+        " ".join(said) or "Not all arms are there yet.",
+        "\n\n".join(parts),
+        "python experiments/real_model.py",
+        f"not recorded, {machines(rows)}",
+        ("real_model.json",),
+    )
+
+
+def cell(policy: str, reported: dict[str, list[Row]]) -> str:
+    """What training came to under one sampler."""
     lines = []
     for name, found in reported.items():
         cells: list[Any] = [f"`{name}`", len(found)]
@@ -83,27 +105,16 @@ def section(rows: Sequence[Row]) -> Section | None:
         ]
         lines.append(cells)
     columns = ["arm", "seeds", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
-    leads = ""
-    if {"shadow", "tis"} <= reported.keys():
-        lead = [plain(difference(reported["shadow"], reported["tis"], kind)) for kind in ("sparse", "dense")]
-        leads = f"Shadow masks end {lead[0]} from TIS with the budget, and {lead[1]} with the full cache."
     some = next(iter(reported.values()))[0]
-    shares = [row["evicted_share"] for row in rows if row["evicted_share"] is not None and row["arm"] == "shadow"]
+    shares = [row["evicted_share"] for row in reported.get("shadow", []) if row["evicted_share"] is not None]
     gone = (
         f"{shares[0]:.2f} of the keys are gone when the last token looks"
         if shares
         else "the share of evicted keys is not measured"
     )
-    return Section(
-        "A real model, trained",
-        "SmolLM2-135M-Instruct learns sums step by step with adapters, under a budget: naive, TIS, shadow masks, with "
-        "a teacher, and with an unlimited cache.",
-        leads or "Not all arms are there yet.",
-        f"{some['task']}, SnapKV with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
-        f"{gone}. {some['evaluation_rows']} held-out sums.\n\n" + table(columns, lines),
-        "python experiments/real_model.py",
-        f"not recorded, {machines(rows)}",
-        ("real_model.json",),
+    return (
+        f"{some['task']}, {policy} with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
+        f"{gone}. {some['evaluation_rows']} held-out sums.\n\n" + table(columns, lines)
     )
 
 

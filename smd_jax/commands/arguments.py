@@ -15,6 +15,7 @@ LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "
 CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
 ]
+AttentionName = Literal["auto", "portable"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
@@ -59,9 +60,7 @@ class RewardArgs:
 
     reward: tuple[str, ...] = ()  # names of docs/rewards.md, or path/to/file.py:function; TRL's signature
     reward_weights: tuple[float, ...] = ()  # one for each; 1 by default
-    reward_timeout: float | None = (
-        60.0  # seconds of one call, after which it has failed; None: no limit, no own process
-    )
+    reward_timeout: float | None = 60.0  # seconds of one call until it has failed; None: no limit, no own process
     max_failed_rewards: float = 0.25  # share of a rollout's completions without a reward that stops the run
     overlong_cache: int | None = None  # tokens before the limit over which `overlong` rises; None: a fifth of it
 
@@ -110,13 +109,13 @@ class LossArgs:
     """The loss, and what is done about the difference between sampler and learner."""
 
     correction: CorrectionName = "shadow"  # shadow: replay what the sampler saw; the others correct a dense learner
-    dense_share: float = 0.0  # of the loss of a dense learner with token weights (TIS), beside the shadow masks'
-    distill: Distillation = "auto"  # auto: anchor (a frozen dense teacher) with shadow masks, else none
+    dense_share: float = 0.0  # of the policy loss, for a dense TIS learner; the shadow masks' learner has the rest
+    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, with shadow masks; see docs/algorithms.md
     distill_coef: float = 0.1  # weight of the distillation in the loss
     distill_fraction: float = 1.0  # share of the rows that the teacher reads
     loss_type: LossName = "grpo"  # with its paper's weighting of tokens and bounds
     epsilon: float | None = None  # lower bound of the ratio's clipping; None: the paper's
-    epsilon_high: float | None = None  # upper bound; None: the paper's
+    epsilon_high: float | None = None  # upper bound, over 1 (TRL's cispo takes the bound itself); None: the paper's
     entropy_coef: float = 0.0  # weight of the entropy bonus
     top_entropy_quantile: float = 1.0  # share of the tokens, those with the highest entropy, that are learnt from
     minibatches: int = 1  # optimizer steps per pass over a rollout
@@ -142,14 +141,14 @@ class OptimizerArgs:
     """The optimizer, and its learning rate."""
 
     optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs the memory of the weights alone
-    learning_rate: float = 1e-6  # the highest of the run
+    learning_rate: float | None = None  # the highest of the run; None: 1e-6, with adapters 1e-5
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # what follows the warm-up
     warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
     min_lr_rate: float = 0.0  # where linear and cosine end, as a share of the learning rate
     weight_decay: float = 0.0  # of matrices; norms and biases do not decay
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
+    adam_beta1: float = 0.9  # decay of AdamW's mean of gradients
+    adam_beta2: float = 0.999  # decay of its mean of their squares
+    adam_epsilon: float = 1e-8  # what it adds to the root of the latter
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW
     max_grad_norm: float = 1.0  # longer gradients are scaled down to it
     gate_speed: float = 30.0  # learning rate of the gate of --eviction gate over that of the model
@@ -166,9 +165,9 @@ class RunArgs:
     mismatch_bound: float | None = None  # nats between sampler and learner that stop it; None: by dtype and depth
     max_skipped_updates: int = 3  # rollouts in a row without a finite loss and gradient that stop it
     resume: bool = False  # go on from the newest checkpoint in output_dir
-    seed: int = 0
+    seed: int = 0  # of prompts, completions, adapters and gates
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
-    wandb_mode: Literal["online", "offline"] = "online"
+    wandb_mode: Literal["online", "offline"] = "online"  # offline: keep what is to be sent in the output directory
     completions_steps: int = 20  # rollouts between two files of completions and masks; 0: none
     print_completions: int = 0  # completions that are shown each time
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained model; bfloat16 loses small steps
@@ -181,24 +180,21 @@ class DeviceArgs:
     """Devices, and what they hold."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
-    memory: str | None = (
-        None  # of a device, as 80GiB; None: all of it, of a CPU 0.8 of the machine's. What does not fit gets smaller
-    )
+    memory: str | None = None  # of a device that the run may take, as 80GiB; None: all, of a CPU 0.8 of the machine's
+    attention: AttentionName = "auto"  # auto: kernels on Hopper GPUs and TPUs; portable: plain JAX everywhere
     microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
     pack_columns: int | None = None  # of a row of the update that sequences share; None: a row each, and padding
     share_prompts: bool = False  # the update reads a prompt once for its completions, as many as a microbatch has
-    data_parallel: int = 1  # mesh axis "data"
-    fsdp: int = 1  # mesh axis "fsdp"
-    tensor: int = 1  # mesh axis "tensor"
+    data_parallel: int = 1  # devices among which rows are split; times fsdp and tensor: all that are used
+    fsdp: int = 1  # devices among which rows and weights are split
+    tensor: int = 1  # devices among which heads and the width of the MLP are split
 
 
 @dataclass(frozen=True)
 class LaunchArgs:
     """Several processes that train one model: the same command in all of them, but for --process-id."""
 
-    coordinator: str | None = (
-        None  # host:port of process 0; auto where a TPU pod, SLURM, GKE or Open MPI knows; None: one process
-    )
+    coordinator: str | None = None  # host:port of process 0; auto: TPU pods, SLURM, GKE, Open MPI; None: one process
     num_processes: int | None = None  # how many there are
     process_id: int | None = None  # which one this is, from 0
 
@@ -207,18 +203,18 @@ class LaunchArgs:
 class GroupArgs:
     """How the completions of a prompt are compared."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # what advantages are divided by the deviation of
-    dynamic_sampling: int | None = None  # so many further rollouts in place of groups without signal
-    rollouts_ahead: Literal[0, 1] = 0  # 1: the next rollout is drawn beside the update, with the weights before it
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides advantages
+    dynamic_sampling: int | None = None  # most further rollouts that replace groups without signal; 0: drop these
+    rollouts_ahead: Literal[0, 1] = 0  # 1: the next rollout is drawn beside the update; one process, shadow masks
 
 
 @dataclass(frozen=True)
 class CriticArgs:
     """The critic."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten_advantages: bool = True
+    gamma: float = 1.0  # discount of rewards, a token
+    lam: float = 0.95  # lambda of generalised advantage estimation (arXiv:1506.02438)
+    whiten_advantages: bool = True  # to mean 0 and variance 1 over the tokens of a rollout
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class PairArgs:
     """The loss of pairs."""
 
     dpo_beta: float = 0.1  # how far the policy may move from the reference
-    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv:2310.12036
     missing_eos_penalty: float | None = None  # taken off the reward of completions that were cut off
 
 

@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from smd_jax.commands.arguments import CorrectionName, DeviceArgs, LossArgs, LossName, ReferenceArgs, SamplerArgs
+from smd_jax.commands.arguments import (
+    AttentionName,
+    CorrectionName,
+    DeviceArgs,
+    LossArgs,
+    LossName,
+    ReferenceArgs,
+    SamplerArgs,
+)
+from smd_jax.config import ModelConfig
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
 from smd_jax.corrections.rejection import GeometricRejection
@@ -23,6 +32,7 @@ from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses import named
 from smd_jax.losses.distillation import Direction, DistillConfig
 from smd_jax.losses.policy import LossConfig
+from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
@@ -58,6 +68,13 @@ BOUNDS: Mapping[LossName, frozenset[str]] = {
     "cispo": frozenset({"epsilon_high"}),
     "sapo": frozenset(),
 }
+
+
+def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none") -> Decoder:
+    """The model with its attention: the best that the platform has, or plain JAX."""
+    if attention == "portable":
+        return Decoder(config, remat, impl="portable", decode_impl="xla")
+    return Decoder(config, remat)
 
 
 def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
@@ -108,6 +125,13 @@ def update_config(
     """
     direction = distillation(loss, reference, policy.evicts)
     distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
+    # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
+    together = math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1
+    if device.share_prompts and together == 1:
+        raise ValueError(
+            f"expected, with share_prompts, num_generations and a microbatch with a common divisor above 1; got "
+            f"{completions} and {device.microbatch}"
+        )
     sync = None
     if reference.sync_ref_model:
         sync = ReferenceSync(reference.ref_model_mixup_alpha, reference.ref_model_sync_steps)
@@ -124,8 +148,7 @@ def update_config(
         mask_truncated_completions=loss.mask_truncated_completions,
         microbatch_size=device.microbatch,
         pack_columns=device.pack_columns,
-        # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
-        rows_per_prompt=math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1,
+        rows_per_prompt=together,
         eviction_coef=0.0 if policy.gate is None else 1.0,
     )
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import tyro
 
-from smd_jax.commands.arguments import RewardArgs
-from smd_jax.commands.choices import with_sinks
+from smd_jax.commands.arguments import AttentionName, RewardArgs
+from smd_jax.commands.choices import decoder, with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context
@@ -73,9 +73,10 @@ class Args:
     batch: int = 64  # completions decoded at once
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 on a CPU, else bfloat16
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
-    data_parallel: int = 1  # mesh axis "data"
-    fsdp: int = 1  # mesh axis "fsdp"
-    tensor: int = 1  # mesh axis "tensor"
+    attention: AttentionName = "auto"  # auto: kernels on Hopper GPUs and TPUs; portable: plain JAX everywhere
+    data_parallel: int = 1  # devices among which rows are split; times fsdp and tensor: all that are used
+    fsdp: int = 1  # devices among which rows and weights are split
+    tensor: int = 1  # devices among which heads and the width of the MLP are split
     seed: int = 0
     json: bool = False  # one JSON object a way of decoding, in place of a table
     debug: bool = False  # show the traceback of every error
@@ -96,7 +97,7 @@ def run(args: Args) -> list[Evaluated]:
         check_platform(args.platform)
         directory = model_directory(args.model)
         tokenizer = load_tokenizer(directory, args.tokenizer)
-        model = Decoder(read_config(directory, compute_dtype(args.dtype)))
+        model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
         evaluator, dropped = make_evaluator(args, model, tokenizer, gate)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.config import ModelConfig
+from smd_jax.sampler.config import plan
+from smd_jax.train.loop import Loop
 
 
 def check_numbers(args: Common) -> None:
@@ -43,3 +45,32 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
             f"expected prompts and completions of at most {config.max_positions} tokens together, the model's context; "
             f"got {width} and {completion}. Lower --max-completion-length or --max-prompt-length"
         )
+
+
+def without_evictions(loop: Loop) -> str | None:
+    """What to say of a loop with an eviction policy whose cache has room for all keys; None of any other.
+
+    Such a cache is larger than one that grows with the sequence, and a teacher would tell the model what it knows.
+    """
+    config = loop.config
+    if not config.policy.evicts:
+        return None
+    budgets, _ = plan(config.policy, config.rollout, loop.model.shape.num_layers, config.prompt_width)
+    longest = config.prompt_width + config.rollout.max_new_tokens
+    if longest > min(budgets):
+        return None
+    return (
+        f"Nothing will be evicted: prompts of at most {config.prompt_width} tokens and completions of at most "
+        f"{config.rollout.max_new_tokens} fit into the {min(budgets)} keys that are kept. Lower --budget below "
+        f"{longest}, or take --eviction dense, which needs no slot more than that, and no teacher"
+    )
+
+
+def unused_devices(used: int, there: int) -> str | None:
+    """What to say where some devices have nothing to do; None where all have."""
+    if used == there:
+        return None
+    return (
+        f"{there - used} of {there} devices have nothing to do: the product of --data-parallel, --fsdp and --tensor is "
+        f"{used}"
+    )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
-from smd_jax.commands.choices import eviction_policy, rollout_config, update_config, with_sinks
+from smd_jax.commands.choices import decoder, eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context
@@ -74,7 +74,7 @@ def prepare(args: Common) -> Prepared:
     tokenizer = load_tokenizer(directory, args.model.tokenizer)
     data = load_data(args, tokenizer)
     check_context(data.width, args.sampler.max_completion_length, config)
-    model = Decoder(config, remat=args.model.gradient_checkpointing)
+    model = decoder(config, args.device.attention, args.model.gradient_checkpointing)
     loop = make_loop(args, model, data, tokenizer)
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
@@ -160,6 +160,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 dynamic_sampling=args.group.dynamic_sampling,
                 rollouts_ahead=args.group.rollouts_ahead,
             )
+            if args.group.rollouts_ahead and (args.model.lora_r is not None or jax.process_count() > 1):
+                raise UserError("expected no --rollouts-ahead with --lora-r, nor with several processes")
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Rloo():
             config = GRPOConfig(
@@ -216,16 +218,23 @@ def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: in
 
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
     """The optimizer of the whole run."""
-    config = optimizer_config(args.optimizer)
+    config = optimizer_config(args.optimizer, learning_rate(args))
     if args.sampler.eviction == "gate":
         config = replace(config, gate_speed=args.optimizer.gate_speed)
     return make_optimizer(config, args.run.max_steps * steps_per_rollout)
 
 
-def optimizer_config(args: OptimizerArgs) -> OptimizerConfig:
+def learning_rate(args: Common) -> float:
+    """The one that was asked for, or else by what is trained: adapters begin at zero and take larger steps."""
+    if args.optimizer.learning_rate is not None:
+        return args.optimizer.learning_rate
+    return 1e-6 if args.model.lora_r is None else 1e-5
+
+
+def optimizer_config(args: OptimizerArgs, rate: float) -> OptimizerConfig:
     return OptimizerConfig(
         args.optim,
-        args.learning_rate,
+        rate,
         args.lr_scheduler_type,
         args.warmup_steps,
         args.min_lr_rate,

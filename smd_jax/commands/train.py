@@ -27,9 +27,9 @@ from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same, check_shared, join, together
-from smd_jax.commands.limits import check_numbers
+from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.places import from_the_root, only_process
-from smd_jax.commands.prepare import Prepared, prepare, with_parts
+from smd_jax.commands.prepare import Prepared, learning_rate, prepare, with_parts
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
@@ -112,6 +112,8 @@ def main(words: Sequence[str] | None = None) -> None:
 def run(algorithm: str, args: Common) -> Outcome | None:
     """One run from start to end; None if it was only to be planned."""
     keep_programs()
+    # Kept and compared as a number, so that later defaults change nothing.
+    args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
     directory = args.run.output_dir
     with together(), all_or_none(), users_mistakes(), troubles():
         check_numbers(args)
@@ -229,6 +231,9 @@ def print_plan(args: Common, ready: Prepared) -> None:
     available = device_memory()
     there = "" if available is None else f", {show_bytes(available)} each"
     print(f"devices: {mesh.size} x {jax.devices()[0].device_kind}{there}; mesh: {axes}")
+    for line in (unused_devices(mesh.size, jax.device_count()), without_evictions(ready.loop)):
+        if line is not None:
+            print_box("look at this", line)
     for line in ready.data.counts:
         print(line)
     if not args.run.dry_run:

@@ -33,7 +33,7 @@ TRL_NAMES: Mapping[str, str] = {
     "logging_steps": "nothing: every rollout is logged",
     "use_vllm": "nothing: the sampler is part of this library",
     "vllm_mode": "nothing: the sampler is part of this library",
-    "attn_implementation": "nothing: the platform decides",
+    "attn_implementation": "--attention",
 }
 
 

@@ -144,6 +144,7 @@ def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None
             optimizer=None if loop is None else loop.optimizer,
             reference=loop is not None and loop.config.update.needs_reference,
             reference_follows=loop is not None and loop.config.update.reference_sync is not None,
+            rollouts_ahead=loop is not None and loop.samples_ahead,
             learns=False,
             mesh=evaluator.mesh,
         )
@@ -182,9 +183,10 @@ def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
 
 
 def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
-    """Rows of a microbatch into which a minibatch can be split, from all of them down."""
+    """Rows of a microbatch into which a minibatch can be split, from all of them down; a device has whole groups."""
+    least = loop.config.update.rows_per_prompt * row_ways(loop.mesh)
     for rows in range(minibatch, 0, -1):
-        if minibatch % rows == 0 and rows % row_ways(loop.mesh) == 0 and _splits(loop, minibatch, rows):
+        if minibatch % rows == 0 and rows % least == 0 and _splits(loop, minibatch, rows):
             yield rows
 
 

@@ -1,8 +1,9 @@
 """A memory plan: what sampler and learner hold on one device, computed before anything runs.
 
-Both live on the same devices and take turns (collocated), so the most that is held is that of the larger phase:
+Both live on the same devices and take turns (collocated), so the most that is held is that of the larger phase; with
+rollouts ahead they go on side by side, and hold all of it:
 
-    both      weights, their copy in the compute dtype, optimizer, reference, trajectory
+    both      weights, their copy in the compute dtype, those behind (rollouts ahead), optimizer, reference, trajectory
     rollout   + cache + rollout work                     grows with the rows decoded at once (`decode_rows`)
     update    + gradients + activations + logits         grows with the rows of a microbatch
 
@@ -33,6 +34,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import followed_params, trained_params
 from smd_jax.losses.distillation import DistillConfig
+from smd_jax.masks import dense_mask
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
     Platform,
@@ -63,6 +65,7 @@ MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
 LOWERED_BY = {
     "weights": MESH,
     "sampler_weights": MESH,
+    "weights_behind": f"{MESH}, or draw no rollouts ahead",
     "optimizer": MESH,
     "reference": f"{MESH}, or train without a reference (no KL term, no distillation from an anchor)",
     "trajectory": "lower prompts_per_step or group_size, or the rollout's max_new_tokens",
@@ -74,10 +77,9 @@ LOWERED_BY = {
 }
 RECORD_COPIES = 3  # of the compressions' records, alive while they become the shadow mask
 
-BOTH = ("weights", "sampler_weights", "optimizer", "reference", "trajectory")
+BOTH = ("weights", "sampler_weights", "weights_behind", "optimizer", "reference", "trajectory")
 ROLLOUT = (*BOTH, "cache", "rollout_work")
 UPDATE = (*BOTH, "gradients", "activations", "logits")
-PHASES = (ROLLOUT, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Workload:
       microbatch_size: rows of one forward and backward pass.
       distill: the second track.
       dense_learner: whether a dense learner trains the same weights.
+      rollouts_ahead: whether the next rollout is drawn beside the update.
       learns: False: an evaluation, during which the optimizer's state is there but no update.
       mesh: how all is split; None: one device.
       platform: the platform that it will run on; None: that of JAX.
@@ -115,6 +118,7 @@ class Workload:
     microbatch_size: int | None = None
     distill: DistillConfig | None = None
     dense_learner: bool = False
+    rollouts_ahead: bool = False
     learns: bool = True
     mesh: Mesh | AbstractMesh | None = None
     platform: Platform | None = None
@@ -143,9 +147,10 @@ class MemoryPlan:
       weights: parameters, as stored.
       sampler_weights: the copy in the compute dtype, which sampler and learner multiply with, 0 if the weights are
         stored in it; and what of them is gathered from the fsdp axis.
+      weights_behind: parameters before the last update, with which rollouts ahead are drawn; 0 without such.
       optimizer: state of the optimizer.
       reference: parameters of the frozen reference or teacher.
-      trajectory: all rows of a rollout, with the shadow mask.
+      trajectory: all rows of a rollout, with the shadow mask; of two with rollouts ahead.
       cache: keys, values, columns and statistics of the rows that are decoded at once.
       rollout_work: beside it, what prefill, a decode step and a compression work with; prompts that wait.
       gradients: those that exist when most is held, with microbatches their sum and one layer's new ones.
@@ -153,10 +158,12 @@ class MemoryPlan:
       logits: logits of a microbatch and their cotangents.
       decode_rows: rows decoded at once, on all devices together.
       microbatch: rows of a forward and backward pass, on all devices together; 0 if nothing is learnt.
+      side_by_side: whether rollout and update go on at the same time, so that each holds what both do.
     """
 
     weights: int
     sampler_weights: int
+    weights_behind: int
     optimizer: int
     reference: int
     trajectory: int
@@ -167,16 +174,23 @@ class MemoryPlan:
     logits: int
     decode_rows: int
     microbatch: int
+    side_by_side: bool = False
+
+    @property
+    def phases(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The parts that are held while sampling, and while learning."""
+        everything = tuple(LOWERED_BY)
+        return (everything, everything) if self.side_by_side else (ROLLOUT, UPDATE)
 
     @property
     def rollout(self) -> int:
         """The most that is held while sampling."""
-        return sum(self.part(name) for name in ROLLOUT)
+        return sum(self.part(name) for name in self.phases[0])
 
     @property
     def update(self) -> int:
         """The most that is held while learning."""
-        return sum(self.part(name) for name in UPDATE)
+        return sum(self.part(name) for name in self.phases[1])
 
     @property
     def total(self) -> int:
@@ -186,7 +200,7 @@ class MemoryPlan:
     @property
     def largest(self) -> str:
         """The largest part of the phase that holds most."""
-        return max(ROLLOUT if self.rollout >= self.update else UPDATE, key=self.part)
+        return max(self.phases[0 if self.rollout >= self.update else 1], key=self.part)
 
     def part(self, name: str) -> int:
         """Bytes of a part, by its name above."""
@@ -201,7 +215,9 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str, str]]:
         """(part, in the rollout, in the update), for `smd_jax.monitor.progress.summary_table`."""
         names = [name.replace("_", " ") for name in LOWERED_BY]
-        phases = [[show_bytes(self.part(name)) if name in phase else "-" for name in LOWERED_BY] for phase in PHASES]
+        phases = [
+            [show_bytes(self.part(name)) if name in phase else "-" for name in LOWERED_BY] for phase in self.phases
+        ]
         return [*zip(names, *phases, strict=True), ("sum", show_bytes(self.rollout), show_bytes(self.update))]
 
     def __str__(self) -> str:
@@ -229,12 +245,14 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
+    trajectory = trajectory_bytes(model, config, work.prompt_width, here, work.policy.gate is not None)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
         sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
+        weights_behind=tree_bytes(params, mesh) if work.rollouts_ahead else 0,
         optimizer=_optimizer_bytes(work, params),
         reference=_reference_bytes(work, params),
-        trajectory=trajectory_bytes(model, config, work.prompt_width, here, work.policy.gate is not None),
+        trajectory=2 * trajectory if work.rollouts_ahead else trajectory,
         cache=sampler.cache(live),
         rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None)
         + kept_gathered_bytes(params, model, work.where, mesh),
@@ -243,6 +261,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         logits=logits,
         decode_rows=decoded,
         microbatch=_microbatch(work) if work.updates else 0,
+        side_by_side=work.rollouts_ahead and work.updates,
     )
 
 
@@ -348,6 +367,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         microbatch_size=_planned_rows(config),
         distill=update.distill,
         dense_learner=update.dense_learner is not None,
+        rollouts_ahead=loop.samples_ahead,
         mesh=loop.mesh,
     )
 
@@ -382,7 +402,7 @@ def param_shapes(model: Decoder) -> Params:
 
     def init() -> Params:
         one = jnp.zeros((1, 1), jnp.int32)
-        return model.init(jax.random.key(0), one, one, jnp.ones((1, 1, 1, 1, 1), bool))["params"]
+        return model.init(jax.random.key(0), one, one, dense_mask(jnp.ones((1, 1), bool)))["params"]
 
     return jax.eval_shape(init)
 

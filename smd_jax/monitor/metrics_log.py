@@ -61,6 +61,7 @@ METRICS: dict[str, str] = {
     "rewards/{name}/std": "standard deviation (n - 1) of the same",
     "rollout/tokens": "response tokens that were drawn",
     "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
+    "rollout/evicted_share": "share of the tokens of whole sequences whose keys are gone when the last one looks",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "rollout/weights_moved_bytes": "bytes that all devices receive so that the sampler has its weights whole",
     "staleness/rollouts": "updates since the rollout was drawn; this and the next with `rollouts_ahead` alone",

@@ -129,6 +129,10 @@ class GRPOLoop(PolicyLoop):
     def ahead(self) -> Ahead[Samples]:
         return Ahead()
 
+    def settle(self) -> None:
+        if self.samples_ahead:
+            self.ahead.wait()
+
     def _drawing(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
         return lambda: self.graded_rollout(params, jax.random.fold_in(key, index), index)
 
@@ -184,7 +188,9 @@ class GRPOLoop(PolicyLoop):
         old, dense_old = self.old_logprobs(params, trajectory), self.dense_old_logprobs(params, trajectory)
         return TrainBatch(trajectory, advantages, old, counted_rows, dense_old_logprobs=dense_old)
 
-    def known_advantages(self, samples: Samples) -> np.ndarray:
+    def known_advantages(self, samples: Samples) -> np.ndarray | None:
+        if self.config.update.kl_in_reward:
+            return None
         there = samples.rewarded_rows
         return np.asarray(self.advantages(samples.rewards, None if there is None else jnp.asarray(there)))
 

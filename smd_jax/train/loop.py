@@ -27,7 +27,8 @@ from jaxtyping import Array
 from smd_jax.learner.forward import ReplayFunction
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
 from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.metrics import completion_metrics, reward_metrics, token_mean
+from smd_jax.masks import ShadowMask
+from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.process_rows import (
     check_prompts_divide,
@@ -132,6 +133,7 @@ class Loop:
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
         self._show(index, samples)
         tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
+        behind = state.behind
         collected = time.perf_counter()
         state, metrics = self.learn(state, samples)
         # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
@@ -144,7 +146,8 @@ class Loop:
         host["update/tokens_per_second"] = int(tokens) / host["time/update"]
         if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
-        self._refuse(index, state, samples, host)
+        # A rollout that is refused was not learnt from: these are the parameters that it was drawn with.
+        self._refuse(index, state.params if behind is None else behind, samples, host)
         return state, host
 
     def _weights_moved(self, params: Params) -> float:
@@ -177,15 +180,15 @@ class Loop:
         """The learner's log-probabilities of a rollout, `[batch, R]`."""
         raise TypeError(f"{type(self).__name__} has no replay: its class must define it")
 
-    def _refuse(self, index: int, state: TrainState, samples: Samples, metrics: dict[str, float]) -> None:
-        """Raises RefusedRolloutError for a rollout with which the run must not go on."""
+    def _refuse(self, index: int, params: Params, samples: Samples, metrics: dict[str, float]) -> None:
+        """Raises RefusedRolloutError for a rollout with which the run must not go on; `params` are those that drew it
+        where sampler and learner part."""
         bound = self.max_difference
         if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
             parting = None
             if jax.process_count() == 1:  # of several, none has all rows
-                logprobs = self.replay(state.params, samples.trajectory)
-                params = self.policy_params(state.params)
-                parting = find_parting(self.model, params, samples.trajectory, logprobs, bound)
+                logprobs = self.replay(params, samples.trajectory)
+                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
             raise not_one_policy(index, samples, metrics, bound, parting)
         if metrics.get("update/skipped", 0.0) == 0:
             self._skipped.clear()
@@ -272,6 +275,9 @@ class Loop:
         """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
         return None
 
+    def settle(self) -> None:
+        """Waits for whatever goes on beside the steps, so that devices and reward functions are free."""
+
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that `learn` cannot use."""
 
@@ -306,6 +312,8 @@ class Loop:
         metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
         assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
         metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
+        if isinstance(trajectory.mask, ShadowMask):
+            metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
         repeated = repeat_each(rows, config.group_size)
         return Samples(trajectory, graded.rewards, repeated, completions, there, metrics, parts)
 

@@ -58,6 +58,7 @@ class PolicyLoop(Loop):
             check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
         else:
             self._check_columns(config.update.pack_columns)
+            _check_packable(config.rollout)
         rows = config.update.rows_per_prompt
         if config.group_size % rows:
             raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
@@ -201,13 +202,24 @@ class PolicyLoop(Loop):
         return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
 
     def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
-        """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the first step sees all of it and has them itself."""
-        # The first step's forward pass is one of the whole rollout at the rollout's parameters.
-        if self.config.minibatches == 1 and not self.samples_ahead:
+        """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the only step sees all of it and has them itself."""
+        # A single step's forward pass is one of the whole rollout at the rollout's parameters. Of several, the first
+        # would have been taken when the guard hears of it.
+        if self.config.steps_per_rollout == 1 and not self.samples_ahead:
             return {}
         # The guard must see every token, so a learner that takes the sampler's word for the old policy is asked itself.
         known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs
         return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
+
+
+def _check_packable(config: RolloutConfig) -> None:
+    """Raises ValueError for rollouts that `smd_jax.learner.packed.check_packable` would refuse when they are there."""
+    if config.quant is not None or config.mask_storage == "boolean" or config.min_new_tokens:
+        raise ValueError(
+            "expected rollouts without quant and min_new_tokens, and with mask_storage 'compact', with pack_columns, "
+            f"which moves tokens; got quant {config.quant}, min_new_tokens {config.min_new_tokens} and mask_storage "
+            f"{config.mask_storage!r}"
+        )
 
 
 def _with_longest(update: UpdateConfig, rollout: RolloutConfig) -> UpdateConfig:

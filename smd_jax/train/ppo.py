@@ -12,7 +12,7 @@ token's reward, as in TRL's PPO.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -144,7 +144,11 @@ class PPOLoop(PolicyLoop):
 
     @cached_property
     def train_batch(self) -> MakeTrainBatch:
-        return make_train_batch(self.model, self.config)
+        config = self.config
+        if config.update.pack_columns is not None:  # whose microbatches count rows that sequences share
+            update = replace(config.update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+            config = replace(config, update=update)
+        return make_train_batch(self.model, config)
 
     def check(self, state: TrainState) -> None:
         # Before the rollout, as all that can be refused cheaply.

@@ -60,7 +60,9 @@ class Responder:
     def engine(self, policy: EvictionPolicy, config: RolloutConfig, decode_rows: int) -> Engine:
         """What decodes this process's share of so many rows."""
         share = len(self.place.feeders.teams)
-        prefill_rows = -(-self.config.prefill_rows // share)
+        # As many prompts as were asked for, or the next number that divides over this process's devices.
+        ways = row_ways(self.place.own_mesh)
+        prefill_rows = -(-self.config.prefill_rows // (share * ways)) * ways
         return Engine(self.model, policy, config, decode_rows // share, prefill_rows, self.place.own_mesh)
 
     def sampler_copy(self, params: Params) -> Params:

@@ -10,7 +10,7 @@ rollout was begun in a thread or is drawn when it is asked for makes no differen
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -62,6 +62,11 @@ class Ahead(Generic[T]):
     def begin(self, index: int, params: Params, draw: Callable[[], T]) -> None:
         """Begins rollout `index`, with these parameters."""
         self._begun = _Begun(index, params, self._pool.submit(draw))
+
+    def wait(self) -> None:
+        """Until the rollout that was begun, if one was, is over. What it raised is raised by `take`."""
+        if self._begun is not None:
+            wait([self._begun.result])
 
     def take(self, index: int, params: Params, draw: Callable[[], T]) -> T:
         """Rollout `index` with these parameters: the one that was begun, or else drawn now. Raises what that raised."""

@@ -183,7 +183,10 @@ def train(
             if metrics.get("update/skipped", 0.0) > 0:
                 _say(_skipped(done - 1, metrics))
             due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
-            found = evaluate(state) if evaluate is not None and due else {}
+            found = {}
+            if evaluate is not None and due:
+                loop.settle()
+                found = evaluate(state)
             metrics |= {**found, **memory_in_use()}
             with all_or_none():
                 if due:
