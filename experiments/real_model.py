@@ -8,15 +8,18 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot, and one run
            python experiments/real_model.py --rule tova-heads         under another sampler
-Cost       a run 15 to 20 minutes on one core of an AMD EPYC (family 25, model 1): a rollout and its update 51 s at
-           best, 75 s beside other programs. Ten runs of the pilot, one untrained, ten that are reported. Two processes
-           with other --arms and the same --runs do not disturb each other; --collect then writes the rows of both.
+Cost       a run 13 to 14 minutes on one core of an AMD EPYC (family 25, model 17): a rollout and its update 42 s, on
+           one of family 25, model 1, 51 s. A sampler has ten runs of the pilot, one untrained, ten that are reported.
+           Two processes with other --arms and the same --runs do not disturb each other; --collect then writes the
+           rows of both.
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on
            that are never trained on. Prompts of some 161 tokens, responses of up to 64, temperature 1.
-Sampler    SnapKV with four sinks, as `smd-train` has it, 128 keys and a buffer of 16. `evicted_share` of a row is
-           measured: of the tokens of a whole sequence, the share whose keys are gone when its last query looks.
+Sampler    SnapKV with four sinks, as `smd-train` has it, 128 keys and a buffer of 16; with --rule tova-heads TOVA of
+           each head, which before training had most right answers of the rules that were tried on validation rows.
+           `evicted_share` of a row is measured: of the tokens of a whole sequence, the share whose keys are gone when
+           its last query looks.
 Chosen     by looking, before any training, on 24 sums of which none is evaluated on, at temperature 1. These prompts
            are right of 0.42 with the full cache, 0.08 with 128 keys, none with 64; their responses have 43 tokens.
            Others, with the full cache: one worked example 0.04; terser steps 0.21, and 0.00 of four numbers; sums in

@@ -99,6 +99,16 @@ class GRPOLoop(PolicyLoop):
 
     config: GRPOConfig
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split = {axis: self.mesh.shape[axis] for axis in ("fsdp", "tensor") if self.mesh.shape[axis] > 1}
+        if self.samples_ahead and split:
+            # Two threads start programs; where both wait for other devices, each device must see them in one order.
+            raise ValueError(
+                "expected weights that lie whole on every device (data alone) with rollouts_ahead 1, so that a rollout "
+                f"sends nothing while an update does; got {split}"
+            )
+
     def collect(self, state: TrainState, index: int) -> Samples:
         """One rollout; with dynamic sampling as many as it takes, or may take, to fill the batch with groups that have
         signal. Groups that are still without are there, but do not count."""
