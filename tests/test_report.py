@@ -218,6 +218,7 @@ def test_a_real_model():
     for arm, sparse in (("untrained", 0.1), ("tis", 0.2), ("shadow", 0.4)):
         for seed in (0,) if arm == "untrained" else (0, 1):
             row = ORIGIN | rewards(sparse, 0.5) | {"task": "digit-sums-3", "arm": arm, "seed": seed, "finished": True}
+            row |= {"learning_rate": None if arm == "untrained" else 1e-4}
             made.append(row | {"policy": "snapkv", "evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
     part = real_model.section(made)
     assert part is not None and real_model.section([row | {"pilot": True} for row in made]) is None
@@ -228,5 +229,6 @@ def test_a_real_model():
     both = real_model.section(made + [row | {"policy": "tova-heads", "sparse": 0.5} for row in made])
     assert both is not None and both.answer.startswith(said) and both.body.count("| `shadow` |") == 2
     assert "Under tova-heads shadow masks end +0.000" in both.answer
-    assert "| `shadow` | 2 | 0.400 | 0.500 | 0.400 | 0.500 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
+    assert "| `untrained` | 1 |  | 0.100 | 0.500 | 0.100 | 0.500 |  |  |" in part.body
+    assert "| `shadow` | 2 | 0.0001 | 0.400 | 0.500 | 0.400 | 0.500 | **+0.300 ± 0.000** | +0.000" in part.body
     assert "0.35 of the keys are gone" in part.body

@@ -9,6 +9,8 @@ from reporting.page import Section, difference, machines, mean_of, of_arms, plai
 from study.files import Row
 from study.runs import DECODINGS
 
+ORDER = ("untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor")  # of the lines of a table
+
 
 def mismatch_section(rows: Sequence[Row]) -> Section:
     """Before any training."""
@@ -95,8 +97,9 @@ def section(rows: Sequence[Row]) -> Section | None:
 def cell(policy: str, reported: dict[str, list[Row]]) -> str:
     """What training came to under one sampler."""
     lines = []
-    for name, found in reported.items():
-        cells: list[Any] = [f"`{name}`", len(found)]
+    for name, found in sorted(reported.items(), key=lambda item: ORDER.index(item[0])):
+        rate = found[0]["learning_rate"]
+        cells: list[Any] = [f"`{name}`", len(found), "" if rate is None else f"{rate:g}"]
         for kind in DECODINGS:
             cells.append(f"{mean_of(found, kind).mean:.3f}")
         against = "untrained" if "untrained" in reported else name
@@ -104,7 +107,7 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
             signed(gain(found, reported[against], kind)) if name != against else "" for kind in ("sparse", "dense")
         ]
         lines.append(cells)
-    columns = ["arm", "seeds", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
+    columns = ["arm", "seeds", "rate", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
     some = next(iter(reported.values()))[0]
     shares = [row["evicted_share"] for row in reported.get("shadow", []) if row["evicted_share"] is not None]
     gone = (
@@ -114,7 +117,9 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
     )
     return (
         f"{some['task']}, {policy} with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
-        f"{gone}. {some['evaluation_rows']} held-out sums.\n\n" + table(columns, lines)
+        f"{gone}. {some['evaluation_rows']} held-out sums, of "
+        "which a share of 0.3 has a standard error of 0.05. With two seeds an interval is 12.7 standard errors wide on "
+        "either side.\n\n" + table(columns, lines)
     )
 
 
