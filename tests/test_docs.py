@@ -167,7 +167,7 @@ def test_reference_has_every_package():
 
 RESULTS = ROOT / "experiments" / "results"
 QUOTED = re.compile(r"([+−]\d\.\d{3}) ± (\d\.\d{3})")
-T_975 = {2: 4.302653, 4: 2.776445}  # 97.5 % quantiles of Student's t, by degrees of freedom
+T_975 = {1: 12.706205, 2: 4.302653, 4: 2.776445}  # 97.5 % quantiles of Student's t, by degrees of freedom
 
 
 def difference(after: np.ndarray, before: np.ndarray) -> str:
@@ -210,6 +210,14 @@ def test_quoted_intervals_come_from_the_rows(page: Path):
     walks = json.loads((RESULTS / "horizon.json").read_text(encoding="utf-8"))
     for task in {row["task"] for row in walks}:
         known |= differences([row for row in walks if row["task"] == task and not row["pilot"]], ("arm",))
+    real = json.loads((RESULTS / "real_model.json").read_text(encoding="utf-8"))
+    real = [row for row in real if not row["pilot"] and row["finished"] and row["policy"] == "snapkv"]
+    for decoding in ("sparse", "dense", "sparse_greedy", "dense_greedy"):
+        ends = [
+            np.array([row[decoding] for row in sorted(real, key=lambda row: row["seed"]) if row["arm"] == arm])
+            for arm in ("naive", "tis", "shadow")
+        ]
+        known |= {difference(after, before) for after, before in itertools.permutations(ends, 2)}
     quoted = {match[0] for match in QUOTED.finditer(page.read_text(encoding="utf-8"))}
     assert len(quoted) >= 6
     assert quoted <= known, f"{page.name} quotes {sorted(quoted - known)}, which no rows give"

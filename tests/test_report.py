@@ -222,9 +222,8 @@ def test_a_real_model():
             made.append(row | {"policy": "snapkv", "evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
     part = real_model.section(made)
     assert part is not None and real_model.section([row | {"pilot": True} for row in made]) is None
-    said = (
-        "Under snapkv shadow masks end +0.200 ± 0.000 from TIS with the budget, and +0.000 ± 0.000 with the full cache."
-    )
+    said = "Under snapkv shadow masks end +0.200 ± 0.000 from TIS with the budget (+0.200 ± 0.000 greedy), and +0.000 "
+    said += "± 0.000 with the full cache (+0.000 ± 0.000 greedy)."
     assert part.answer == said
     both = real_model.section(made + [row | {"policy": "tova-heads", "sparse": 0.5} for row in made])
     assert both is not None and both.answer.startswith(said) and both.body.count("| `shadow` |") == 2

@@ -79,9 +79,11 @@ def section(rows: Sequence[Row]) -> Section | None:
         reported = of_arms([row for row in finished if row["policy"] == policy])
         parts.append(cell(policy, reported))
         if {"shadow", "tis"} <= reported.keys():
-            lead = [plain(difference(reported["shadow"], reported["tis"], kind)) for kind in ("sparse", "dense")]
-            ends = f"{lead[0]} from TIS with the budget, and {lead[1]} with the full cache"
-            said.append(f"Under {policy} shadow masks end {ends}.")
+            lead = {kind: plain(difference(reported["shadow"], reported["tis"], kind)) for kind in DECODINGS}
+            said.append(
+                f"Under {policy} shadow masks end {lead['sparse']} from TIS with the budget ({lead['sparse_greedy']} "
+                f"greedy), and {lead['dense']} with the full cache ({lead['dense_greedy']} greedy)."
+            )
     return Section(
         "A real model, trained",
         "SmolLM2-135M-Instruct learns sums step by step with adapters, under a budget: naive, TIS, shadow masks, with "
