@@ -545,3 +545,18 @@ def test_a_reward_that_is_no_number():
     message = "reward 'reward' failed on completion 0: expected a finite float32 or None; got nan"
     with pytest.warns(RewardWarning, match=message), pytest.raises(TooManyFailures, match=f"got 8 of 8.*{message}"):
         new_loop(task=Broken("7")).step(new_state())
+
+
+def test_prompts_are_read_in_numbers_that_divide_over_the_devices():
+    """Eight at once are asked for by default, which three devices cannot share."""
+    config = dataclasses.replace(CONFIG, prompts_per_step=3, decode_rows=6)
+    loop = own_loop(config, sizes=(3, 1, 1))
+    assert loop.responder.engine(config.policy, config.rollout, 6).prefill_rows == 9
+
+
+def test_advantages_with_a_penalty_do_not_follow_from_rewards_alone():
+    config = dataclasses.replace(
+        CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
+    )
+    samples = new_loop().collect(new_state(), 0)
+    assert new_loop().known_advantages(samples) is not None and own_loop(config).known_advantages(samples) is None
