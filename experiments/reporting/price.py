@@ -106,15 +106,19 @@ def of_gates(rows: Sequence[Row]) -> list[Price]:
 
 
 def of_real_model(rows: Sequence[Row]) -> list[Price]:
-    """The best arm that is there, once the full cache's is."""
-    arms = of_arms([row for row in rows if not row["pilot"] and row["finished"]])
-    learners = [name for name in LEARNERS if name in arms]
-    if not learners or not {"untrained", "full-cache"} <= arms.keys():
-        return []
-    best = max(learners, key=lambda name: mean_of(arms[name], "sparse").mean)
-    start = arms["untrained"]
-    name = f"SmolLM2-135M, {start[0]['task']}"
-    return [Price(name, share_of(start), arms["full-cache"], start, arms[best], f"{start[0]['policy']}, `{best}`")]
+    """The best arm under every sampler, once the full cache's is there, which no sampler changes."""
+    reported = [row for row in rows if not row["pilot"] and row["finished"]]
+    full = [row for row in reported if row["arm"] == "full-cache"]
+    found = []
+    for policy in dict.fromkeys(row["policy"] for row in reported):
+        arms = of_arms([row for row in reported if row["policy"] == policy])
+        learners = [name for name in LEARNERS if name in arms]
+        if full and learners and "untrained" in arms:
+            best = max(learners, key=lambda name: mean_of(arms[name], "sparse").mean)
+            start = arms["untrained"]
+            name = f"SmolLM2-135M, {start[0]['task']}"
+            found.append(Price(name, share_of(start), full, start, arms[best], f"{policy}, `{best}`"))
+    return found
 
 
 def share_of(rows: Sequence[Row]) -> float:

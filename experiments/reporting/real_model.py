@@ -111,7 +111,8 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
         lines.append(cells)
     columns = ["arm", "seeds", "rate", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
     some = next(iter(reported.values()))[0]
-    shares = [row["evicted_share"] for row in reported.get("shadow", []) if row["evicted_share"] is not None]
+    samplers = [name for name in reported if name != "full-cache"]
+    shares = [row["evicted_share"] for name in samplers for row in reported[name] if row["evicted_share"] is not None]
     gone = (
         f"{shares[0]:.2f} of the keys are gone when the last token looks"
         if shares
