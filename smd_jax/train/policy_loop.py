@@ -86,6 +86,14 @@ class PolicyLoop(Loop):
         return rows_at_once(minibatch, config.update)
 
     @property
+    def unpacked_update(self) -> UpdateConfig:
+        """The learner, without sequences that share rows: as much work at a time."""
+        update = self.config.update
+        if update.pack_columns is None:
+            return update
+        return replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+
+    @property
     def response_widths(self) -> tuple[int, ...]:
         """Columns of a response, ascending, that the learner may run over: those of which distillation can take its
         share of positions."""
@@ -98,10 +106,8 @@ class PolicyLoop(Loop):
 
     @cached_property
     def update(self) -> Update:
-        # Made once a loop: a function that is jitted anew is compiled anew.
-        update = _with_longest(self.config.update, self.config.rollout)
-        if update.pack_columns is not None:  # what is compiled beside a plan: as much work at a time, without packing
-            update = replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+        # Made once a loop: a function that is jitted anew is compiled anew. With packing it is what a plan compiles.
+        update = _with_longest(self.unpacked_update, self.config.rollout)
         return make_update(self.model, self.optimizer, update, self._bound_of_update)
 
     @cached_property

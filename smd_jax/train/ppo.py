@@ -144,11 +144,8 @@ class PPOLoop(PolicyLoop):
 
     @cached_property
     def train_batch(self) -> MakeTrainBatch:
-        config = self.config
-        if config.update.pack_columns is not None:  # whose microbatches count rows that sequences share
-            update = replace(config.update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
-            config = replace(config, update=update)
-        return make_train_batch(self.model, config)
+        # The critic judges whole rows, whatever the update packs.
+        return make_train_batch(self.model, replace(self.config, update=self.unpacked_update))
 
     def check(self, state: TrainState) -> None:
         # Before the rollout, as all that can be refused cheaply.
