@@ -73,14 +73,20 @@ class Layout:
     data: int
     fsdp: int
     tensor: int
+    sequence: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.sequence
 
     @property
     def name(self) -> str:
-        return f"data {self.data}, fsdp {self.fsdp}, tensor {self.tensor}"
+        sequence = f", sequence {self.sequence}" if self.sequence > 1 else ""
+        return f"data {self.data}, fsdp {self.fsdp}, tensor {self.tensor}{sequence}"
 
     def mesh(self) -> Mesh:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
-        return make_mesh(self.data, self.fsdp, self.tensor, devices)
+        return make_mesh(self.data, self.fsdp, self.tensor, self.sequence, devices)
 
 
 LAYOUTS = (
@@ -94,6 +100,10 @@ LAYOUTS = (
     Layout("v5p:8x8x8", 8, 16, 4),
     Layout("v5p:16x16x16", 16, 256, 1),
     Layout("v5p:16x16x16", 32, 32, 4),
+    Layout("v5p:2x2x2", 1, 1, 1, 8),
+    Layout("v5p:2x2x2", 1, 4, 1, 2),
+    Layout("v5p:2x2x2", 2, 1, 2, 2),
+    Layout("v5p:4x4x4", 1, 16, 1, 4),
 )
 MODEL = ModelConfig(
     vocab_size=8192,
@@ -313,26 +323,42 @@ def rows_of(program: str, layout: Layout, model: Decoder) -> list[dict[str, Any]
 # ---------------------------------------------------------------- the formula
 
 
+def kinds_of(what: str, axis: str) -> set[str]:
+    """The collectives that send it."""
+    if what == "weights":
+        return {"all-gather"}
+    if what == "tokens against heads":
+        return {"all-to-all"}
+    reductions = {"all-reduce", "reduce-scatter", "collective-permute"}
+    return reductions if "sequence" in axis else reductions | {"all-to-all"}
+
+
 def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the rows of each program add up to by axis, beside what follows from the sizes of the model.
 
-    With M numbers in the matrices of the layers, E in the embedding, L layers, h the width, and a mesh of fsdp f and
-    tensor t, in bytes of payload:
+    With M numbers in the matrices of the layers, E in the embedding, L layers, h the width, and a mesh of fsdp f,
+    tensor t and sequence s, in bytes of payload:
 
         rollout   weights over fsdp, once                      2 (M + E) / t
         update    weights over fsdp, at most                   2 (3 M + e E) / t     e = 1 where t = 1, else 2
                   gradients over fsdp                          (2 M + 4 E) / t
                   gradients over data, what fsdp has scattered 2 (M + E) / (f t)     f > 1
-                  activations over tensor                      2 rows T h (5 L + 1.5)
+                  gradients over sequence, or data + sequence  (2 M + 4 E) / t         f = 1
+                  activations over tensor                      2 rows T h (5 L + 1.5) / s
+                  tokens against heads over sequence           14 rows T L d (heads + kv_heads) / (s t)
+
+    Tokens against heads: q, k, v and the output in 16 bits, as often again where layers are recomputed; and their
+    gradients, of which those of q and k are in 32 bits, because the compiler rotates them first.
     """
     c = MODEL
     heads = 2 * c.num_heads * c.head_dim + 2 * c.num_kv_heads * c.head_dim
     matrices = c.num_layers * c.hidden_size * (heads + 3 * c.intermediate_size)
     embedding = c.vocab_size * c.hidden_size
-    tokens = ROWS * (PROMPT + RESPONSE)
+    both = c.head_dim * (c.num_heads + c.num_kv_heads)
     found = []
     for layout in LAYOUTS:
         ways = layout.tensor
+        tokens = ROWS * (PROMPT + RESPONSE) / layout.sequence
         seen = 1 if ways == 1 else 2
         expected = {
             ("rollout", "weights", "fsdp"): 2 * (matrices + embedding) / ways,
@@ -340,18 +366,21 @@ def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ("update", "gradients", "fsdp"): (2 * matrices + 4 * embedding) / ways,
             ("update", "gradients", "data"): 2 * (matrices + embedding) / (layout.fsdp * ways),
             ("update", "activations", "tensor"): 2 * tokens * c.hidden_size * (5 * c.num_layers + 1.5),
+            ("update", "tokens against heads", "sequence"): 14 * tokens * c.num_layers * both / ways,
         }
         if layout.fsdp == 1:  # nothing is scattered
             expected["update", "gradients", "data"] = expected["update", "gradients", "fsdp"]
+            for axis in ("sequence", "data+sequence"):
+                expected["update", "gradients", axis] = expected["update", "gradients", "fsdp"]
         for (program, what, axis), formula in expected.items():
             payload = sum(
                 row["payload_bytes"]
                 for row in rows
                 if (row["program"], row["mesh"], row["axis"], row["where"]) == (program, layout.name, axis, "once")
-                and ((row["kind"] == "all-gather") == (what == "weights"))
+                and row["kind"] in kinds_of(what, axis)
             )
             if payload:
-                head = {"program": program, "mesh": layout.name, "devices": layout.data * layout.fsdp * layout.tensor}
+                head = {"program": program, "mesh": layout.name, "devices": layout.devices}
                 found.append(
                     head | {"what": what, "axis": axis, "payload_bytes": payload, "formula_bytes": round(formula)}
                 )
@@ -367,7 +396,7 @@ def main() -> None:
     model = Decoder(replace(MODEL, num_layers=args.layers), remat="full", impl="xla")
     rows = []
     for layout in LAYOUTS:
-        if args.devices not in (None, layout.data * layout.fsdp * layout.tensor):
+        if args.devices not in (None, layout.devices):
             continue
         for program in PROGRAMS:
             for row in rows_of(program, layout, model):

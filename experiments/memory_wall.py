@@ -118,7 +118,7 @@ CACHES = (
 def workload(shape: ModelConfig, learner: Learner, cache: Cache, length: int, prompt: int) -> Workload:
     """What is planned, of one row a device."""
     model = Decoder(shape, remat=True, impl="mosaic_gpu")
-    mesh = AbstractMesh((1, 8, 1), AXES, axis_types=(AxisType.Auto,) * 3) if learner == "full, fsdp 8" else None
+    mesh = AbstractMesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4) if learner == "full, fsdp 8" else None
     ways = row_ways(mesh)
     return Workload(
         model,

@@ -18,7 +18,9 @@ share. With several processes these are real ones, joined by gloo.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -27,23 +29,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-Sizes = tuple[int, int, int]  # data, fsdp, tensor
+AXES = ("data", "fsdp", "tensor", "sequence")
+Sizes = tuple[int, ...]  # of these axes
 
 # Programs that run once: they are compiled without LLVM's optimizations, which takes a fifth of the time.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# Per processes and devices of each. A tensor axis over both of two processes makes them sample together.
+# Per processes and devices of each. A tensor or sequence axis over two processes makes them sample together.
 JOINED: dict[tuple[int, int], list[Sizes]] = {
-    (2, 1): [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
-    (2, 2): [(4, 1, 1), (2, 2, 1), (1, 2, 2)],
-    (4, 1): [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2)],
+    (2, 1): [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
+    (2, 2): [(4, 1, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2)],
+    (4, 1): [(4, 1, 1, 1), (2, 2, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)],
 }
 LIMIT = 900  # seconds for a set of processes
 
 
 def factorisations(devices: int) -> list[Sizes]:
-    """All (data, fsdp, tensor) whose product is `devices`."""
+    """All (data, fsdp, tensor, sequence) whose product is `devices`, as far as the model's four heads divide."""
     ways = [n for n in range(1, devices + 1) if devices % n == 0]
-    return [(data, fsdp, devices // data // fsdp) for data in ways for fsdp in ways if devices // data % fsdp == 0]
+    found = [sizes for sizes in itertools.product(ways, repeat=4) if math.prod(sizes) == devices]
+    return [(*rest, tensor, sequence) for *rest, tensor, sequence in found if sequence == 1 or tensor * sequence <= 4]
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -87,7 +91,7 @@ def step(sizes: Sizes) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     model = Decoder(tiny_model_config(max_positions=32, num_layers=1))
-    rollout = RolloutConfig(max_new_tokens=6, budget=5, buffer=2, eos_token_id=258, pad_token_id=256)
+    rollout = RolloutConfig(max_new_tokens=8, budget=5, buffer=2, eos_token_id=258, pad_token_id=256)
     config = GRPOConfig(8, 2, 8, H2O(), rollout, update=UpdateConfig(entropy_coef=0.1))
     loop = GRPOLoop(
         model,
@@ -95,7 +99,7 @@ def step(sizes: Sizes) -> dict[str, Any]:
         byte_tokenizer(chat=False),
         record,
         config,
-        make_mesh(*sizes),
+        make_mesh(**dict(zip(AXES, sizes, strict=True))),
         watch=lambda index, samples: found.update(tokens=np.asarray(samples.trajectory.tokens)),
     )
     params = shard_tree(random_params(model.config), loop.mesh)
@@ -115,7 +119,7 @@ def compared(sizes: Sizes, processes: int, found: dict[str, Any], one: dict[str,
 
     grads = [name for name in one if name.startswith("grad") and not ("k_proj" in name and "bias" in name)]
     return {
-        "mesh": dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)),
+        "mesh": dict(zip(AXES, sizes, strict=True)),
         "devices": int(np.prod(sizes)),
         "processes": processes,
         "max_rel_dloss": float(abs(found["loss"] - one["loss"]) / abs(one["loss"])),
@@ -171,8 +175,9 @@ def main() -> None:
 
     said = provenance()
     rows: list[dict[str, Any]] = json.loads(args.out.read_text()) if args.out.exists() else []
-    there = {(row["processes"], *row["mesh"].values()) for row in rows}
-    one = step((1, 1, 1))
+    # Rows from before there was a sequence axis say nothing of it.
+    there = {(row["processes"], *(row["mesh"].get(axis, 1) for axis in AXES)) for row in rows}
+    one = step((1, 1, 1, 1))
 
     def keep(sizes: Sizes, processes: int, found: dict[str, Any]) -> None:
         rows.append(compared(sizes, processes, found, one) | said)

@@ -6,9 +6,10 @@ A batch lies in blocks on a mesh, one for each place on data and fsdp. A process
                                                     device  0 │  1  │  2  │  3
                                                    process       0      │      1
 
-It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where a tensor
-axis is longer than a process has devices, several processes hold the same blocks; they sample them together, and what
-the first of them says of the rows counts.
+It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where tensor
+and sequence axis are longer than a process has devices, several processes hold the same blocks; they sample them
+together, and what the first of them says of the rows counts. Devices that share the columns of a row in the learner
+have rows of their own in the sampler: a token has one column.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from smd_jax.sharding import batch_sharding, check_rows, gathered_shardings, make_mesh, row_ways
+from smd_jax.sharding import (
+    batch_sharding,
+    check_rows,
+    gathered_shardings,
+    make_mesh,
+    row_ways,
+    sequence_ways,
+    shard_batch,
+)
 
 
 class Feeders(NamedTuple):
@@ -68,7 +77,8 @@ def feeders(mesh: Mesh) -> Feeders:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process samples its rows of a mesh. With one process its methods give back what they are given."""
+    """Where this process samples its rows of a mesh. Where that is the mesh itself, its methods give back what they are
+    given."""
 
     mesh: Mesh
 
@@ -79,20 +89,27 @@ class Place:
 
     @cached_property
     def own_mesh(self) -> Mesh:
-        """Where this process samples; `mesh` where there is one process."""
+        """Where this process samples; `mesh` itself for one process whose devices share no columns."""
         return sampling_mesh(self.mesh)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process samples on another mesh than the learner's."""
+        return self.own_mesh is not self.mesh
 
     def params(self, params: Any) -> Any:
         """Parameters on the mesh as the sampler reads them; all processes must call it."""
-        return params if jax.process_count() == 1 else sampling_copy(params, self.mesh, self.own_mesh)
+        return sampling_copy(params, self.mesh, self.own_mesh)
 
     def own(self, tree: Any) -> Any:
-        """The rows of this process, on the host."""
+        """The rows of this process; one of several has them on its host."""
         return tree if jax.process_count() == 1 else rows_here(tree)
 
     def whole(self, own: Any) -> Any:
         """The batch on the mesh, from the rows of every process."""
-        return own if jax.process_count() == 1 else to_batch(own, self.mesh)
+        if jax.process_count() > 1:
+            return to_batch(own, self.mesh)
+        return shard_batch(own, self.mesh) if self.elsewhere else own
 
 
 def check_prompts_divide(prompts: int, who: Feeders) -> None:
@@ -105,13 +122,12 @@ def check_prompts_divide(prompts: int, who: Feeders) -> None:
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """Where this process samples: the mesh itself with one process, else the blocks that it feeds. There the weights
-    are whole but for the tensor axis."""
-    if jax.process_count() == 1:
+    """Where this process samples: the mesh itself with one process, else the blocks that it feeds, with rows on the
+    sequence axis, too. There the weights are whole but for the tensor axis."""
+    if jax.process_count() == 1 and sequence_ways(mesh) == 1:
         return mesh
-    who = feeders(mesh)
-    blocks = mesh.devices.reshape(row_ways(mesh), -1)[who.part(row_ways(mesh))]
-    return make_mesh(len(blocks), 1, mesh.shape["tensor"], devices=list(blocks.flat))
+    blocks = mesh.devices.reshape(row_ways(mesh), -1)[feeders(mesh).part(row_ways(mesh))]
+    return make_mesh(len(blocks) * sequence_ways(mesh), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
 
 def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:

@@ -1,8 +1,10 @@
-"""Sharding: a mesh with axes data, fsdp and tensor, and the one table that says what lies on which.
+"""Sharding: a mesh with axes data, fsdp, sequence and tensor, and the one table that says what lies on which.
 
-    data     rows of the batch
-    fsdp     rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
-    tensor   attention heads, the width of the MLP, the vocabulary
+    data       rows of the batch
+    fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
+    sequence   columns of the learner's rows; where they attend, heads in their place (as DeepSpeed-Ulysses does,
+               arXiv:2309.14509), so that every device has all keys of its heads
+    tensor     attention heads, the width of the MLP, the vocabulary
 
 Nothing else in the library names a mesh axis.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
+HEADS = (("tensor", "sequence"), ("tensor",))  # what heads lie on: the first that divides them
 
 # Parameter name -> spec of its kernel; the last two names of the path decide. These are the Decoder's. Matrices of
 # other models have names that nobody knows: they are split over fsdp alone, see `param_spec`.
@@ -42,23 +45,26 @@ RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
 RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first `data * fsdp * tensor` devices, those of a process next to each other.
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh over the first `data * fsdp * sequence * tensor` devices, those of a process next to each other.
 
     Raises:
       ValueError: if there are fewer devices; or more, with several processes, because each has a part in it.
     """
     available = list(jax.devices() if devices is None else devices)
-    needed = data * fsdp * tensor
+    needed = data * fsdp * sequence * tensor
     several = devices is None and jax.process_count() > 1
     if len(available) < needed or (several and len(available) > needed):
         where = f" in {jax.process_count()} processes" if several else ""
         raise ValueError(
-            f"expected {needed} devices for data={data}, fsdp={fsdp}, tensor={tensor}; got {len(available)}{where}"
+            f"expected {needed} devices for data={data}, fsdp={fsdp}, sequence={sequence}, tensor={tensor}; got "
+            f"{len(available)}{where}"
         )
     # Tensor, the last axis, talks most, and rows of one process are to lie side by side.
     available.sort(key=lambda device: device.process_index)
-    grid = np.asarray(available[:needed]).reshape(data, fsdp, tensor)
+    grid = np.asarray(available[:needed]).reshape(data, fsdp, sequence, tensor)
     # Auto: the compiler spreads shardings from the few places that pin them.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -149,9 +155,62 @@ def constrain(x: Array) -> Array:
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, P(BATCH))
 
 
+def sequence_ways(mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that share the columns of a row in the learner."""
+    return 1 if mesh is None else mesh.shape["sequence"]
+
+
+def sampling_ways(mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that have rows of their own while tokens are drawn: there is no column to share."""
+    return row_ways(mesh) * sequence_ways(mesh)
+
+
+def check_sequence(columns: int, heads: int, mesh: Mesh) -> None:
+    """Raises ValueError if the sequence axis cannot share these columns of a row, or their heads."""
+    ways = sequence_ways(mesh)
+    if columns % ways:
+        raise ValueError(
+            f"expected a number of columns (prompt_width + max_new_tokens, with rows_per_prompt so many times "
+            f"max_new_tokens; or pack_columns) that the sequence axis divides, {ways}; got {columns}"
+        )
+    if ways > 1 and heads % (ways * mesh.shape["tensor"]):
+        raise ValueError(
+            f"expected attention heads that sequence * tensor = {ways * mesh.shape['tensor']} divides, because devices "
+            f"that share the columns of a row share its heads where they attend; got {heads}"
+        )
+
+
+def columns_apart() -> bool:
+    """Whether the mesh in `jax.set_mesh` has the columns of a row on several devices."""
+    return sequence_ways(_mesh()) > 1
+
+
+def constrain_tokens(x: Array, axis: int = 1) -> Array:
+    """Pins `[batch, ...]` activations that have tokens on `axis`: rows to the batch axes, tokens to the sequence axis.
+    Behind the tokens nothing is split, of what is between them and the rows (heads) the compiler knows best.
+
+    Tokens that the sequence axis does not divide stay whole. Without a mesh this does nothing.
+    """
+    mesh = _mesh()
+    ways = sequence_ways(mesh)
+    if ways == 1 or x.shape[axis] % ways:
+        return constrain(x) if axis == 1 else x
+    between = (P.UNCONSTRAINED,) * (axis - 1)
+    return jax.lax.with_sharding_constraint(x, P(BATCH, *between, "sequence"))
+
+
+def constrain_blocks(x: Array) -> Array:
+    """Pins blocks `[blocks, batch, tokens, ...]` of activations as `constrain_tokens` does one of them, where columns
+    are apart; else does nothing."""
+    mesh = _mesh()
+    if mesh is None or not columns_apart():
+        return x
+    return jax.lax.with_sharding_constraint(x, P(None, _rows_axes([x[0]], mesh), "sequence"))
+
+
 def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them; or of
-    pytrees of such arrays.
+    pytrees of such arrays. Heads lie on the tensor axis and, where columns would, on the sequence axis.
 
     The compiler cannot look into a kernel to split it, and would gather its inputs; so it does with `lax.top_k` and
     other sorts (jax 0.10.2, openxla/xla#49006). Axes that do not divide every array stay whole: every device then does
@@ -162,8 +221,8 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     if mesh is None or mesh.size == 1:
         return f(*arrays)
     leaves = jax.tree.leaves(arrays)
-    heads = "tensor" if all(x.shape[1] % mesh.shape["tensor"] == 0 for x in leaves) else None
-    return _apart(f, P(_rows_axes(leaves, mesh), heads), arrays)
+    heads = [axes for axes in HEADS if all(x.shape[1] % _ways(axes, mesh) == 0 for x in leaves)]
+    return _apart(f, P(_rows_axes(leaves, mesh), heads[0] if heads else None), arrays)
 
 
 def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
@@ -185,19 +244,22 @@ def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    """KV heads `[batch, kv_heads, ...]`, repeated so that the tensor axis divides them, if it divides the query heads.
+    """KV heads `[batch, kv_heads, ...]`, repeated so that the axes that heads lie on divide them, if they divide the
+    query heads.
 
     Without this, every device would attend with all heads. The groups of query heads become smaller by as much.
     """
     mesh = _mesh()
     if mesh is None:
         return x
-    ways = mesh.shape["tensor"]
     kv_heads = x.shape[1]
-    # The heads divide already; or repeating them would not make them divide; or the query heads stay whole anyway.
-    if kv_heads % ways == 0 or ways % kv_heads or heads % ways:
-        return x
-    return jnp.repeat(x, ways // kv_heads, axis=1)
+    for ways in (_ways(axes, mesh) for axes in HEADS):
+        if heads % ways == 0 and kv_heads % ways == 0:
+            return x
+        # Repeating them makes them divide, or would not.
+        if heads % ways == 0 and ways % kv_heads == 0:
+            return jnp.repeat(x, ways // kv_heads, axis=1)
+    return x
 
 
 def gathered_embedding(table: Array) -> Array:
@@ -251,11 +313,22 @@ def _moved(x: Any, before: NamedSharding, after: NamedSharding) -> int:
     return numbers * x.dtype.itemsize
 
 
-def parts() -> tuple[int, int]:
-    """In how many parts the mesh in `jax.set_mesh` cuts the rows of a batch, and heads or vocabulary; without a mesh
-    `(1, 1)`."""
+class Parts(NamedTuple):
+    """In how many parts a mesh cuts what the learner works on."""
+
+    rows: int
+    columns: int
+    vocabulary: int
+
+
+def parts() -> Parts:
+    """Of the mesh in `jax.set_mesh`; without a mesh nothing is cut."""
     mesh = _mesh()
-    return (1, 1) if mesh is None else (row_ways(mesh), mesh.shape["tensor"])
+    return Parts(1, 1, 1) if mesh is None else Parts(row_ways(mesh), sequence_ways(mesh), mesh.shape["tensor"])
+
+
+def _ways(axes: Sequence[str], mesh: AbstractMesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _mesh() -> AbstractMesh | None:

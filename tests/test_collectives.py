@@ -53,7 +53,7 @@ def test_collectives_of_a_program():
 )
 def test_the_axis_of_a_group(text: str, axis: str):
     groups = device_groups(f"%x = f32[] all-reduce(%y), {text}, to_apply=%add", 8)
-    assert axes_of(groups, (2, 2, 2)) == axis
+    assert axes_of(groups, (2, 2, 1, 2)) == axis
 
 
 def test_groups_that_cannot_be_read():

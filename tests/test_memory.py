@@ -170,7 +170,7 @@ def test_an_update_of_narrow_parameters_needs_what_was_planned():
 
 def test_a_sharded_update_needs_what_was_planned():
     """Every axis of the mesh; bytes of one device."""
-    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     planned = plan_memory(replace(WORK, mesh=mesh), param_shapes(MODEL))
     params = random_params(SHAPE)
     placed = shard_tree(params, make_mesh(2, 2, 2))
@@ -186,7 +186,7 @@ def test_a_sharded_update_needs_what_was_planned():
 
 def test_an_accelerator_keeps_gathered_weights_while_it_samples():
     """All matrices in float32, of which an update has two parts at a time."""
-    mesh = AbstractMesh((1, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
     alone, shared = (
         plan_memory(replace(WORK, mesh=mesh, rows=rows, platform="gpu"), param_shapes(MODEL))
         for mesh, rows in ((None, WORK.rows // 4), (mesh, WORK.rows))

@@ -294,9 +294,9 @@ def test_rows_are_sorted_where_they_lie():
 
 
 def test_a_mesh_of_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="expected 16 devices for data=4, fsdp=2, tensor=2; got 8"):
+    with pytest.raises(ValueError, match="expected 16 devices for data=4, fsdp=2, sequence=1, tensor=2; got 8"):
         make_mesh(4, 2, 2)
-    with pytest.raises(ValueError, match="expected 2 devices for data=2, fsdp=1, tensor=1; got 1"):
+    with pytest.raises(ValueError, match="expected 2 devices for data=2, fsdp=1, sequence=1, tensor=1; got 1"):
         make_mesh(2, devices=jax.devices()[:1])
 
 

@@ -185,9 +185,10 @@ class DeviceArgs:
     microbatch: int | None = None  # rows of one forward and backward pass; None: as many as fit
     pack_columns: int | None = None  # of a row of the update that sequences share; None: a row each, and padding
     share_prompts: bool = False  # the update reads a prompt once for its completions, as many as a microbatch has
-    data_parallel: int = 1  # devices among which rows are split; times fsdp and tensor: all that are used
+    data_parallel: int = 1  # devices among which rows are split; times fsdp, tensor, sequence: all that are used
     fsdp: int = 1  # devices among which rows and weights are split
     tensor: int = 1  # devices among which heads and the width of the MLP are split
+    sequence: int = 1  # devices among which the columns of each row are split in the update, for very long rows
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,6 @@ def unused_devices(used: int, there: int) -> str | None:
     if used == there:
         return None
     return (
-        f"{there - used} of {there} devices have nothing to do: the product of --data-parallel, --fsdp and --tensor is "
-        f"{used}"
+        f"{there - used} of {there} devices have nothing to do: the product of --data-parallel, --fsdp, --tensor and "
+        f"--sequence is {used}"
     )

@@ -145,7 +145,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
             f"got {type(args).__name__}"
         )
     shared = loop_options(args, policy, tokenizer, data.width)
-    mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
+    device = args.device
+    mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)

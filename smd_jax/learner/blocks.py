@@ -7,6 +7,10 @@ the vocabulary.
 
 A row of 16,384 tokens over 151,936 tokens of vocabulary has 9.3 GiB of logits, and a backward pass holds several arrays
 of that size. The products are those of one block of all: nothing is computed that would not be anyway.
+
+Where columns lie on several devices a block has equally many of each, side by side, so that all work on every block:
+
+    two devices     0 1 2 3 | 4 5 6 7      blocks of four     0 1 4 5 | 2 3 6 7
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from smd_jax.model.protocol import ModelShape, Params
-from smd_jax.sharding import gathered_tree, parts
+from smd_jax.sharding import constrain_blocks, gathered_tree, parts
 
 # Logits of one block on one device. Enough rows for the products of a large vocabulary to run at the rate of long ones
 # (a GPU wants some hundreds beside a head that it reads again for every block), and little beside a model's weights.
@@ -28,9 +32,10 @@ LOGIT_BYTES = 2**28
 
 def columns_at_once(shape: ModelShape, rows: int, columns: int) -> int:
     """Columns of a block, for `rows` of a batch on all devices of the mesh in `jax.set_mesh` together."""
-    of_rows, of_vocab = parts()
+    of = parts()
     itemsize = jnp.promote_types(shape.dtype, jnp.float32).itemsize
-    return block_columns(-(-rows // of_rows), columns, -(-shape.vocab_size // of_vocab) * itemsize)
+    token = -(-shape.vocab_size // of.vocabulary) * itemsize
+    return of.columns * block_columns(-(-rows // of.rows), -(-columns // of.columns), token)
 
 
 def block_columns(rows: int, columns: int, bytes_of_a_token: int) -> int:
@@ -50,6 +55,7 @@ def over_columns(
     Args:
       f: of a block: its columns' numbers `[size]`, and `[rows, size, ...]` of each array; gives a pytree of
         `[rows, size, ...]`.
+      size: columns of a block on all devices together: a multiple of those that share columns.
       params: whatever `f` differentiates besides the arrays. Their gradients are summed over the blocks in float32 or
         wider.
       columns: what to call the columns of the arrays.
@@ -57,19 +63,24 @@ def over_columns(
     """
     total = columns.shape[0]
     f = jax.checkpoint(f)
-    if size >= total:
+    ways = parts().columns
+    # Columns that are apart are cut also where one block holds them: padded, they divide over the devices.
+    if size >= total and ways == 1:
         return f(params, columns, *arrays)
     count = -(-total // size)
     missing = count * size - total
+    each = size // ways
 
     def cut(x: Array) -> Array:
         """`[rows, columns, ...]` to `[count, rows, size, ...]`. Padding repeats the last column, whose values are
         ordinary ones: what comes of it is cut off, and zeros could be a division by zero to somebody."""
         padded = jnp.concatenate([x, jnp.repeat(x[:, -1:], missing, axis=1)], axis=1) if missing else x
-        return jnp.moveaxis(padded.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+        blocks = jnp.moveaxis(padded.reshape(x.shape[0], ways, count, each, *x.shape[2:]), 2, 0)
+        return constrain_blocks(blocks.reshape(count, x.shape[0], size, *x.shape[2:]))
 
     def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * size, *x.shape[3:])[:, :total]
+        blocks = jnp.moveaxis(x.reshape(count, x.shape[1], ways, each, *x.shape[3:]), 0, 2)
+        return blocks.reshape(x.shape[1], count * size, *x.shape[3:])[:, :total]
 
     # Once for all blocks: within the loop, every block would gather the head from the devices again.
     whole = gathered_tree(jax.tree.map(_wide, params))

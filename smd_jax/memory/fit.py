@@ -31,7 +31,7 @@ from smd_jax.memory.plan import (
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import row_ways
+from smd_jax.sharding import row_ways, sampling_ways
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 
@@ -63,7 +63,7 @@ def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
     Raises:
       ValueError: if not even one row a device fits, or the update does not; says what is largest and what lowers it.
     """
-    ways = row_ways(work.mesh)
+    ways = sampling_ways(work.mesh)
     most = max(work.rows // ways, 1)
 
     def needed(each: int) -> int:
@@ -151,7 +151,7 @@ def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None
         for decode in config.decodes
     ]
     # One prompt on every device, with all of its completions.
-    least = config.group_size * row_ways(evaluator.mesh)
+    least = config.group_size * sampling_ways(evaluator.mesh)
 
     def planned(work: Workload, times: int) -> MemoryPlan:
         return plan_memory(replace(work, rows=least * times, prefill_rows=least * times // config.group_size), params)
@@ -201,7 +201,7 @@ def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
 
 
 def _with_decode_rows(loop: L, work: Workload, params: Params, memory_bytes: int) -> L:
-    ways = row_ways(loop.mesh)
+    ways = sampling_ways(loop.mesh)
     # Up to a number that divides over the devices.
     prefill_rows = -(-loop.config.prefill_rows // ways) * ways
     work = replace(work, prefill_rows=prefill_rows)

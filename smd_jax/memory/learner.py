@@ -40,6 +40,7 @@ class LearnerPass:
       prompt, response: their columns.
       segments: where the sampler compressed; None if it never did.
       boolean: whether the mask is T x T booleans.
+      sequence: devices that share the columns, and in attention the heads.
     """
 
     model: Decoder
@@ -50,10 +51,16 @@ class LearnerPass:
     response: int
     segments: Segments | None
     boolean: bool = False
+    sequence: int = 1
 
     @property
     def columns(self) -> int:
         return self.prompt + self.response
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows on this device."""
+        return -(-self.rows * self.columns // self.sequence)
 
     @property
     def remat(self) -> Remat:
@@ -104,7 +111,7 @@ class LearnerPass:
         # One float32 a query and head, the log of its softmax's denominator: with it the backward pass makes the
         # weights once more from the scores.
         denominators = self.columns * s.num_heads * WIDE
-        return self.rows * (floats * self.itemsize + denominators + scores)
+        return self.rows * (floats * self.itemsize + denominators + scores) // self.sequence
 
     def gathers(self, segments: Segments | None) -> bool:
         """Whether attention goes by these segments."""
@@ -117,18 +124,18 @@ class LearnerPass:
         """Bytes of one layer's products with weights: q, k, v, the output of attention and of the MLP, gate and up."""
         s = self.shape
         floats = 2 * s.intermediate_size + 2 * s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        return self.rows * self.columns * floats * self.itemsize
+        return self.tokens * floats * self.itemsize
 
     def between_layers(self) -> int:
         """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
         may leave to the end; and its input, if the rest is recomputed."""
         s = self.shape
         floats = s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        return self.rows * self.columns * floats * self.itemsize
+        return self.tokens * floats * self.itemsize
 
     def outside_layers(self) -> int:
         """Bytes of embeddings, the last norm, the hidden states of the response, and the cotangent on its way down."""
-        return 4 * self.rows * self.columns * self.shape.hidden_size * self.itemsize
+        return 4 * self.tokens * self.shape.hidden_size * self.itemsize
 
     def tiles(self) -> int:
         """Bytes of the scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
@@ -142,9 +149,9 @@ class LearnerPass:
         layers = [self.segments_within(window) for window in set(self.windows)]
         # Layers are worked on one after another: that whose queries meet most keys decides.
         keys = max(x.budget + x.length if x and self.gathers(x) else self.columns for x in layers)
-        scores = min(sizes.scores, self.rows * s.num_heads * self.columns * keys)
+        scores = min(sizes.scores, self.tokens * s.num_heads * keys)
         # The five arrays of an MLP that `saved` counts: their memory is free while attention has its scores.
-        freed = 5 * self.rows * self.columns * s.intermediate_size * self.itemsize
+        freed = 5 * self.tokens * s.intermediate_size * self.itemsize
         return max(SCORE_COPIES * WIDE * scores - freed, 0)
 
     def activations(self) -> int:
@@ -173,7 +180,7 @@ class LearnerPass:
           positions: share of the columns that are projected. policies: by how many, which makes blocks shorter.
         """
         token = self.shape.vocab_size * WIDE
-        columns = max(round(self.response * positions), 1)
+        columns = max(-(-round(self.response * positions) // self.sequence), 1)
         block = block_columns(policies * self.rows, columns, token)
         summed = SUMMED_HEADS * token * self.shape.hidden_size if block < columns else 0
         return LOGIT_COPIES * self.rows * block * token + summed

@@ -54,7 +54,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
-from smd_jax.sharding import row_ways
+from smd_jax.sharding import row_ways, sampling_ways, sequence_ways
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 
 # More than any device has: such a number is a slip of the unit.
@@ -62,6 +62,7 @@ MOST_BYTES = 64 * UNITS["TiB"]
 
 # What makes a part smaller, in the words of the library: names of options and where they are.
 MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
+ROWS_OR_SEQUENCE = "lower microbatch_size of the update, or spread columns over more devices (sequence of make_mesh)"
 LOWERED_BY = {
     "weights": MESH,
     "sampler_weights": MESH,
@@ -72,8 +73,8 @@ LOWERED_BY = {
     "cache": "lower budget or buffer of the rollout, or decode_rows",
     "rollout_work": "lower prefill_chunk of the rollout, or decode_rows",
     "gradients": MESH,
-    "activations": "lower microbatch_size of the update",
-    "logits": "lower microbatch_size of the update",
+    "activations": ROWS_OR_SEQUENCE,
+    "logits": ROWS_OR_SEQUENCE,
 }
 RECORD_COPIES = 3  # of the compressions' records, alive while they become the shadow mask
 
@@ -236,12 +237,13 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     mesh = work.mesh
     model = work.model.config
     shape = local_shape(model, mesh)
-    ways = row_ways(mesh)
+    ways = sampling_ways(mesh)
     devices = 1 if mesh is None else mesh.size
     sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, devices, params)
     decoded = decode_rows or work.rows
-    # Rounded up: the device with the most rows decides.
-    here = -(-work.rows // ways)
+    # Rounded up: the device with the most rows decides. Where a row's columns are apart in the learner, each of those
+    # devices has the whole trajectory of its rows.
+    here = -(-work.rows // row_ways(mesh))
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
     gradients, activations, logits = _update_work(work, sampler, params)
@@ -337,7 +339,17 @@ def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     # Layers may have budgets of their own: the largest stands for all.
     segments = max(found, key=lambda segments: segments.budget) if found else None
     boolean = config.mask_storage == "boolean"
-    return LearnerPass(work.model, shape, work.where, rows, width, config.max_new_tokens, segments, boolean)
+    return LearnerPass(
+        work.model,
+        shape,
+        work.where,
+        rows,
+        width,
+        config.max_new_tokens,
+        segments,
+        boolean,
+        sequence_ways(work.mesh),
+    )
 
 
 def workload_of(loop: PolicyLoop) -> Workload:

@@ -48,7 +48,7 @@ from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
-from smd_jax.sharding import constrain, gathered_embedding
+from smd_jax.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_kernels.reference import product_precision
 
 Ropes = tuple[Rope, ...]  # of all layers; or of those that see all, and of those with a window
@@ -79,9 +79,10 @@ def norm_of(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.norm_eps, config.norm_plus_one)
 
 
-def flat(x: Float[Array, "batch tokens width"]) -> Float[Array, "batch*tokens width"]:
-    """One long matrix, which XLA multiplies faster on CPUs (an MLP: 1.6 s in place of 2.3)."""
-    return x.reshape(-1, x.shape[-1])
+def flat(x: Float[Array, "batch tokens width"]) -> Float[Array, "... width"]:
+    """One long matrix `[batch * tokens, width]`, which XLA multiplies faster on CPUs (an MLP: 1.6 s in place of 2.3);
+    or `x` itself, where its tokens lie on several devices: one axis could not say so."""
+    return x if columns_apart() else x.reshape(-1, x.shape[-1])
 
 
 class Attention(nn.Module):
@@ -102,14 +103,20 @@ class Attention(nn.Module):
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         tokens = flat(x)
-        q, k, v = (self._split(proj(tokens), x.shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        # Pinned to where x lies: a projection has work for a device's own tokens, and what goes around between the
+        # devices of a sequence is these and the output, tokens against heads.
+        q, k, v = (
+            constrain_tokens(self._split(proj(tokens), x.shape), axis=2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.config.qk_norm:
             # Over each head by itself and before RoPE.
             q = self.q_norm(q)
             k = self.k_norm(k)
         # Rotated before the library sees them: a cache keeps keys at their original positions.
         out, layer = attend(rotate(q, self._scaled(rope)), rotate(k, rope), v, layer)
-        return self.o_proj(out.swapaxes(1, 2).reshape(len(tokens), -1)).reshape(x.shape), layer
+        out = constrain_tokens(out, axis=2).swapaxes(1, 2)
+        return self.o_proj(out.reshape(*tokens.shape[:-1], -1)).reshape(x.shape), layer
 
     def _scaled(self, rope: Rope) -> Rope:
         """What queries are turned with. Attention divides scores by sqrt(head_dim): where the model divides by
@@ -121,7 +128,7 @@ class Attention(nn.Module):
         return scale * rope[0], scale * rope[1]
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
-        """`[batch * tokens, heads * head_dim]` -> `[batch, heads, tokens, head_dim]`."""
+        """What `flat` tokens became, `[..., heads * head_dim]` -> `[batch, heads, tokens, head_dim]`."""
         return x.reshape(*shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
 
@@ -165,7 +172,7 @@ class Layer(nn.Module):
         out, layer = self.attention(self.attention_norm(x), rope, attend, layer)
         x = x + (self.attention_post_norm(out) if self.config.post_norms else out)
         out = self.mlp(self.mlp_norm(x))
-        return constrain(x + (self.mlp_post_norm(out) if self.config.post_norms else out)), layer
+        return constrain_tokens(x + (self.mlp_post_norm(out) if self.config.post_norms else out)), layer
 
 
 # What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
@@ -255,7 +262,7 @@ class Decoder(nn.Module):
             )
         c = self.config
         # The table is cast after the look-up, a few rows in place of a whole vocabulary.
-        x = constrain(gathered_embedding(self.embed.embedding)[tokens].astype(c.dtype))
+        x = constrain_tokens(gathered_embedding(self.embed.embedding)[tokens].astype(c.dtype))
         if c.scale_embeddings:
             # The factor itself in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
             x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)

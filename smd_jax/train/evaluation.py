@@ -33,7 +33,7 @@ from smd_jax.process_rows import Place
 from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
-from smd_jax.sharding import make_mesh, row_ways, shard_batch, shard_tree
+from smd_jax.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
@@ -214,7 +214,7 @@ class Evaluator:
     @property
     def prompts_at_once(self) -> int:
         """Prompts of one batch: as many as `config.rows` allow, divided over the mesh, and no more than there are."""
-        ways = row_ways(self.mesh)
+        ways = sampling_ways(self.mesh)
         allowed = self.config.rows // self.config.group_size // ways
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
 

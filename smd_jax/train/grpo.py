@@ -101,12 +101,12 @@ class GRPOLoop(PolicyLoop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        split = {axis: self.mesh.shape[axis] for axis in ("fsdp", "tensor") if self.mesh.shape[axis] > 1}
+        split = {axis: ways for axis, ways in self.mesh.shape.items() if axis != "data" and ways > 1}
         if self.samples_ahead and split:
             # Two threads start programs; where both wait for other devices, each device must see them in one order.
             raise ValueError(
-                "expected weights that lie whole on every device (data alone) with rollouts_ahead 1, so that a rollout "
-                f"sends nothing while an update does; got {split}"
+                "expected weights and rows that lie whole on every device (data alone) with rollouts_ahead 1, so that "
+                f"a rollout sends nothing while an update does; got {split}"
             )
 
     def collect(self, state: TrainState, index: int) -> Samples:

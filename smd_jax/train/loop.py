@@ -37,9 +37,11 @@ from smd_jax.processes import is_first, on_host
 from smd_jax.sampler.engine import Progress
 from smd_jax.sharding import (
     check_rows,
+    check_sequence,
     gathered_shardings,
     make_mesh,
     moved_bytes,
+    sequence_ways,
     shard_batch,
     shard_tree,
     tree_shardings,
@@ -101,6 +103,7 @@ class Loop:
             # Raises if it cannot be.
             self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
+        check_sequence(self.config.columns, self.model.shape.num_heads, self.mesh)
         if self.rewards is not None:
             # It starts beside what is compiled first.
             self.rewards.prepare(batch_columns(rows_of_step(self.task, 1, 0, self.config.seed)))
@@ -214,7 +217,8 @@ class Loop:
     @property
     def response_widths(self) -> tuple[int, ...]:
         """Columns of a response, ascending, that the learner may run over."""
-        return response_widths(self.config.rollout.max_new_tokens, self.config.update_widths)
+        config = self.config
+        return response_widths(config.rollout.max_new_tokens, config.update_widths, sequence_ways(self.mesh))
 
     def _first_step(self, state: TrainState) -> AbstractContextManager[None]:
         """What goes on beside the rollout of the first step: the update is compiled, for responses of every length."""

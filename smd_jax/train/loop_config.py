@@ -61,6 +61,11 @@ class LoopConfig:
             )
 
     @property
+    def columns(self) -> int:
+        """Of a row with the longest response."""
+        return self.prompt_width + self.rollout.max_new_tokens
+
+    @property
     def completions_per_step(self) -> int:
         """Completions of one rollout."""
         return self.prompts_per_step * self.group_size

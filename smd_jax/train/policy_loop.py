@@ -25,7 +25,7 @@ from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import Params
 from smd_jax.processes import on_host
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import check_rows
+from smd_jax.sharding import check_rows, check_sequence
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import over_steps
@@ -58,15 +58,18 @@ class PolicyLoop(Loop):
             check_rows_of(config.update, minibatch, config.rollout.max_new_tokens)
         else:
             self._check_columns(config.update.pack_columns)
+            check_sequence(config.update.pack_columns, self.model.shape.num_heads, self.mesh)
             _check_packable(config.rollout)
         rows = config.update.rows_per_prompt
         if config.group_size % rows:
             raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
+        together = config.columns + (rows - 1) * config.rollout.max_new_tokens
+        check_sequence(together, self.model.shape.num_heads, self.mesh)
         what = "a microbatch" if rows == 1 else f"a microbatch, counted in {rows} rows of one prompt,"
         check_rows((config.update.microbatch_size or minibatch) // rows, self.mesh, what)
 
     def _check_columns(self, columns: int) -> None:
-        longest = self.config.prompt_width + self.config.rollout.max_new_tokens
+        longest = self.config.columns
         context = self.model.shape.max_positions
         if not longest <= columns <= context:
             raise ValueError(

@@ -67,7 +67,7 @@ class Responder:
 
     def sampler_copy(self, params: Params) -> Params:
         """The policy's parameters, where the sampler reads them; all processes must call it."""
-        if jax.process_count() == 1:
+        if not self.place.elsewhere:
             return params
         with jax.set_mesh(self.mesh):
             # Converted first, which may halve what is sent.
@@ -121,8 +121,8 @@ class Responder:
         mesh = self.place.own_mesh
         own_rows = rows[self.place.feeders.part(len(rows))]
         prompts = encode_rows(self.model, self.tokenizer, own_rows, self.config.prompt_width)
-        if jax.process_count() > 1:
-            # A row draws the same numbers whichever process it belongs to.
+        if self.place.elsewhere:
+            # A row draws the same numbers wherever it is sampled.
             total = len(rows) * group_size
             key = row_keys(local_key(key), total)[self.place.feeders.part(total)]
         if self.config.decode_rows is not None:
@@ -140,19 +140,20 @@ class Responder:
         return self.place.own(trajectory), {}
 
     def lower(self, params: Params) -> jax.stages.Lowered:
-        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
+        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is drawn.
 
         Args:
-          params: those that the sampler reads.
+          params: of the policy, as they lie on the mesh.
         """
-        with jax.set_mesh(self.mesh):
-            return self._of_shapes(rollout_program.lower, params)
+        mesh = self.place.own_mesh
+        with jax.set_mesh(mesh):
+            return self._of_shapes(rollout_program.lower, self.sampler_copy(params), mesh)
 
     def shapes(self, params: Params) -> Trajectory:
         """What that rollout gives, in shapes alone; call it under the mesh."""
-        return self._of_shapes(rollout_program.eval_shape, params)
+        return self._of_shapes(rollout_program.eval_shape, params, self.mesh)
 
-    def _of_shapes(self, run: Callable[..., Any], params: Params) -> Any:
+    def _of_shapes(self, run: Callable[..., Any], params: Params, mesh: Mesh) -> Any:
         """`run` of a step's rollout in one program, with shapes in place of prompts."""
         config = self.config
         copies = self._copies(config.prompts_per_step // len(self.place.feeders.teams), config.group_size)
@@ -160,7 +161,7 @@ class Responder:
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         key = jax.random.key(config.seed)
         responses = config.group_size // copies
-        return self._rollout(run, params, rows_on(prompts, self.mesh), key, config.policy, config.rollout, responses)
+        return self._rollout(run, params, rows_on(prompts, mesh), key, config.policy, config.rollout, responses)
 
     def _rollout(
         self,

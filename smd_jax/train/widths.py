@@ -19,11 +19,13 @@ from smd_jax.trajectory import Trajectory
 LEAST_STEP = 32
 
 
-def response_widths(max_new_tokens: int, sizes: int) -> tuple[int, ...]:
+def response_widths(max_new_tokens: int, sizes: int, ways: int = 1) -> tuple[int, ...]:
     """At most `sizes` numbers of columns in equal steps of at least `LEAST_STEP`, ascending; the last is
-    `max_new_tokens`."""
-    count = max(min(sizes, max_new_tokens // LEAST_STEP), 1)
-    return tuple(-(-max_new_tokens * number // count) for number in range(1, count + 1))
+    `max_new_tokens`. Where that many columns divide over `ways` devices behind a prompt, the others do, too: they are
+    the next numbers that differ from it by a multiple of `ways`."""
+    count = max(min(sizes, max_new_tokens // max(LEAST_STEP, ways)), 1)
+    equal = (-(-max_new_tokens * number // count) for number in range(1, count + 1))
+    return tuple(width + (max_new_tokens - width) % ways for width in equal)
 
 
 def shortened(trajectory: Trajectory, widths: tuple[int, ...]) -> Trajectory:
