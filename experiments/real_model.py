@@ -8,10 +8,10 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
            python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot, and one run
            python experiments/real_model.py --rule tova-heads         under another sampler
-Cost       a run 13 to 14 minutes on one core of an AMD EPYC (family 25, model 17): a rollout and its update 42 s, on
-           one of family 25, model 1, 51 s. A sampler has ten runs of the pilot, one untrained, ten that are reported.
-           Two processes with other --arms and the same --runs do not disturb each other; --collect then writes the
-           rows of both.
+Cost       a run 13 to 14 minutes on one core of an AMD EPYC (family 25, model 17): a rollout and its update 42 s; on
+           one of family 25, model 1, 51 s, of family 26, model 2, 24 s. A sampler has ten runs of the pilot, one
+           untrained, ten that are reported. Two processes with other --arms and the same --runs do not disturb each
+           other; --collect then writes the rows of both.
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on

@@ -34,7 +34,7 @@ Sizes = tuple[int, ...]  # of these axes
 
 # Programs that run once: they are compiled without LLVM's optimizations, which takes a fifth of the time.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# Per processes and devices of each. A tensor or sequence axis over two processes makes them sample together.
+# Per processes and devices of each. A tensor axis over both of two processes makes them sample together.
 JOINED: dict[tuple[int, int], list[Sizes]] = {
     (2, 1): [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
     (2, 2): [(4, 1, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2)],

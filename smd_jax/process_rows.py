@@ -1,15 +1,16 @@
 """Which rows of a batch a process feeds, and how its rows and the batch on all devices become each other.
 
-A batch lies in blocks on a mesh, one for each place on data and fsdp. A process feeds the blocks that its devices hold:
+A batch is sampled in blocks, one for each place of a mesh on data, fsdp and sequence: devices that share the columns of a
+row in the learner have rows of their own in the sampler, where a token has one column. A process feeds the blocks that
+its devices hold:
 
-    mesh (data 2, fsdp 2, tensor 1), two processes      rows  0 1 │ 2 3 │ 4 5 │ 6 7
+    mesh (data 2, fsdp 2), two processes                rows  0 1 │ 2 3 │ 4 5 │ 6 7
                                                     device  0 │  1  │  2  │  3
                                                    process       0      │      1
 
-It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where tensor
-and sequence axis are longer than a process has devices, several processes hold the same blocks; they sample them
-together, and what the first of them says of the rows counts. Devices that share the columns of a row in the learner
-have rows of their own in the sampler: a token has one column.
+It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where a tensor
+axis is longer than a process has devices, several processes hold the same blocks; they sample them together, and what
+the first of them says of the rows counts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from smd_jax.sharding import (
     check_rows,
     gathered_shardings,
     make_mesh,
-    row_ways,
+    sampled_sharding,
+    sampling_ways,
     sequence_ways,
     shard_batch,
 )
@@ -61,7 +63,7 @@ def feeders(mesh: Mesh) -> Feeders:
     Raises:
       ValueError: processes without a part in it, or whose parts are no blocks of rows next to each other.
     """
-    blocks = mesh.devices.reshape(row_ways(mesh), -1)
+    blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
     owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
     teams = tuple(dict.fromkeys(owners))
     members = sorted(process for team in teams for process in team)
@@ -122,12 +124,13 @@ def check_prompts_divide(prompts: int, who: Feeders) -> None:
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """Where this process samples: the mesh itself with one process, else the blocks that it feeds, with rows on the
-    sequence axis, too. There the weights are whole but for the tensor axis."""
+    """Where this process samples: the mesh itself with one process and no sequence axis, else the blocks that it feeds.
+    There the weights are whole but for the tensor axis."""
     if jax.process_count() == 1 and sequence_ways(mesh) == 1:
         return mesh
-    blocks = mesh.devices.reshape(row_ways(mesh), -1)[feeders(mesh).part(row_ways(mesh))]
-    return make_mesh(len(blocks) * sequence_ways(mesh), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
+    ways = sampling_ways(mesh)
+    blocks = mesh.devices.reshape(ways, -1)[feeders(mesh).part(ways)]
+    return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
 
 def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:
@@ -174,7 +177,9 @@ def to_batch(tree: Any, mesh: Mesh) -> Any:
     def whole(x: np.ndarray) -> jax.Array:
         rows = x.shape[0] * teams
         check_rows(rows, mesh)
-        return jax.make_array_from_process_local_data(batch_sharding(mesh), x, (rows, *x.shape[1:]))
+        sampled = jax.make_array_from_process_local_data(sampled_sharding(mesh), x, (rows, *x.shape[1:]))
+        # What devices that share columns have sampled apart goes to all of them.
+        return jax.device_put(sampled, batch_sharding(mesh)) if sequence_ways(mesh) > 1 else sampled
 
     return jax.tree.map(whole, tree)
 

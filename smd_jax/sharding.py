@@ -108,6 +108,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH))
 
 
+def sampled_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data, fsdp and sequence, as they are sampled."""
+    return NamedSharding(mesh, P((*BATCH, "sequence")))
+
+
 def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
     """Devices that have rows of a batch of their own."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]

@@ -143,12 +143,12 @@ def test_a_step_depends_on_the_state_alone():
 
 
 def test_a_mesh_gives_the_same_step():
-    """One pair a device, and a reference that is not the policy."""
+    """One pair two devices, and a reference that is not the policy."""
 
     def metrics(loop: OnlineDPOLoop) -> dict[str, float]:
         return run(loop, new_state().replace(reference=jax.tree.map(lambda x: 1.2 * x, warm_params())), 1)[1][0]
 
-    one, many = metrics(plain_loop()), metrics(new_loop(sizes=(2, 2, 1)))
+    one, many = metrics(plain_loop()), metrics(new_loop(sizes=(2, 1, 1, 2)))
     assert abs(one["rewards/margins"]) > 1e-3
     for name in ("loss", "reward", "entropy", "grad_norm", *DPO_METRICS):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5, err_msg=name)

@@ -320,7 +320,7 @@ def test_a_step_is_compiled_once():
 
 
 def test_a_mesh_gives_the_same_step():
-    one, many = (run(new_loop(sizes=sizes), new_state(), 1) for sizes in ((1, 1, 1), (2, 2, 2)))
+    one, many = (run(new_loop(sizes=sizes), new_state(), 1) for sizes in ((1, 1, 1), (1, 2, 2, 2)))
     for name in ("loss", "reward", "grad_norm", "loss/value_avg", "critic/returns/mean"):
         np.testing.assert_allclose(many[1][0][name], one[1][0][name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(many[0].params[VALUE_HEAD]["bias"], one[0].params[VALUE_HEAD]["bias"], rtol=1e-4)

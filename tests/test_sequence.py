@@ -16,6 +16,7 @@ from smd_jax.learner.forward import make_replay
 from smd_jax.learner.state import init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
+from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import Workload, param_shapes, plan_memory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
@@ -185,3 +186,9 @@ def test_widths_divide_where_the_longest_does(longest: int, ways: int):
     assert {(longest - width) % ways for width in widths} == {0}
     plain = response_widths(longest, 4)
     assert all(width >= plain[i] for i, width in enumerate(widths)) or len(plain) != len(widths)
+
+
+def test_the_compiler_says_what_a_step_takes():
+    loop = own_loop(sizes=(2, 1, 1, 2))
+    found = loop_memory(loop, shard_tree(new_state(), loop.mesh))
+    assert found.rollout > 0 < found.update

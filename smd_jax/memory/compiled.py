@@ -74,13 +74,12 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
     """
     config = loop.config
     state = shard_tree(state, loop.mesh)
-    params = loop.policy_params(state.params)
+    params = loop.responder.sampler_copy(loop.policy_params(state.params))
     if config.decode_rows is not None:
         engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
         sampling = segment_memory(engine, params, config.prompt_width).total
     else:
-        with jax.set_mesh(loop.mesh):
-            sampling = _alive(loop.responder.lower(params))
+        sampling = _alive(loop.responder.lower(params))
     # They are no arguments of the rollout, and lie beside it all the same.
     beside = tree_bytes((state.opt_state, state.reference), loop.mesh)
     # Under the mesh, where steps look for what was compiled.

@@ -140,14 +140,14 @@ class Responder:
         return self.place.own(trajectory), {}
 
     def lower(self, params: Params) -> jax.stages.Lowered:
-        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is drawn.
+        """The rollout of a step in one program, without `decode_rows`, ready to be compiled; nothing is computed.
 
         Args:
-          params: of the policy, as they lie on the mesh.
+          params: a `sampler_copy`.
         """
         mesh = self.place.own_mesh
         with jax.set_mesh(mesh):
-            return self._of_shapes(rollout_program.lower, self.sampler_copy(params), mesh)
+            return self._of_shapes(rollout_program.lower, params, mesh)
 
     def shapes(self, params: Params) -> Trajectory:
         """What that rollout gives, in shapes alone; call it under the mesh."""
