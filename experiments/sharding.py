@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-AXES = ("data", "fsdp", "tensor", "sequence")
+AXES = ("data", "fsdp", "tensor", "sequence")  # as make_mesh takes their sizes
 Sizes = tuple[int, ...]  # of these axes
 
 # Programs that run once: they are compiled without LLVM's optimizations, which takes a fifth of the time.

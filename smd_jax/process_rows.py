@@ -1,8 +1,8 @@
 """Which rows of a batch a process feeds, and how its rows and the batch on all devices become each other.
 
-A batch is sampled in blocks, one for each place of a mesh on data, fsdp and sequence: devices that share the columns of a
-row in the learner have rows of their own in the sampler, where a token has one column. A process feeds the blocks that
-its devices hold:
+A batch is sampled in blocks, one for each place of a mesh on data, fsdp and sequence: devices that share the columns of
+a row in the learner have rows of their own in the sampler, where a token has one column. A process feeds the blocks
+that its devices hold:
 
     mesh (data 2, fsdp 2), two processes                rows  0 1 │ 2 3 │ 4 5 │ 6 7
                                                     device  0 │  1  │  2  │  3

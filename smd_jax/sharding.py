@@ -46,7 +46,7 @@ RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, devices: Sequence[Any] | None = None
+    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh over the first `data * fsdp * sequence * tensor` devices, those of a process next to each other.
 
@@ -170,6 +170,16 @@ def sampling_ways(mesh: Mesh | AbstractMesh | None) -> int:
     return row_ways(mesh) * sequence_ways(mesh)
 
 
+def check_sampled_rows(rows: int, mesh: Mesh) -> None:
+    """Raises ValueError if `rows` do not divide over the devices that sample them."""
+    ways = sampling_ways(mesh)
+    if rows % ways:
+        raise ValueError(
+            f"expected completions of a step that divide over data * fsdp * sequence = {ways}, because each of these "
+            f"devices samples rows of its own; got {rows}"
+        )
+
+
 def check_sequence(columns: int, heads: int, mesh: Mesh) -> None:
     """Raises ValueError if the sequence axis cannot share these columns of a row, or their heads."""
     ways = sequence_ways(mesh)
@@ -258,13 +268,10 @@ def split_heads(x: Array, heads: int) -> Array:
     if mesh is None:
         return x
     kv_heads = x.shape[1]
-    for ways in (_ways(axes, mesh) for axes in HEADS):
-        if heads % ways == 0 and kv_heads % ways == 0:
-            return x
-        # Repeating them makes them divide, or would not.
-        if heads % ways == 0 and ways % kv_heads == 0:
-            return jnp.repeat(x, ways // kv_heads, axis=1)
-    return x
+    ways = next((n for n in (_ways(axes, mesh) for axes in HEADS) if heads % n == 0), 1)
+    # Both divide the query heads, and so does their least common multiple.
+    times = math.lcm(ways, kv_heads) // kv_heads
+    return x if times == 1 else jnp.repeat(x, times, axis=1)
 
 
 def gathered_embedding(table: Array) -> Array:

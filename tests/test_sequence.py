@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,7 +21,7 @@ from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import Workload, param_shapes, plan_memory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
-from smd_jax.sharding import batch_sharding, make_mesh, shard_tree, tree_shardings
+from smd_jax.sharding import batch_sharding, make_mesh, over_heads, shard_tree, split_heads, tree_shardings
 from smd_jax.testing import tiny_model_config
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
@@ -65,7 +66,7 @@ def test_an_update_by_blocks_is_the_same(block: int, monkeypatch: pytest.MonkeyP
     _, expected = updated(ONE, PLAIN)
     monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 * block)
     with jax.set_mesh(make_mesh(*HALVES)):
-        assert blocks.columns_at_once(MODEL.shape, ROWS, LENGTH) == 2 * {1: 1, 3: 3}[block]
+        assert blocks.columns_at_once(MODEL.shape, ROWS, LENGTH) == 2 * block
     assert_same_gradients(updated.__wrapped__(HALVES, PLAIN)[1], expected)
 
 
@@ -158,6 +159,19 @@ def test_an_evaluation_is_the_same():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize(
+    "update",
+    [UpdateConfig(microbatch_size=4, rows_per_prompt=4), UpdateConfig(pack_columns=32, microbatch_size=2)],
+    ids=["a prompt of four rows", "packed rows"],
+)
+def test_rows_that_the_update_puts_together(update: UpdateConfig):
+    rollout = dataclasses.replace(CONFIG.rollout, max_new_tokens=6)
+    config = dataclasses.replace(CONFIG, prompt_width=10, rollout=rollout, update=update)
+    (one,), (many,) = (run(own_loop(config, sizes=sizes), new_state(), 1)[1] for sizes in (ONE, HALVES))
+    for name in ("loss", "reward", "entropy", "grad_norm"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
 def test_rows_that_share_a_prompt():
     """Two of them: nine columns of a prompt and twice five of responses are 19, which two devices cannot share."""
     update = UpdateConfig(microbatch_size=4, rows_per_prompt=2)
@@ -192,3 +206,20 @@ def test_the_compiler_says_what_a_step_takes():
     loop = own_loop(sizes=(2, 1, 1, 2))
     found = loop_memory(loop, shard_tree(new_state(), loop.mesh))
     assert found.rollout > 0 < found.update
+
+
+def test_heads_that_do_not_nest():
+    """Six query heads over three KV heads and two devices: those are repeated, and every device has half of all."""
+    q, k = jnp.ones((1, 6, 4, 2)), jnp.arange(3.0)[None, :, None, None]
+    with jax.set_mesh(make_mesh(sequence=2)):
+        repeated = split_heads(k, 6)
+        assert repeated[0, :, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert over_heads(lambda q, k: jnp.full_like(q, k.shape[1]), q, repeated)[0, 0, 0, 0] == 3
+        assert split_heads(jnp.zeros((1, 2, 4, 2)), 6).shape[1] == 2, "two divide already"
+
+
+def test_completions_that_cannot_be_sampled_apart():
+    """Six of a step, of which the learner has three on either of two rows of devices."""
+    config = dataclasses.replace(CONFIG, prompts_per_step=3, group_size=2)
+    with pytest.raises(ValueError, match=r"divide over data \* fsdp \* sequence = 4.*got 6"):
+        own_loop(config, sizes=(2, 1, 1, 2))

@@ -39,6 +39,7 @@ FLAGS: Mapping[str, str] = {
     "minibatches": "--minibatches",
     "fsdp": "--fsdp",
     "tensor": "--tensor",
+    "sequence axis": "--sequence",
     "resume": "--resume",
     "another directory": "--output-dir",
     "visibility": "--correction",

@@ -82,6 +82,10 @@ def over_columns(
         blocks = jnp.moveaxis(x.reshape(count, x.shape[1], ways, each, *x.shape[3:]), 0, 2)
         return blocks.reshape(x.shape[1], count * size, *x.shape[3:])[:, :total]
 
+    if count == 1:
+        (block,), *rest = cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)
+        return jax.tree.map(lambda x: join(x[None]), f(params, block, *jax.tree.map(lambda x: x[0], rest)))
+
     # Once for all blocks: within the loop, every block would gather the head from the devices again.
     whole = gathered_tree(jax.tree.map(_wide, params))
 

@@ -67,7 +67,8 @@ class LoopMemory:
 
 
 def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
-    """Compiles the rollout and the update of a loop, and runs neither.
+    """Compiles the rollout and the update of a loop, and runs neither. Where the sampler reads a copy of the
+    weights, it is made.
 
     Args:
       state: as `loop.step` takes it.
@@ -82,6 +83,8 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
         sampling = _alive(loop.responder.lower(params))
     # They are no arguments of the rollout, and lie beside it all the same.
     beside = tree_bytes((state.opt_state, state.reference), loop.mesh)
+    if loop.responder.place.elsewhere:  # the sampler reads a copy
+        beside += tree_bytes(state.params, loop.mesh)
     # Under the mesh, where steps look for what was compiled.
     with jax.set_mesh(loop.mesh):
         return LoopMemory(sampling + beside, _alive(loop.lower_update(state)))

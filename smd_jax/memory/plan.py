@@ -62,7 +62,9 @@ MOST_BYTES = 64 * UNITS["TiB"]
 
 # What makes a part smaller, in the words of the library: names of options and where they are.
 MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
-ROWS_OR_SEQUENCE = "lower microbatch_size of the update, or spread columns over more devices (sequence of make_mesh)"
+ROWS_OR_SEQUENCE = (
+    "lower microbatch_size of the update, or spread columns over more devices (the sequence axis of make_mesh)"
+)
 LOWERED_BY = {
     "weights": MESH,
     "sampler_weights": MESH,
@@ -256,7 +258,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
         reference=_reference_bytes(work, params),
         trajectory=2 * trajectory if work.rollouts_ahead else trajectory,
         cache=sampler.cache(live),
-        rollout_work=_rollout_work(sampler, here, live, prefilled, one_program=decode_rows is None)
+        rollout_work=_rollout_work(sampler, -(-work.rows // ways), live, prefilled, one_program=decode_rows is None)
         + kept_gathered_bytes(params, model, work.where, mesh),
         gradients=gradients,
         activations=activations,

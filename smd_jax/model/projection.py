@@ -19,7 +19,7 @@ class Projection(nn.Dense):
     Whether there is an adapter is a matter of the variables: the same module is the base and the policy.
     """
 
-    def __call__(self, inputs: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
+    def __call__(self, inputs: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         out = super().__call__(inputs)
         if not self.has_variable(LORA, "lora_A"):
             return out

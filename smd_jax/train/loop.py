@@ -37,6 +37,7 @@ from smd_jax.processes import is_first, on_host
 from smd_jax.sampler.engine import Progress
 from smd_jax.sharding import (
     check_rows,
+    check_sampled_rows,
     check_sequence,
     gathered_shardings,
     make_mesh,
@@ -103,6 +104,7 @@ class Loop:
             # Raises if it cannot be.
             self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
         check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
+        check_sampled_rows(self.config.completions_per_step, self.mesh)
         check_sequence(self.config.columns, self.model.shape.num_heads, self.mesh)
         if self.rewards is not None:
             # It starts beside what is compiled first.

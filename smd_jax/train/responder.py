@@ -147,17 +147,21 @@ class Responder:
         """
         mesh = self.place.own_mesh
         with jax.set_mesh(mesh):
-            return self._of_shapes(rollout_program.lower, params, mesh)
+            return self._of_shapes(rollout_program.lower, params, mesh, len(self.place.feeders.teams))
 
     def shapes(self, params: Params) -> Trajectory:
         """What that rollout gives, in shapes alone; call it under the mesh."""
-        return self._of_shapes(rollout_program.eval_shape, params, self.mesh)
+        return self._of_shapes(rollout_program.eval_shape, params, self.mesh, 1)
 
-    def _of_shapes(self, run: Callable[..., Any], params: Params, mesh: Mesh) -> Any:
-        """`run` of a step's rollout in one program, with shapes in place of prompts."""
+    def _of_shapes(self, run: Callable[..., Any], params: Params, mesh: Mesh, share: int) -> Any:
+        """`run` of a step's rollout in one program, with shapes in place of prompts.
+
+        Args:
+          mesh: of the prompts. share: of how many parts of the rollout it is one.
+        """
         config = self.config
         copies = self._copies(config.prompts_per_step // len(self.place.feeders.teams), config.group_size)
-        shape = (config.prompts_per_step * copies, config.prompt_width)
+        shape = (config.prompts_per_step // share * copies, config.prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         key = jax.random.key(config.seed)
         responses = config.group_size // copies
