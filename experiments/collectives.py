@@ -4,11 +4,12 @@ Question   Which collectives do the compiled update and rollout have on meshes o
            each device send for them, and which formula do they follow?
 Command    make compile-kernels, which makes the environment; then
            .venv-compilers/bin/python experiments/collectives.py --out experiments/results/collectives.json
+           … --sequence --out experiments/results/collectives_sequence.json     columns of a row on several devices
 Cost       some minutes of compilation on two CPU cores; nothing is run, and no TPU is needed
-Result     experiments/results/collectives.json: rows `{program, mesh, devices, topology, kind, axis, where, count,
-           payload_bytes, sent_bytes}`, and formulas `{program, mesh, devices, what, axis, payload_bytes,
-           formula_bytes}`. Bytes are those of one device. `payload_bytes` is the whole array that a collective works
-           on; `sent_bytes` what a device of a ring of n sends for it:
+Result     experiments/results/collectives.json and collectives_sequence.json: rows `{program, mesh, devices, topology,
+           kind, axis, where, count, payload_bytes, sent_bytes}`, and formulas `{program, mesh, devices, what, axis,
+           payload_bytes, formula_bytes}`. Bytes are those of one device. `payload_bytes` is the whole array that a
+           collective works on; `sent_bytes` what a device of a ring of n sends for it:
 
                all-gather, reduce-scatter, all-to-all    payload (n - 1) / n
                all-reduce                                payload 2 (n - 1) / n
@@ -100,6 +101,9 @@ LAYOUTS = (
     Layout("v5p:8x8x8", 8, 16, 4),
     Layout("v5p:16x16x16", 16, 256, 1),
     Layout("v5p:16x16x16", 32, 32, 4),
+)
+# Columns of a row on several devices, in the update: a loop samples on a mesh without that axis.
+SEQUENCE_LAYOUTS = (
     Layout("v5p:2x2x2", 1, 1, 1, 8),
     Layout("v5p:2x2x2", 1, 4, 1, 2),
     Layout("v5p:2x2x2", 2, 1, 2, 2),
@@ -329,8 +333,9 @@ def kinds_of(what: str, axis: str) -> set[str]:
         return {"all-gather"}
     if what == "tokens against heads":
         return {"all-to-all"}
-    reductions = {"all-reduce", "reduce-scatter", "collective-permute"}
-    return reductions if "sequence" in axis else reductions | {"all-to-all"}
+    if "sequence" in axis:
+        return {"all-reduce", "reduce-scatter"}  # a permutation there has columns at the ends of a device's share
+    return {"all-reduce", "reduce-scatter", "collective-permute", "all-to-all"}
 
 
 def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -356,7 +361,7 @@ def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     embedding = c.vocab_size * c.hidden_size
     both = c.head_dim * (c.num_heads + c.num_kv_heads)
     found = []
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *SEQUENCE_LAYOUTS):
         ways = layout.tensor
         tokens = ROWS * (PROMPT + RESPONSE) / layout.sequence
         seen = 1 if ways == 1 else 2
@@ -370,8 +375,8 @@ def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         if layout.fsdp == 1:  # nothing is scattered
             expected["update", "gradients", "data"] = expected["update", "gradients", "fsdp"]
-            for axis in ("sequence", "data+sequence"):
-                expected["update", "gradients", axis] = expected["update", "gradients", "fsdp"]
+            axis = "sequence" if layout.data == 1 else "data+sequence"
+            expected["update", "gradients", axis] = expected["update", "gradients", "fsdp"]
         for (program, what, axis), formula in expected.items():
             payload = sum(
                 row["payload_bytes"]
@@ -379,7 +384,7 @@ def formulas(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 if (row["program"], row["mesh"], row["axis"], row["where"]) == (program, layout.name, axis, "once")
                 and row["kind"] in kinds_of(what, axis)
             )
-            if payload:
+            if payload > 2**16:  # and no scalars of a norm or a count
                 head = {"program": program, "mesh": layout.name, "devices": layout.devices}
                 found.append(
                     head | {"what": what, "axis": axis, "payload_bytes": payload, "formula_bytes": round(formula)}
@@ -391,15 +396,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=MODEL.num_layers)
     parser.add_argument("--devices", type=int, help="meshes of so many devices alone")
+    parser.add_argument("--sequence", action="store_true", help="meshes with a sequence axis alone, and the update")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
-    model = Decoder(replace(MODEL, num_layers=args.layers), remat="full", impl="xla")
+    layouts, impl = (SEQUENCE_LAYOUTS, "portable") if args.sequence else (LAYOUTS, "xla")
+    model = Decoder(replace(MODEL, num_layers=args.layers), remat="full", impl=impl)
     rows = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         if args.devices not in (None, layout.devices):
             continue
-        # Where columns are shared, a loop samples on a mesh without that axis: as data does.
-        for program in PROGRAMS if layout.sequence == 1 else ("update",):
+        for program in ("update",) if args.sequence else PROGRAMS:
             for row in rows_of(program, layout, model):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
