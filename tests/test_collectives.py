@@ -61,6 +61,17 @@ def test_groups_that_cannot_be_read():
         device_groups("%x = f32[] all-reduce(%y), replica_groups=new[1]", 8)
 
 
+def test_a_sequence_axis_follows_the_formula():
+    found = json.loads(RESULTS.with_name("collectives_sequence.json").read_text(encoding="utf-8"))
+    assert found["formulas"] == collectives.formulas(found["rows"])
+    assert {row["mesh"] for row in found["rows"]} == {layout.name for layout in collectives.SEQUENCE_LAYOUTS}
+    for row in found["formulas"]:
+        # Of the weights it is a bound: what one pass has gathered another may keep.
+        least = 0.95 if row["what"] == "weights" else 0.999
+        assert least < row["payload_bytes"] / row["formula_bytes"] < 1.001, row
+    assert sum(row["what"] == "tokens against heads" for row in found["formulas"]) == 4
+
+
 def test_what_was_found_follows_the_formula():
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert found["formulas"] == collectives.formulas(found["rows"])
