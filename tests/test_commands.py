@@ -31,7 +31,7 @@ from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
-from smd_jax.commands.limits import unused_devices
+from smd_jax.commands.limits import check_devices, unused_devices
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, task_choice
@@ -113,6 +113,10 @@ def test_adapters_take_larger_steps():
 
 def test_devices_without_work_are_named():
     assert unused_devices(8, 8) is None
+    for used in (1, 8):
+        check_devices(used, 8)
+    with pytest.raises(UserError, match=r"expected --data-parallel times .* to be 8, .*; got 4\."):
+        check_devices(4, 8)
     assert "7 of 8 devices have nothing to do" in str(unused_devices(1, 8))
 
 

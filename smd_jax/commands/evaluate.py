@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import tyro
 
 from smd_jax.commands.arguments import AttentionName, RewardArgs
 from smd_jax.commands.choices import decoder, with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
-from smd_jax.commands.limits import check_context
+from smd_jax.commands.limits import check_context, check_devices
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import parameter, rewards_of
@@ -173,6 +174,7 @@ def make_evaluator(args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate
     )
     config = EvaluationConfig(decodes, rollout, width, args.num_generations, args.batch, args.stop, args.seed)
     mesh = make_mesh(args.data_parallel, args.fsdp, args.tensor)
+    check_devices(mesh.size, jax.device_count())
     return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards), str(counts)
 
 

@@ -66,6 +66,16 @@ def without_evictions(loop: Loop) -> str | None:
     )
 
 
+def check_devices(used: int, there: int) -> None:
+    """Raises UserError for axes over some of the devices. One device, the default, is no mistake: `unused_devices` then
+    says what is idle."""
+    if 1 < used < there:
+        raise UserError(
+            f"expected --data-parallel times the other axes of the mesh to be {there}, the devices that there are; got "
+            f"{used}. To keep some of them out, hide them from JAX (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
+        )
+
+
 def unused_devices(used: int, there: int) -> str | None:
     """What to say where some devices have nothing to do; None where all have."""
     if used == there:

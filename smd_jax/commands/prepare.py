@@ -12,7 +12,7 @@ from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, Optim
 from smd_jax.commands.choices import decoder, eviction_policy, rollout_config, update_config, with_sinks
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
-from smd_jax.commands.limits import check_context
+from smd_jax.commands.limits import check_context, check_devices
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -147,6 +147,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     shared = loop_options(args, policy, tokenizer, data.width)
     device = args.device
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
+    check_devices(mesh.size, jax.device_count())
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
