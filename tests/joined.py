@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from smd_jax import processes
-from smd_jax.commands import launch, train
+from smd_jax.commands import launch, prepare, train
 from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
@@ -185,7 +185,9 @@ def command(folder: Path, out: Path, *more: str) -> None:
     words += ["--eviction", "h2o", "--distill", "none", "--learning-rate", "1e-2"]
     words += ["--fsdp", "2", "--completions-steps", "2", "--save-steps", "1", "--output-dir", str(out)]
     words += ["--eval-steps", "2", "--eval-dataset", f"{folder}/held_out.jsonl", "--eval-decode", "sampler"]
-    train.main([*words, *more])
+    # A test in one process has eight devices, six of them idle here.
+    with mock.patch.object(prepare, "check_devices", lambda used, there: None):
+        train.main([*words, *more])
 
 
 def arrays() -> dict[str, np.ndarray]:
