@@ -9,8 +9,9 @@ Question   From one policy (dense reward 0.97 at temperature 1) and the same rol
 Command    python experiments/gradients.py      (rows that are kept under runs/gradients are not made again;
                                                  --tasks, --samplers, --seeds: a part of it, --collect: the table alone)
 Cost       1.5 CPU hours for six of eleven cells, on one core of an Intel Xeon (family 6, model 167) and of an AMD EPYC
-           (family 25, model 1), and the supervised starts, which all studies share
-Result     experiments/results/gradients.json, and the tables in REPORT.md; five cells (budgets, lengths) are missing
+           (family 25, model 1); five minutes a cell of another budget or length on one of family 26, model 2; and the
+           supervised starts, which all studies share
+Result     experiments/results/gradients.json, and the tables in REPORT.md; the cell of 16 digits is missing
 
 Rows of the kind "gradient", an arm of a cell each:
 
