@@ -11,7 +11,7 @@ Command    python experiments/gradients.py      (rows that are kept under runs/g
 Cost       1.5 CPU hours for six of eleven cells, on one core of an Intel Xeon (family 6, model 167) and of an AMD EPYC
            (family 25, model 1); five minutes a cell of another budget or length on one of family 26, model 2; and the
            supervised starts, which all studies share
-Result     experiments/results/gradients.json, and the tables in REPORT.md; the cell of 16 digits is missing
+Result     experiments/results/gradients.json, and the tables in REPORT.md
 
 Rows of the kind "gradient", an arm of a cell each:
 
