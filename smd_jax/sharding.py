@@ -236,8 +236,8 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     if mesh is None or mesh.size == 1:
         return f(*arrays)
     leaves = jax.tree.leaves(arrays)
-    heads = [axes for axes in HEADS if all(x.shape[1] % _ways(axes, mesh) == 0 for x in leaves)]
-    return _apart(f, P(_rows_axes(leaves, mesh), heads[0] if heads else None), arrays)
+    heads = next((axes for axes in HEADS if all(x.shape[1] % _ways(axes, mesh) == 0 for x in leaves)), None)
+    return _apart(f, P(_rows_axes(leaves, mesh), heads), arrays)
 
 
 def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:

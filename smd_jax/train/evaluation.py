@@ -33,7 +33,6 @@ from smd_jax.process_rows import Place
 from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
-from smd_jax.sampler.params import converted
 from smd_jax.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, Task
@@ -42,6 +41,7 @@ from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade
 from smd_jax.train.loop import Loop
+from smd_jax.train.responder import sampler_copy
 from smd_jax.trajectory import Trajectory, check_finite
 
 
@@ -208,11 +208,7 @@ class Evaluator:
           params: of the model alone, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
         """
-        params = shard_tree(params, self.mesh)
-        if self.place.elsewhere:
-            with jax.set_mesh(self.mesh):
-                # Converted first, which may halve what is sent.
-                params = self.place.params(converted(self.model, params))
+        params = sampler_copy(self.model, shard_tree(params, self.mesh), self.place)
         for decode in self.config.decodes:
             yield self._run_one(params, decode, report)
 

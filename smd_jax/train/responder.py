@@ -37,6 +37,16 @@ from smd_jax.train.sharing import Told, shared
 from smd_jax.trajectory import Trajectory, check_finite
 
 
+def sampler_copy(model: LanguageModel, params: Params, place: Place) -> Params:
+    """The parameters where a sampler reads them, of those that lie on the mesh; all processes must call it."""
+    if not place.elsewhere:
+        return params
+    with jax.set_mesh(place.mesh):
+        # Converted first, which may halve what is sent.
+        params = converted(model, params)
+    return place.params(params)
+
+
 @dataclass(frozen=True)
 class Responder:
     """What draws completions for a loop. Its attributes are the loop's."""
@@ -67,12 +77,7 @@ class Responder:
 
     def sampler_copy(self, params: Params) -> Params:
         """The policy's parameters, where the sampler reads them; all processes must call it."""
-        if not self.place.elsewhere:
-            return params
-        with jax.set_mesh(self.mesh):
-            # Converted first, which may halve what is sent.
-            params = converted(self.model, params)
-        return self.place.params(params)
+        return sampler_copy(self.model, params, self.place)
 
     def graded(
         self,
