@@ -111,7 +111,7 @@ def test_table_of_rows():
 
 
 def test_the_study_has_one_pilot_seed_that_it_does_not_report():
-    grid = horizon.study(horizon.Args(tasks=("walk-16",), arms=("naive",)))
+    grid = horizon.study(horizon.Args(tasks=("walk-16",), samplers=("h2o:12+4",), arms=("naive",)))
     jobs = list(grid.pilot_jobs())
     assert [(job.learning_rate, job.seed) for job in jobs] == [(rate, 100) for rate in horizon.RATES]
     assert 100 not in horizon.SEEDS and all(job.pilot for job in jobs)
