@@ -8,9 +8,8 @@ Question   From one policy (dense reward 0.97 at temperature 1) and the same rol
            guesses about what is gone?
 Command    python experiments/gradients.py      (rows that are kept under runs/gradients are not made again;
                                                  --tasks, --samplers, --seeds: a part of it, --collect: the table alone)
-Cost       1.5 CPU hours for six of eleven cells, on one core of an Intel Xeon (family 6, model 167) and of an AMD EPYC
-           (family 25, model 1); five minutes a cell of another budget or length on one of family 26, model 2; and the
-           supervised starts, which all studies share
+Cost       2.5 CPU hours for the eleven cells of sorting and sums, on one core of an Intel Xeon (family 6, model 167)
+           and of AMD EPYCs (family 25, model 1; family 26, model 2); and the supervised starts, which all studies share
 Result     experiments/results/gradients.json, and the tables in REPORT.md
 
 Rows of the kind "gradient", an arm of a cell each:
@@ -68,12 +67,18 @@ CELLS = (
     # The same share of the keys stays: half.
     ("sorting-8", "tova-heads:7+2"),
     ("sorting-16", "tova-heads:15+2"),
+    # The horizon's, longer and longer.
+    ("walk-16", "h2o:12+4"),
+    ("walk-64", "h2o:12+4"),
+    ("walk-256", "h2o:12+4"),
 )
 # Budgets and lengths are compared by their gradients alone.
 STEPPED = tuple(cell for cell in CELLS if cell[1].endswith("11+2") or cell[0] == "sums-12")
 CONTROL = ("tova-heads:14+2", "tova-heads:11+2")  # with their full cache as well
 SEEDS = (0,)
 SIZES = GradientSizes()
+# A quarter of the prompts: a walk is up to twenty times as long. The start is the horizon's.
+WALK_SIZES = GradientSizes(reference_rollouts=256, prompts=8, start=Sizes(evaluation_rows=256))
 STEP_SIZES = StepSizes()
 QUICK = GradientSizes(
     rollouts=4, reference_rollouts=4, prompts=2, blocks=2, start=Sizes(evaluation_rows=16, dense_start=0.02)
@@ -163,7 +168,7 @@ def make_study(args: Args) -> Study:
         if unknown := sorted(set(wanted or ()) - set(there)):
             raise ValueError(f"expected {kind} of {list(there)}; got {unknown}")
     jobs = tuple(
-        Measurement(problem_of(task), sampler_of(sampler), seed, QUICK if args.quick else SIZES)
+        Measurement(problem_of(task), sampler_of(sampler), seed, QUICK if args.quick else sizes_of(task))
         for seed in args.seeds or SEEDS
         for task, sampler in CELLS
         if task in (args.tasks or tasks) and sampler in (args.samplers or samplers)
@@ -174,6 +179,10 @@ def make_study(args: Args) -> Study:
     runs = (args.runs or ROOT / "runs").absolute() / ("gradients-quick" if args.quick else "gradients")
     results = args.results or (RESULTS / "gradients.json" if whole else runs / "gradients.json")
     return Study(jobs, QUICK_STEPS if args.quick else STEP_SIZES, runs, results)
+
+
+def sizes_of(task: str) -> GradientSizes:
+    return WALK_SIZES if task.startswith("walk") else SIZES
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -5,8 +5,8 @@ Question   Weights of whole responses spread with the length; weights of single 
 Task       Walks along the edges of a graph that stands in the prompt (`study.problems.Walk`): 16 to 512 tokens, every
            step as hard as any other, and drawn, because a policy that is sure of its next token hides the mismatch.
 Start      Supervised with the full cache until 97 % of 512 steps are right at temperature 1; the same for all arms and
-           lengths of a seed. The budget is the same for all lengths. Two eviction policies: under one of them (H2O) long
-           walks stay possible.
+           lengths of a seed. The budget is the same for all lengths. Two eviction policies: under H2O long walks stay
+           possible.
 Weights    Without training (--weights): how far a dense learner is from the sampler at the start; chi-square and
            effective sample size of token weights and of the weights of whole responses, against the length, beside the
            sampler's reward so far ("sparse").
@@ -54,7 +54,7 @@ ARMS = arms_of(
         *("shadow", "shadow-anchor"),
     )
 )
-# Walks of 16 tokens begin at 0.8 to 0.9 under either. Under TOVA those of 256 begin at 0.2, below what who has forgotten
+# Walks of 16 tokens begin at 0.8 to 0.9 under either. Under TOVA those of 256 begin at 0.2, less than who has forgotten
 # the graph can guess; under H2O at 0.8.
 LENGTHS = {"tova-heads:12+4": (16, 64), "h2o:12+4": (16, 64, 256)}
 RATES = (3e-5, 1e-4, 3e-4)

@@ -57,7 +57,7 @@ def sections() -> list[Section]:
     """Of the studies that have rows, in the order in which one would ask."""
     makers: list[tuple[str, Callable[[list[Row]], Section | None]]] = [
         ("map.json", lambda rows: showdown.section(rows, *SHOWDOWN)),
-        ("map.json", cells.section),
+        ("map.json", lambda rows: cells.section(rows, read_rows(RESULTS / "horizon.json"))),
         ("choices.json", lambda rows: choices.section(rows, decisive())),
         ("gradients.json", lambda rows: gradients.section(rows, SHOWDOWN)),
         ("horizon_weights.json", horizon.weights_section),
@@ -84,20 +84,20 @@ def page() -> str:
     return "\n".join([INTRODUCTION, f"## In short\n\n{short}\n", *(part.markdown() for part in parts)])
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def map_digest() -> str:
+    """Of what the map's picture shows."""
+    return hashlib.sha256(repr(map_cells()).encode()).hexdigest()
 
 
-def pictures() -> dict[Path, Path]:
-    """Every picture, and the rows that it is of."""
-    return {RESULTS / cells.PICTURE: RESULTS / "map.json"}
+def map_cells() -> list[cells.MapCell]:
+    return cells.all_cells(*(read_rows(RESULTS / name) for name in ("map.json", "horizon.json")))
 
 
 def stale() -> list[Path]:
     """What is not as the rows say."""
     old = [] if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else [PAGE]
-    old += [picture for picture, rows in pictures().items() if rows.exists() and made_of(picture) != digest(rows)]
-    return old
+    picture = RESULTS / cells.PICTURE
+    return old + ([picture] if map_cells() and made_of(picture) != map_digest() else [])
 
 
 def made_of(picture: Path) -> str | None:
@@ -115,9 +115,8 @@ def main(args: Args) -> None:
             print(f"expected what the rows say; got something else in {names}: python experiments/report.py makes it")
             sys.exit(1)
         return
-    for picture, rows in pictures().items():
-        if rows.exists():
-            map_picture.draw(cells.cells_of(read_rows(rows)), picture, digest(rows))
+    if found := map_cells():
+        map_picture.draw(found, RESULTS / cells.PICTURE, map_digest())
     write_text(PAGE, page())
     print(PAGE.relative_to(ROOT))
 

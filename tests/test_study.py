@@ -157,6 +157,14 @@ def test_what_a_study_does_not_have(options: dict[str, Any], message: str):
         narrowed(StudyArgs(**options), [CELL])
 
 
+def test_a_task_and_a_sampler_that_no_cell_has_together():
+    other = replace(CELL, problem=RunningSums(5), sampler=sampler_of("h2o:4+1"))
+    with pytest.raises(
+        ValueError, match=r"expected a cell of \['sums-4 under tova-heads:4\+1', 'sums-5 under h2o:4\+1'\]"
+    ):
+        narrowed(StudyArgs(tasks=("sums-4",), samplers=("h2o:4+1",)), [CELL, other])
+
+
 def test_a_part_of_a_study_leaves_the_committed_rows_alone():
     whole = grid_of(StudyArgs(), "map", [CELL], (1e-4,), QUICK)
     part = grid_of(StudyArgs(seeds=(7,)), "map", [CELL], (1e-4,), QUICK)
@@ -194,6 +202,12 @@ def test_interval(values: tuple[float, ...], middle: float, half: float):
     found = estimate(values)
     assert (found.mean, found.half) == pytest.approx((middle, half), rel=1e-5)
     assert found.established == (abs(middle) > half)
+
+
+def test_two_seeds_establish_nothing():
+    """Two differences that happen to be alike have an interval of no width."""
+    assert estimate([0.5, 0.5]).half == 0 and not estimate([0.5, 0.5]).established
+    assert estimate([0.5, 0.5, 0.51]).established
 
 
 def test_one_value_has_no_interval():

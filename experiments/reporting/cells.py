@@ -14,6 +14,8 @@ from study.samplers import LEARNS_WHAT_TO_FORGET
 Kind = Literal["sparse", "dense"]
 KINDS: tuple[Kind, ...] = ("sparse", "dense")
 METHODS = ("naive", "tis", "shadow", "tis-anchor", "shadow-anchor", "mixed-50")
+# Of walks, whose rows are the horizon's.
+WALK_METHODS = ("naive", "tis", "shadow", "shadow-anchor")
 PICTURE = "map.png"
 LEAST_GAIN = 0.02
 
@@ -44,20 +46,29 @@ class MapCell:
         return difference(self.arms["shadow"], self.arms["tis"], kind)
 
 
-def cells_of(rows: Sequence[Row]) -> list[MapCell]:
-    """Those that have the start and all methods, in their order in the file."""
+def cells_of(rows: Sequence[Row], methods: Sequence[str] = METHODS) -> list[MapCell]:
+    """Those that have the start and all of the methods, in their order in the file."""
     places = dict.fromkeys((row["task"], row["policy"], row["budget"]) for row in rows if not row["pilot"])
     found = []
     for place in places:
         inside = [row for row in rows if (row["task"], row["policy"], row["budget"]) == place and not row["pilot"]]
         cell = MapCell(*place, of_arms(inside))
-        if {"untrained", *METHODS} <= cell.arms.keys():
+        if {"untrained", *methods} <= cell.arms.keys():
             found.append(cell)
     return found
 
 
-def section(rows: Sequence[Row]) -> Section:
-    cells = cells_of(rows)
+def all_cells(rows: Sequence[Row], walks: Sequence[Row]) -> list[MapCell]:
+    """Of the map's rows and of the horizon's."""
+    return cells_of(rows) + cells_of(walks, WALK_METHODS)
+
+
+def section(rows: Sequence[Row], walks: Sequence[Row] = ()) -> Section:
+    """
+    Args:
+      walks: rows of the study of the horizon.
+    """
+    cells = all_cells(rows, walks)
     lines = []
     for cell in cells:
         seeds = len(cell.arms["shadow"])
@@ -74,8 +85,9 @@ def section(rows: Sequence[Row]) -> Section:
         f"![which method is ahead in which cell](experiments/results/{PICTURE})\n\n"
         f"{table(columns, lines)}\n\n"
         f"Gains are over the start of the same seed; a field is grey where nobody gains {LEAST_GAIN:g}. Bold where the "
-        "95 % paired t interval is on one side of 0. With two seeds that interval is 12.7 standard errors wide on "
-        "either side: cells of two seeds show where to look, those of five decide. "
+        "95 % paired t interval is on one side of 0 and of three seeds or more. With two seeds that interval is 12.7 "
+        "standard errors wide on either side: cells of two seeds show where to look, the others decide. Walks are the "
+        "horizon's, which has no `tis-anchor` and no `mixed-50`. "
         + ", ".join(f"`{name}`" for name in LEARNS_WHAT_TO_FORGET)
         + " choose keys by what the parameters make of them; the others do not."
     )
@@ -87,7 +99,7 @@ def section(rows: Sequence[Row]) -> Section:
         body,
         "python experiments/map.py",
         cost(rows),
-        ("map.json",),
+        ("map.json", "horizon.json") if walks else ("map.json",),
     )
 
 
@@ -99,12 +111,13 @@ def answer(cells: Sequence[MapCell]) -> str:
         ahead = sum(lead.mean > 0 for lead in leads)
         sure = sum(lead.established and lead.mean > 0 for lead in leads)
         behind = sum(lead.established and lead.mean < 0 for lead in leads)
+        decided = sum(lead.count > 2 for lead in leads)
         largest = max(leads, key=lambda lead: lead.mean)
         smallest = min(leads, key=lambda lead: lead.mean)
         said.append(
             f"with the {'budget' if kind == 'sparse' else 'full cache'} shadow masks end above TIS in {ahead} of "
-            f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)}; the interval is above 0 in "
-            f"{sure} and below in {behind})"
+            f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)}; of the {decided} with three "
+            f"seeds or more the interval is above 0 in {sure} and below in {behind})"
         )
     kept = [cell.best("sparse") for cell in cells if cell.anybody_gains("sparse")]
     counts = ", ".join(f"`{arm}` {kept.count(arm)}" for arm in METHODS if kept.count(arm))

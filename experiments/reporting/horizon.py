@@ -21,6 +21,7 @@ def weights_section(rows: Sequence[Row]) -> Section:
             means = [mean(rows, policy, budget, length, field) for length in lengths]
             lines.append([f"{policy}, {budget} keys: {name}", *(f"{value:.3f}" for value in means)])
     ends = {length: [row["response_ess"] for row in rows if row["tokens"] == length] for length in lengths}
+    tokens = {length: [row["token_ess"] for row in rows if row["tokens"] == length] for length in lengths}
     short, long = lengths[0], lengths[-1]
     exact = max(row["shadow_max_abs_dlogp"] for row in rows)
     return Section(
@@ -29,10 +30,12 @@ def weights_section(rows: Sequence[Row]) -> Section:
         "the weights are of whole responses, and how many tokens when they are of single ones?",
         f"Effective sample sizes of whole responses fall from {min(ends[short]):.2f} … {max(ends[short]):.2f} at "
         f"{short} tokens to {min(ends[long]):.2f} … {max(ends[long]):.2f} at {long} (a single one of "
-        f"{rows[0]['responses']} would be {1 / rows[0]['responses']:.3f}); a learner that replays the masks has "
-        f"weights of 1: its log-probabilities are off by at most {exact:.1e}.",
-        "Walks along the edges of a graph in the prompt, at the start, mean over the seeds: effective sample size as a "
-        "share of all responses, and of all tokens.\n\n"
+        f"{rows[0]['responses']} would be {1 / rows[0]['responses']:.3f}), and of tokens from "
+        f"{min(tokens[short]):.2f} … {max(tokens[short]):.2f} to {min(tokens[long]):.2f} … {max(tokens[long]):.2f}; a "
+        f"learner that replays the masks has weights of 1: its log-probabilities are off by at most {exact:.1e}.",
+        "Walks along the edges of a graph in the prompt, at the start, mean over the seeds: effective sample size "
+        "(ESS), as a share of all responses, and of all tokens. χ² of weights whose mean is 1 is 1 / ESS − 1; the "
+        "plain estimate is in the rows, and means nothing once a few responses carry all weight.\n\n"
         + table(["sampler", *(f"{length} tokens" for length in lengths)], lines),
         "python experiments/horizon.py --weights",
         f"minutes, {machines(rows)}",
@@ -49,36 +52,68 @@ def mean(rows: Sequence[Row], policy: str, budget: int, length: int, field: str)
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """Of trained rewards."""
+    """Of trained rewards: a table for each sampler."""
     reported = [row for row in rows if not row["pilot"]]
-    tasks = sorted({row["task"] for row in reported}, key=length_of)
-    by_task = {task: of_arms([row for row in reported if row["task"] == task]) for task in tasks}
-    names = [name for name in by_task[tasks[0]] if all(name in arms for arms in by_task.values())]
-    lines = []
-    for name in sorted(names, key=lambda name: name != "untrained"):
-        numbers = []
-        for arms in by_task.values():
-            for kind in KINDS:
-                start = name == "untrained"
-                found = mean_of(arms[name], kind) if start else difference(arms[name], arms["untrained"], kind)
-                numbers.append(f"{found.mean:.3f}" if start else signed(found))
-        lines.append([f"`{name}`", *numbers])
-    leads = [plain(difference(arms["shadow"], arms["tis"], "sparse")) for arms in by_task.values()]
-    said = ", ".join(f"{lead} at {length_of(task)} tokens" for lead, task in zip(leads, tasks, strict=True))
-    columns = ["arm", *(f"{length_of(task)} tokens, {kind}" for task in tasks for kind in KINDS)]
-    some = of_arms(reported)["shadow"][0]
+    parts, said = [], []
+    for sampler in dict.fromkeys((row["policy"], row["budget"], row["buffer"]) for row in reported):
+        inside = [row for row in reported if (row["policy"], row["budget"], row["buffer"]) == sampler]
+        by_length = {
+            length_of(task): of_arms([row for row in inside if row["task"] == task])
+            for task in sorted({row["task"] for row in inside}, key=length_of)
+        }
+        # A study that goes on has lengths of which some arms are still missing.
+        by_length = {length: arms for length, arms in by_length.items() if arms.keys() >= NEEDED}
+        if by_length:
+            policy, budget, buffer = sampler
+            parts.append(f"{policy}, {budget} + {buffer} keys:\n\n{of_sampler(by_length)}")
+            said.append(f"under {policy} {sentence(by_length)}")
+    text = "; ".join(said) + "."
     return Section(
         "The horizon",
         "The same task at the same difficulty per token, longer and longer, under the same budget: what do weights of "
         "tokens and of responses cost in reward, and what does replay?",
-        f"Under the budget shadow masks end above TIS by {said}.",
-        f"Walks; {some['policy']}, {some['budget']} + {some['buffer']} keys. The first line is the start; the others "
-        "are gains over it, paired by seed, with 95 % t intervals, bold where they are on one side of 0.\n\n"
-        + table(columns, lines),
+        f"With the budget shadow masks end from TIS, {text}",
+        "Walks. The first line is the start; the others are gains over it, paired by seed, with 95 % t intervals, bold "
+        "where they are on one side of 0.\n\n" + "\n\n".join(parts),
         "python experiments/horizon.py",
         cost(rows),
         ("horizon.json",),
     )
+
+
+NEEDED = {"untrained", "tis", "shadow", "shadow-anchor"}
+
+
+def of_sampler(by_length: dict[int, dict[str, list[Row]]]) -> str:
+    """Gains of every arm at every length."""
+    names = dict.fromkeys(name for arms in by_length.values() for name in arms)
+    lines = []
+    for name in sorted(names, key=lambda name: name != "untrained"):
+        numbers = []
+        for arms in by_length.values():
+            for kind in KINDS:
+                if name not in arms:
+                    numbers.append("–")
+                elif name == "untrained":
+                    numbers.append(f"{mean_of(arms[name], kind).mean:.3f}")
+                else:
+                    numbers.append(signed(difference(arms[name], arms["untrained"], kind)))
+        lines.append([f"`{name}`", *numbers])
+    return table(["arm", *(f"{length} tokens, {kind}" for length in by_length for kind in KINDS)], lines)
+
+
+def sentence(by_length: dict[int, dict[str, list[Row]]]) -> str:
+    """The leads of shadow masks, and what they cost with the full cache where the walks are longest."""
+    leads = [
+        f"{plain(difference(arms['shadow'], arms['tis'], 'sparse'))} at {length} tokens"
+        for length, arms in by_length.items()
+    ]
+    longest = max(by_length)
+    paid = " and ".join(
+        f"{plain(difference(by_length[longest][name], by_length[longest]['untrained'], 'dense'))} with {who}"
+        for name, who in (("shadow", "shadow masks alone"), ("shadow-anchor", "a frozen teacher beside them"))
+    )
+    return f"by {', '.join(leads)} (beside the start the full cache's reward moves by {paid} at {longest})"
 
 
 def length_of(task: str) -> int:

@@ -15,10 +15,10 @@ ORDER = ("untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor")  
 def mismatch_section(rows: Sequence[Row]) -> Section:
     """Before any training."""
     off = [row for row in rows if row["kind"] == "mismatch"]
+    lengths = sorted({part["tokens"] for row in off for part in row["by_length"]})
     lines = []
     for row in off:
         by_length = {part["tokens"]: part["response_ess"] for part in row["by_length"]}
-        ends = min(by_length), max(by_length)
         lines.append(
             [
                 f"{row['policy']}, {row['budget']} keys" + (", with examples" if row["examples"] else ""),
@@ -27,7 +27,7 @@ def mismatch_section(rows: Sequence[Row]) -> Section:
                 f"{row['p999_abs_dlogp']:.2f}",
                 f"{row['shadow_max_abs_dlogp']:.1e}",
                 f"{row['token_ess']:.2f}",
-                *(f"{by_length[end]:.2f}" for end in ends),
+                *(f"{by_length[length]:.2f}" if length in by_length else "–" for length in lengths),
             ]
         )
     worst = max(off, key=lambda row: row["mean_abs_dlogp"])
@@ -39,7 +39,7 @@ def mismatch_section(rows: Sequence[Row]) -> Section:
         "99.9th percentile",
         "largest with shadow masks",
     ]
-    columns += ["ESS of tokens", "of responses, shortest prefix", "whole responses"]
+    columns += ["ESS of tokens", *(f"of responses, {length} tokens" for length in lengths)]
     return Section(
         "A real model, before training",
         "SmolLM2-135M-Instruct answers GSM8K's questions under a budget. How far is a dense learner from the sampler, "
@@ -65,7 +65,8 @@ def accuracy(rows: Sequence[Row]) -> str:
         budget = "full cache" if row["budget"] is None else f"{row['policy']}, {row['budget']} keys"
         lines.append([budget, *ways])
     return (
-        "\n\nSums of two or three digits, share right and its 95 % interval:\n\n"
+        "\n\nWhat a budget costs in right answers, where the model half knows them: sums of two or three digits, share "
+        "right and its 95 % interval.\n\n"
         + table(["sampler", "temperature 1", "greedy"], lines)
         + "\n\nSnapKV's window is 16 here: with as many keys it keeps the end of the prompt and nothing else."
     )
@@ -93,9 +94,14 @@ def section(rows: Sequence[Row]) -> Section | None:
         " ".join(said) or "Not all arms are there yet.",
         "\n\n".join(parts),
         "python experiments/real_model.py",
-        f"not recorded, {machines(rows)}",
+        f"{training_hours(rows):.1f} hours of rollouts and updates, pilots included, on a core each; evaluations not "
+        f"recorded; {machines(rows)}",
         ("real_model.json",),
     )
+
+
+def training_hours(rows: Sequence[Row]) -> float:
+    return sum(point.get("step_time", 0.0) for row in rows for point in row.get("curve", ())) / 3600
 
 
 def cell(policy: str, reported: dict[str, list[Row]]) -> str:
@@ -105,7 +111,7 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
         rate = found[0]["learning_rate"]
         cells: list[Any] = [f"`{name}`", len(found), "" if rate is None else f"{rate:g}"]
         for kind in DECODINGS:
-            cells.append(f"{mean_of(found, kind).mean:.3f}")
+            cells.append(of_seeds(found, kind))
         against = "untrained" if "untrained" in reported else name
         cells += [
             signed(gain(found, reported[against], kind)) if name != against else "" for kind in ("sparse", "dense")
@@ -123,9 +129,18 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
     return (
         f"{some['task']}, {policy} with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
         f"{gone}. {some['evaluation_rows']} held-out sums, of "
-        "which a share of 0.3 has a standard error of 0.05. With two seeds an interval is 12.7 standard errors wide on "
-        "either side.\n\n" + table(columns, lines)
+        "which a share of 0.3 has a standard error of 0.05. Means, and in brackets the seeds one by one: with two of "
+        "them an interval is 12.7 standard errors wide on either side, or of no width where they happen to be alike. "
+        "Gains are over the one start, whose own error is in none of the intervals.\n\n" + table(columns, lines)
     )
+
+
+def of_seeds(rows: Sequence[Row], kind: str) -> str:
+    """ "0.266 (0.281, 0.250)": a mean, and what it is of."""
+    mean = f"{mean_of(rows, kind).mean:.3f}"
+    if len(rows) == 1:
+        return mean
+    return f"{mean} ({', '.join(f'{row[kind]:.3f}' for row in sorted(rows, key=lambda row: row['seed']))})"
 
 
 def gain(ours: Sequence[Row], start: Sequence[Row], kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 from reporting.page import Section, cost, difference, mean_of, of_arms, plain, signed, table
 from study.arms import ARMS
@@ -45,9 +46,11 @@ def section(rows: Sequence[Row], task: str, policy: str, budget: int) -> Section
         found = reported[name]
         rate = "" if name == "untrained" else f"{found[0]['learning_rate']:g}"
         values = (mean_of(found, kind).mean for kind in DECODINGS)
+        apart = [row[APART] for row in found if APART in row]
+        values = [*(f"{value:.3f}" for value in values), f"{mean(apart):.1e}" if apart else ""]
         against = [signed(difference(found, reported["tis"], kind)) if name != "tis" else "" for kind in SPARSE_DENSE]
-        lines.append([f"`{name}`: {SAYS[name]}", rate, *(f"{value:.3f}" for value in values), *against])
-    columns = ["arm", "rate", "sparse", "dense", "sparse greedy", "dense greedy"]
+        lines.append([f"`{name}`: {SAYS[name]}", rate, *values, *against])
+    columns = ["arm", "rate", "sparse", "dense", "sparse greedy", "dense greedy", "largest Δ log p"]
     columns += [f"{kind} − TIS" for kind in ("sparse", "dense")]
     gain = difference(reported["shadow"], reported["tis"], "sparse")
     loss = difference(reported["shadow"], reported["tis"], "dense")
@@ -62,7 +65,8 @@ def section(rows: Sequence[Row], task: str, policy: str, budget: int) -> Section
     body = (
         f"Sorting 12 digits; every head keeps {budget} + 2 of up to 26 keys ({policy}). Seeds {seeds}, rates chosen on "
         "others. Rewards at the end, at temperature 1 unless greedy; differences paired by seed, with 95 % t "
-        "intervals, bold where they are on one side of 0.\n\n" + table(columns, lines)
+        "intervals, bold where they are on one side of 0. *Largest Δ log p*: of any token of a rollout between sampler "
+        "and learner, nats, mean over rollouts and seeds.\n\n" + table(columns, lines)
     )
     return Section(
         "All arms on one task",
@@ -77,3 +81,4 @@ def section(rows: Sequence[Row], task: str, policy: str, budget: int) -> Section
 
 
 SPARSE_DENSE = ("sparse", "dense")
+APART = "sampling/sampling_logp_difference/max"

@@ -87,6 +87,11 @@ def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
         arms = cell.arms if args.arms is None else tuple(arm for arm in cell.arms if arm.name in args.arms)
         if arms:
             found.append(replace(cell, arms=arms, seeds=args.seeds or cell.seeds))
+    if not found:
+        there = [f"{cell.problem.label} under {cell.sampler.label}" for cell in cells]
+        raise ValueError(
+            f"expected a cell of {there}; got tasks {args.tasks} with samplers {args.samplers} and arms {args.arms}"
+        )
     return found
 
 

@@ -19,8 +19,9 @@ class Estimate(NamedTuple):
 
     @property
     def established(self) -> bool:
-        """Whether the interval holds 0 on neither side: the sign of a difference is known."""
-        return abs(self.mean) > self.half  # false for NaN
+        """Whether the sign of a difference is known: the interval does not hold 0, and is of three seeds or more. Two
+        differences that happen to be alike have an interval of no width."""
+        return self.count > 2 and abs(self.mean) > self.half
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" if math.isnan(self.half) else f"{self.mean:.3f} ± {self.half:.3f}"
