@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from smd_jax.cache.slots import select
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget
+from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget, check_policy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
@@ -470,3 +470,19 @@ def test_missing_statistics_are_named():
         SnapKV(window=5).score(other)
     with pytest.raises(TypeError, match="Dense has no score"):
         Dense().score(bare)
+
+
+def test_a_class_in_place_of_a_policy():
+    with pytest.raises(TypeError, match=r"expected an eviction policy, an instance.*H2O'>: H2O\(\)\?"):
+        check_policy(H2O)
+
+
+@dataclass(frozen=True)
+class ForgetsHeads(EvictionPolicy):
+    def score(self, view: CacheView) -> Any:
+        return view.positions[:, 0].astype(jnp.float32)
+
+
+def test_scores_of_another_shape_are_named():
+    with pytest.raises(ValueError, match=r"expected ForgetsHeads.score to give \[rows, kv_heads, slots\] = .*; got \["):
+        run_one_layer(ForgetsHeads(), 9, 3)

@@ -124,9 +124,7 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
         importlib.reload(smd_jax.commands)
     monkeypatch.undo()
     importlib.reload(smd_jax.commands)
-    assert (
-        end.value.code == 2 and "need tyro, not installed here: pip install 'smd_jax[train]'" in capsys.readouterr().err
-    )
+    assert end.value.code == 2 and "need tyro, not installed here: pip install -e '.[train]'" in capsys.readouterr().err
 
 
 def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -90,7 +90,7 @@ def test_missing_extras_are_named():
             f"from smd_jax.monitor.{module} import {called}; {called}('absent')"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert f"{package}: pip install smd_jax[train]" in done.stderr
+        assert f"{package}: pip install -e '.[train]'" in done.stderr
 
 
 # --- TensorBoard

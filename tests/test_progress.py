@@ -164,7 +164,7 @@ def test_small_numbers_keep_their_digits():
 def test_missing_extra_is_named():
     code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.monitor.plots"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "smd_jax.monitor.plots needs matplotlib; install it with: pip install smd_jax[train]" in done.stderr
+    assert "smd_jax.monitor.plots needs matplotlib; install it with: pip install -e '.[train]'" in done.stderr
 
 
 def test_the_library_itself_needs_neither():

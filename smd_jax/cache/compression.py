@@ -131,6 +131,7 @@ class Compression:
             seen = self._within_window(cache, progress)
             view = self._view(seen, progress, number, parameters)
             scores = self.policy.score(view)
+            _check_scores(self.policy, scores, view)
             kept, gone = kv_cache.select(scores, seen.valid, self.budget)
             if self.policy.gate is not None:
                 gone = _lowest_first(scores, seen.valid, gone)
@@ -177,6 +178,16 @@ class Compression:
             budget=self.budget,
             declared=cache.statistics,
             parameters=parameters,
+        )
+
+
+def _check_scores(policy: EvictionPolicy, scores: Any, view: CacheView) -> None:
+    """Raises ValueError for scores that are not one number a slot; while the program is traced."""
+    expected = view.valid.shape
+    if jnp.shape(scores) != expected:
+        raise ValueError(
+            f"expected {type(policy).__name__}.score to give [rows, kv_heads, slots] = {list(expected)}; got "
+            f"{list(jnp.shape(scores))}"
         )
 
 

@@ -10,5 +10,5 @@ from importlib.util import find_spec
 _missing = [name for name in ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib") if find_spec(name) is None]
 if _missing:
     needed = ", ".join(_missing)
-    print(f"the commands of smd_jax need {needed}, not installed here: pip install 'smd_jax[train]'", file=sys.stderr)
+    print(f"the commands of smd_jax need {needed}, not installed here: pip install -e '.[train]'", file=sys.stderr)
     raise SystemExit(2)

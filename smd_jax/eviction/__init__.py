@@ -7,6 +7,9 @@ so that one written outside of the library is as good as these. What it needs to
 
 from smd_jax.eviction.base import CacheView as CacheView
 from smd_jax.eviction.base import EvictionPolicy as EvictionPolicy
+from smd_jax.eviction.base import at_least_float32 as at_least_float32
+from smd_jax.eviction.base import newest_slots as newest_slots
+from smd_jax.eviction.base import protect as protect
 from smd_jax.eviction.statistics import CacheShape as CacheShape
 from smd_jax.eviction.statistics import Observation as Observation
 from smd_jax.eviction.statistics import Statistic as Statistic

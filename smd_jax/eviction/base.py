@@ -110,7 +110,8 @@ class EvictionPolicy:
 
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects."""
+    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects, TypeError for what is none."""
+    check_policy(policy)
     # Layer by layer, because a policy may give each its own budget, and protect a share of it.
     for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
         needed = max(policy.protected(size), 1)
@@ -119,6 +120,13 @@ def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
                 f"expected a budget of at least {needed} keys (sinks + window that {policy} protects); "
                 f"got {size} in layer {layer} (budget {budget})"
             )
+
+
+def check_policy(policy: object) -> None:
+    """Raises TypeError for what is no eviction policy, such as a class of them."""
+    if not isinstance(policy, EvictionPolicy):
+        hint = f": {policy.__name__}()?" if isinstance(policy, type) else ""
+        raise TypeError(f"expected an eviction policy, an instance of an EvictionPolicy; got {policy!r}{hint}")
 
 
 def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
@@ -134,7 +142,7 @@ def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
         raise ValueError(f"expected {type(policy).__name__}.{field} from 0 to 1, because it is a share; got {value}")
 
 
-def newest(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
+def newest_slots(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
     """The `count` newest slots."""
     slots = view.keys.shape[2]
     # Slots are in column order, so the newest keys are the last, in every row and head alike.
@@ -148,6 +156,6 @@ def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
     return jnp.where(protected, jnp.inf, scores)
 
 
-def wide(x: Float[Array, ...]) -> Float[Array, ...]:
+def at_least_float32(x: Float[Array, ...]) -> Float[Array, ...]:
     """The same numbers in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, check_share, newest, protect, wide
+from smd_jax.eviction.base import (
+    CacheView,
+    EvictionPolicy,
+    Scores,
+    at_least_float32,
+    check_at_least,
+    check_share,
+    newest_slots,
+    protect,
+)
 from smd_jax.eviction.statistics import NewestQueries, ReceivedAttention
 from smd_jax.typed_fields import check_types
 from smd_kernels.reference import masked_softmax
@@ -27,8 +36,8 @@ def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch
     batch, heads, count, head_dim = queries.shape
     kv_heads = view.keys.shape[1]
     # float32 for both factors: in bfloat16 keys of nearly equal score would tie, and ties keep the older.
-    grouped = wide(queries).reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
-    return jnp.einsum("bhgwd,bhsd->bhgws", grouped, wide(view.keys)) * head_dim**-0.5
+    grouped = at_least_float32(queries).reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
+    return jnp.einsum("bhgwd,bhsd->bhgws", grouped, at_least_float32(view.keys)) * head_dim**-0.5
 
 
 def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
@@ -123,7 +132,7 @@ class H2O(EvictionPolicy):
         return int(budget * self.recent)
 
     def score(self, view: CacheView) -> Scores:
-        return protect(view.statistic(ReceivedAttention()), newest(view, self.protected(view.budget)))
+        return protect(view.statistic(ReceivedAttention()), newest_slots(view, self.protected(view.budget)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +189,7 @@ class SnapKV(EvictionPolicy):
 
     def score(self, view: CacheView) -> Scores:
         weights = window_weights(view, NewestQueries(self.window))
-        recent = newest(view, self.window)
+        recent = newest_slots(view, self.window)
         # The window is kept anyway. Its keys give nothing to their neighbours, as if they lay outside of what is
         # pooled.
         votes = jnp.where(recent, 0.0, weights.sum(3).mean(2))
@@ -193,9 +202,12 @@ class RKV(EvictionPolicy):
 
     Z = weight * I - (1 - weight) * R over the keys outside the window.
     I: max-pooled (kernel 7) mean over the window's queries of a softmax over those keys, scores reduced by their
-    maximum over the group. R: softmax of each key's mean cosine similarity to all keys, where every key first forgets
-    the newest key that is more similar to it than `threshold`. A key without any such forgets none; the authors' code
-    then forgets the similarity to the very first key of the cache (the index of the maximum over no entries is 0).
+    maximum over the group.
+    R: sim[j, s] = cos(k_j, k_s), 0 where j = s. For each j, sim[j, s] = 0 at the newest s with sim[j, s] > threshold.
+    Then R_s = softmax_s(mean_j sim[j, s]).
+
+    Where no s passes the threshold, nothing is set to 0 here. The authors' code then sets sim[j, 0] to 0, because its
+    argmax over no entries is 0.
     """
 
     window: int = 8
@@ -217,7 +229,7 @@ class RKV(EvictionPolicy):
         return self.window
 
     def score(self, view: CacheView) -> Scores:
-        recent = newest(view, self.window)
+        recent = newest_slots(view, self.window)
         candidates = view.valid & ~recent
         combined = self.weight * self._importance(view, candidates) - (1 - self.weight) * self._redundancy(view)
         return protect(combined, recent)
@@ -235,7 +247,7 @@ class RKV(EvictionPolicy):
         return pool(jnp.where(candidates, mean, -jnp.inf), self.kernel, "max")
 
     def _redundancy(self, view: CacheView) -> Scores:
-        unit = wide(view.keys)
+        unit = at_least_float32(view.keys)
         # An empty slot may hold a key of zeros, and 0 / 0 would be NaN.
         unit = unit / (jnp.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
         # Pairs of two different live keys: the similarity of a key to itself says nothing.
@@ -254,7 +266,7 @@ class KeyDiff(EvictionPolicy):
     """KeyDiff (arXiv:2504.15364): s_j = -cos(k_j, mean of the normalised keys); keeps keys unlike the average."""
 
     def score(self, view: CacheView) -> Scores:
-        keys = wide(view.keys)
+        keys = at_least_float32(view.keys)
         # The floor, that of torch's `normalize`, is for empty slots, which may hold zeros.
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
         count = jnp.maximum(view.valid.sum(-1), 1)[:, :, None, None]
@@ -269,7 +281,7 @@ class Knorm(EvictionPolicy):
     """Key norm (arXiv:2406.11430): s_j = -||k_j||."""
 
     def score(self, view: CacheView) -> Scores:
-        return -jnp.linalg.norm(wide(view.keys), axis=-1)
+        return -jnp.linalg.norm(at_least_float32(view.keys), axis=-1)
 
 
 @dataclass(frozen=True)

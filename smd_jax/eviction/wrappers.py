@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest, protect
+from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest_slots, protect
 from smd_jax.eviction.statistics import Statistic
 from smd_jax.typed_fields import check_types
 
@@ -50,7 +50,7 @@ class Protect(_Wrapper):
         return self.inner.protected(budget) + self.sinks + self.recent
 
     def score(self, view: CacheView) -> Scores:
-        return protect(self.inner.score(view), (view.positions < self.sinks) | newest(view, self.recent))
+        return protect(self.inner.score(view), (view.positions < self.sinks) | newest_slots(view, self.recent))
 
 
 @dataclass(frozen=True)

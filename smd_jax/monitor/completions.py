@@ -90,7 +90,7 @@ class CompletionsLog:
         try:
             import pyarrow.parquet  # noqa: F401 - what is missing is said now, not after a rollout
         except ImportError as error:
-            raise ImportError("completions as parquet need pyarrow: pip install smd_jax[train]") from error
+            raise ImportError("completions as parquet need pyarrow: pip install -e '.[train]'") from error
         self._folder = Path(directory) / "completions"
         self._tokenizer = tokenizer
         self._every = every

@@ -1,7 +1,7 @@
 """Pictures of a run: its training curves, and what one head could see.
 
 Drawn with matplotlib's object interface on the Agg canvas: no window, no global state. Needs `matplotlib`:
-`pip install smd_jax[train]`. The library itself never imports this module.
+`pip install -e '.[train]'`. The library itself never imports this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("smd_jax.monitor.plots needs matplotlib; install it with: pip install smd_jax[train]") from error
+    raise ImportError("smd_jax.monitor.plots needs matplotlib; install it with: pip install -e '.[train]'") from error
 
 History = Sequence[Mapping[str, Any]]
 Curve = tuple[np.ndarray, np.ndarray]

@@ -1,6 +1,6 @@
 """Pictures for papers and notebooks: the curves of many runs with intervals, and the lives of one completion's keys.
 
-Needs `matplotlib`: `pip install smd_jax[train]`. The library itself never imports this module.
+Needs `matplotlib`: `pip install -e '.[train]'`. The library itself never imports this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 except ImportError as error:
-    raise ImportError("pictures of runs need matplotlib: pip install smd_jax[train]") from error
+    raise ImportError("pictures of runs need matplotlib: pip install -e '.[train]'") from error
 
 COLUMNS = 4  # of panels
 # The page's own colours: short lives to long ones, and keys that stayed.

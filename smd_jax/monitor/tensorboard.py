@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard. Needs `tensorboardX`: `pip install smd_jax[train]`."""
+"""Metrics for TensorBoard. Needs `tensorboardX`: `pip install -e '.[train]'`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorBoardLogger:
         try:
             import tensorboardX.event_file_writer  # noqa: F401 - what is missing is said now, not after a rollout
         except ImportError as error:
-            raise ImportError("TensorBoard's files need tensorboardX: pip install smd_jax[train]") from error
+            raise ImportError("TensorBoard's files need tensorboardX: pip install -e '.[train]'") from error
         self._folder = Path(directory) / "tensorboard"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None

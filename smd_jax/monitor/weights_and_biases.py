@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases. Needs `wandb`: `pip install smd_jax[train]`."""
+"""Metrics for Weights & Biases. Needs `wandb`: `pip install -e '.[train]'`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WandbLogger:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("Weights & Biases needs wandb: pip install smd_jax[train]") from error
+            raise ImportError("Weights & Biases needs wandb: pip install -e '.[train]'") from error
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._file = directory / "wandb.json"

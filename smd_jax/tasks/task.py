@@ -85,7 +85,7 @@ class MissingExtraError(ImportError):
 
 def missing_extra(package: str) -> MissingExtraError:
     """The error of a task whose package is an extra."""
-    return MissingExtraError(f"this task needs {package}, which is not installed: pip install smd_jax[train]")
+    return MissingExtraError(f"this task needs {package}, which is not installed: pip install -e '.[train]'")
 
 
 def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
