@@ -16,8 +16,9 @@ Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every length, the best mean 
 Command    python experiments/horizon.py --weights
            python experiments/horizon.py [--tasks walk-64] [--arms …] [--seeds …] [--minutes …] [--workers 1]
            Runs that have ended are kept, and not made again when the study goes on. --collect prints the table.
-Cost       0.6 CPU hours for the 114 runs of 16 and 64 tokens, on one core of an Intel Xeon (family 6, model 207), and a
-           start about 4 CPU minutes; those of 256 tokens have not been run
+Cost       0.6 CPU hours for the 114 runs of 16 and 64 tokens under TOVA, on one core of an Intel Xeon (family 6, model
+           207); 3 for the 171 of 16, 64 and 256 tokens under H2O, on one of an AMD EPYC (family 25, model 1), which
+           takes about 15, 40 and 130 seconds for a run. A start is about 4 CPU minutes
 Result     experiments/results/horizon_weights.json, a row per sampler, seed and length;
            experiments/results/horizon.json, a row a run, the pilot's included
 """
@@ -56,7 +57,7 @@ ARMS = arms_of(
 )
 # Walks of 16 tokens begin at 0.8 to 0.9 under either. Under TOVA those of 256 begin at 0.2, less than who has forgotten
 # the graph can guess; under H2O at 0.8.
-LENGTHS = {"tova-heads:12+4": (16, 64), "h2o:12+4": (16, 64, 256)}
+LENGTHS = {"tova-heads:12+4": (16, 64), "h2o:12+4": (16, 64, 256, 512)}
 RATES = (3e-5, 1e-4, 3e-4)
 SEEDS = (0, 1, 2)
 SIZES = Sizes(rollouts=60, prompts=16, group=8, evaluate_every=30, evaluation_rows=256)

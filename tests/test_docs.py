@@ -208,8 +208,9 @@ def test_quoted_intervals_come_from_the_rows(page: Path):
     arms = [row for row in rows if not row["pilot"] and (row["task"], row["policy"], row["budget"]) == place]
     known = differences(quickstart, ("correction", "distill", "learning_rate")) | differences(arms, ("arm",))
     walks = json.loads((RESULTS / "horizon.json").read_text(encoding="utf-8"))
-    for task in {row["task"] for row in walks}:
-        known |= differences([row for row in walks if row["task"] == task and not row["pilot"]], ("arm",))
+    for cell in {(row["task"], row["policy"]) for row in walks}:
+        inside = [row for row in walks if (row["task"], row["policy"]) == cell and not row["pilot"]]
+        known |= differences(inside, ("arm",))
     real = json.loads((RESULTS / "real_model.json").read_text(encoding="utf-8"))
     real = [row for row in real if not row["pilot"] and row["finished"] and row["policy"] == "snapkv"]
     for decoding in ("sparse", "dense", "sparse_greedy", "dense_greedy"):
