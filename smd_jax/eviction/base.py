@@ -110,7 +110,7 @@ class EvictionPolicy:
 
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if some layer's budget cannot hold the keys that `policy` protects, TypeError for what is none."""
+    """Raises ValueError if a layer cannot hold the keys that `policy` protects, TypeError for what is no policy."""
     check_policy(policy)
     # Layer by layer, because a policy may give each its own budget, and protect a share of it.
     for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
