@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -304,6 +305,12 @@ def test_a_sharding_that_does_not_fit_is_no_damage(tmp_path):
         checkpoint.restore(tmp_path, like, config=CONFIG)
 
 
+def empty(folder: Path, but: Sequence[str]):
+    for path in folder.iterdir():
+        if path.name not in but:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def truncate_all(folder: Path):
     for file in damageable_files(folder):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -328,6 +335,61 @@ def test_the_newest_that_can_be_read(tmp_path, checksums):
     # Another configuration is no damage: it is refused, not passed over.
     with pytest.raises(checkpoint.OtherConfigError, match="budgets.1"):
         checkpoint.restore_newest(tmp_path, like, config=dataclasses.replace(CONFIG, budgets=(4, 9)))
+
+
+@pytest.mark.parametrize("left", [(), ("_CHECKPOINT_METADATA",), ("_CHECKPOINT_METADATA", "checksums.json.tmp")])
+def test_an_emptied_checkpoint_beside_one_of_ours_is_damaged(tmp_path, left):
+    """As a process leaves it that is killed while it deletes, or a power cut."""
+    for step in (3, 6, 9):
+        save(tmp_path, step)
+    for step in (6, 9):
+        (tmp_path / str(step) / "checksums.json").rename(tmp_path / str(step) / "checksums.json.tmp")
+        empty(tmp_path / str(step), but=left)
+    restored = checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
+    assert restored.step == 3
+    assert restored.damaged == tuple(
+        f"checkpoint {step} in {tmp_path} cannot be read: expected state and meta; got {list(left)}. Steps {others} "
+        "remain: choose one with step=..."
+        for step, others in ((9, [3, 6]), (6, [3, 9]))
+    )
+    assert checkpoint.saved_config(tmp_path) == to_jsonable(CONFIG)
+    assert checkpoint.discard_after(tmp_path, 3) == [6, 9]
+    save(tmp_path, 6)
+    assert checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG).step == 6
+
+
+def test_a_delete_that_was_cut_off_anywhere(tmp_path):
+    origin = tmp_path / "origin"
+    for step in (3, 6):
+        save(origin, step, {"x": jnp.float32(step)})
+    # In the order in which shutil.rmtree goes: what is in a folder before the folder.
+    doomed = [Path(at) / name for at, _, files in os.walk(origin / "6", topdown=False) for name in (*files, "")]
+    assert len(doomed) > 10
+    for count in range(1, len(doomed)):  # all of them: then there is no step 6
+        directory = tmp_path / str(count)
+        shutil.copytree(origin, directory)
+        for path in doomed[:count]:
+            target = directory / path.relative_to(origin)
+            target.rmdir() if target.is_dir() else target.unlink()
+        restored = checkpoint.restore_newest(directory, {"x": jnp.float32(0)}, config=CONFIG)
+        assert (restored.step, len(restored.damaged)) == (3, 1), f"after {count} of {len(doomed)}"
+
+
+@pytest.mark.parametrize("left", [(), ("_CHECKPOINT_METADATA",)])
+def test_an_emptied_checkpoint_with_none_of_ours_beside_it_is_refused(tmp_path, left):
+    """Nothing says that it ever was one of ours."""
+    save(tmp_path, 6)
+    empty(tmp_path / "6", but=left)
+    (tmp_path / "3" / "default").mkdir(parents=True)
+    with pytest.raises(checkpoint.OtherFormatError, match=r"expected a checkpoint of smd_jax at .*6, with state and"):
+        checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
+
+
+def test_a_checkpoint_of_somebody_else_beside_ours_is_refused(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / "6" / "default").mkdir(parents=True)
+    with pytest.raises(checkpoint.OtherFormatError, match=r"got \['default'\]"):
+        checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
 
 
 def test_no_checkpoint_can_be_read(tmp_path):

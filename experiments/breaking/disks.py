@@ -53,6 +53,16 @@ def delete_a_file(directory: Path, rng: random.Random) -> None:
     some_file(directory, rng).unlink()
 
 
+def empty(directory: Path, rng: random.Random) -> None:
+    """As a process leaves it that is killed while it deletes: nothing is left, or only orbax's own file."""
+    left = rng.choice([(), ("_CHECKPOINT_METADATA",)])
+    for path in (directory / CHECKPOINTS / "6").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in left:
+            path.unlink()
+
+
 def cut_off_without_checksums(directory: Path, rng: random.Random) -> None:
     """As after a power cut: the newest files never came to the disk."""
     folder = directory / CHECKPOINTS / "6"

@@ -45,6 +45,8 @@ from smd_jax.train.jsonable import ABSENT, Json, config_differences, to_jsonable
 FORMAT = 1
 
 _ITEMS = ("state", "meta")
+# What a delete or a write that was cut off may leave of a checkpoint, and that does not say whose it was.
+_REMAINS = {"_CHECKPOINT_METADATA", f"{CHECKSUMS}.tmp"}
 _Read = TypeVar("_Read")
 
 
@@ -235,7 +237,8 @@ def restore(
       OtherConfigError, OtherStateError: the configuration or the structure of the state differs; the message lists
         every difference. Both are ValueErrors, as is a sharding that does not divide an array.
       OtherFormatError: this is no checkpoint of this library, or one of a later version.
-      DamagedCheckpointError: the checkpoint cannot be read. Older ones are untouched and are named.
+      DamagedCheckpointError: the checkpoint cannot be read, or is empty beside others of this library. Older ones are
+        untouched and are named.
     """
     step = _existing_step(directory, step)
     meta = _read_meta(directory, step)
@@ -422,8 +425,9 @@ def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tup
 
 def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
     """What lies beside the arrays of a checkpoint whose files are as they were written."""
-    _check_ours(_folder(directory, step))
+    _check_ours(directory, step)
     with _DamageNamed(directory, step):
+        _check_not_emptied(_folder(directory, step))
         check_files(_folder(directory, step), _ITEMS)
         meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         _check_keys(meta)
@@ -485,13 +489,33 @@ def _said_once(record: logging.LogRecord) -> bool:
     return OS_ERROR not in f"{record.getMessage()} {error}"
 
 
-def _check_ours(folder: Path) -> None:
-    """Raises OtherFormatError for a step's directory that has neither item: somebody else's checkpoint."""
-    if not any((folder / name).exists() for name in (*_ITEMS, CHECKSUMS)):
-        found = sorted(path.name for path in folder.iterdir())
-        raise OtherFormatError(
-            f"expected a checkpoint of smd_jax at {folder}, with {' and '.join(_ITEMS)}; got {found}"
-        )
+def _check_ours(directory: str | Path, step: int) -> None:
+    """Raises OtherFormatError for a step's directory that has neither item: somebody else's checkpoint.
+
+    One that was emptied passes if another of the steps is ours: then it was, too, and is damaged.
+    """
+    folder = _folder(directory, step)
+    if _is_ours(folder):
+        return
+    found = _names_in(folder)
+    others = [_folder(directory, other) for other in all_steps(directory) if other != step]
+    if _REMAINS.issuperset(found) and any(_is_ours(other) for other in others):
+        return
+    raise OtherFormatError(f"expected a checkpoint of smd_jax at {folder}, with {' and '.join(_ITEMS)}; got {found}")
+
+
+def _is_ours(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (*_ITEMS, CHECKSUMS))
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _check_not_emptied(folder: Path) -> None:
+    """Raises ValueError for what a process leaves that was killed while it deleted, or a power cut."""
+    if not _is_ours(folder):
+        raise ValueError(f"expected {' and '.join(_ITEMS)}; got {_names_in(folder)}")
 
 
 def _check_format(meta: dict[str, Any], folder: Path) -> None:
