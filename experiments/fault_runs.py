@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from smd_jax.train.stop import RunStoppedError
 class Saying(RealLoop):
     """Prints when a rollout begins: whoever breaks it listens."""
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def step(
+        self, state: TrainState, follows: Callable[[], bool] = lambda: True
+    ) -> tuple[TrainState, dict[str, float]]:
         print(f"rollout {int(state.step) // self.config.steps_per_rollout}", flush=True)
-        return super().step(state)
+        return super().step(state, follows)
 
 
 class SayingWriter(checkpoint.Writer):

@@ -49,7 +49,9 @@ class PlainLoop(Loop):
     def __post_init__(self) -> None:
         """There is no model and no tokenizer to check."""
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def step(
+        self, state: TrainState, follows: Callable[[], bool] = lambda: True
+    ) -> tuple[TrainState, dict[str, float]]:
         number = int(state.step)
         self.begins(number)
         params = {"w": state.params["w"] + number}

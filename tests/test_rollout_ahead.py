@@ -1,5 +1,6 @@
 """One rollout ahead: what it is drawn with, what is logged of its age, and that a restored state goes on bitwise."""
 
+import signal
 import threading
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from smd_jax.corrections.importance import TIS
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.objective import Objective
 from smd_jax.train.rollout_ahead import Ahead, one_behind
 from smd_jax.train.run import RunConfig, train
+from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.widths import shortened
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
@@ -72,7 +75,71 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
 
     state = one_behind(toy_loop.new_state())
     train(toy_loop.own_loop(AHEAD), state, RunConfig(2, evaluate_every=1), tmp_path, config=None, evaluate=evaluate)
-    assert told == ["evaluated", *["settled", "evaluated"] * 2]
+    assert told == ["evaluated", *["settled", "evaluated"] * 2, "settled"]
+
+
+def counted_draws(monkeypatch, before=lambda index: None) -> list[int]:
+    """Numbers of the rollouts that are drawn from now on; `before` is called with each, before it is drawn."""
+    drawn = list[int]()
+    draw = GRPOLoop.graded_rollout
+
+    def graded_rollout(loop, params, key, index):
+        drawn.append(index)
+        before(index)
+        return draw(loop, params, key, index)
+
+    monkeypatch.setattr(GRPOLoop, "graded_rollout", graded_rollout)
+    return drawn
+
+
+def test_a_run_draws_no_rollout_that_nobody_learns_from(tmp_path, monkeypatch):
+    drawn = counted_draws(monkeypatch)
+    loop = toy_loop.new_loop(AHEAD)
+
+    def start(steps, directory, resume=False):
+        state = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps), directory, config=None, resume=resume)
+        loop.settle()  # what is begun in the last step would end after the run
+        return state
+
+    whole = start(STEPS, tmp_path / "whole")
+    assert drawn == [0, 1, 2]
+
+    # A run that goes on behind its former last step begins with the rollout that was not begun there.
+    drawn.clear()
+    start(1, tmp_path / "parts")
+    assert drawn == [0]
+    assert_bitwise_equal(start(STEPS, tmp_path / "parts", resume=True), whole)
+    assert drawn == [0, 1, 2]
+
+
+def test_a_run_that_was_told_to_stop_begins_no_rollout(tmp_path, monkeypatch):
+    """Python would wait for it before the process ends."""
+    heard = threading.Event()
+    monkeypatch.setattr("smd_jax.train.stop._say", lambda line: heard.set())
+
+    def stop_the_first(index):
+        if not heard.is_set():
+            signal.raise_signal(signal.SIGTERM)
+            heard.wait()  # for the thread that listens
+
+    drawn = counted_draws(monkeypatch, stop_the_first)
+    loop = toy_loop.new_loop(AHEAD)
+    with pytest.raises(RunStoppedError, match="after 1 of 3"):
+        train(loop, one_behind(toy_loop.new_state()), RunConfig(STEPS), tmp_path, config=None)
+    loop.settle()
+    assert drawn == [0]
+    stopped = train(loop, one_behind(toy_loop.new_state()), RunConfig(STEPS), tmp_path, config=None, resume=True)
+    assert drawn == [0, 1, 2]
+    assert_bitwise_equal(stopped, toy_loop.run(loop, one_behind(toy_loop.new_state()), STEPS)[0])
+
+
+def test_a_run_that_ends_early_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatch):
+    """Whoever called it may evaluate next."""
+    told = []
+    monkeypatch.setattr(GRPOLoop, "settle", lambda self: told.append("settled"))
+    run = RunConfig(STEPS, objective=Objective("step_time", patience=1, min_gain=1e9))
+    train(toy_loop.new_loop(AHEAD), one_behind(toy_loop.new_state()), run, tmp_path, config=None)
+    assert told == ["settled"]
 
 
 def test_waiting_for_a_rollout():

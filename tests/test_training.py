@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ class StoppingLoop(GRPOLoop):
 
     stop: int = 0
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def step(
+        self, state: TrainState, follows: Callable[[], bool] = lambda: True
+    ) -> tuple[TrainState, dict[str, float]]:
         if int(state.step) // self.config.minibatches == self.stop:
             raise StoppedError
-        return super().step(state)
+        return super().step(state, follows)
 
 
 def stopping_loop(stop: int, config: GRPOConfig = CONFIG) -> GRPOLoop:

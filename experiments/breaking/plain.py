@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -37,7 +38,9 @@ class PlainLoop(Loop):
     def __post_init__(self) -> None:
         """There is no model and no tokenizer to check."""
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def step(
+        self, state: TrainState, follows: Callable[[], bool] = lambda: True
+    ) -> tuple[TrainState, dict[str, float]]:
         number = int(state.step)
         metrics = {"reward": float(number)} | {f"metric {i}": number / 3 for i in range(20)}
         return state.replace(step=state.step + 1, params={"w": state.params["w"] + number}), metrics

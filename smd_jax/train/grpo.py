@@ -156,17 +156,21 @@ class GRPOLoop(PolicyLoop):
         if self.samples_ahead and (has_lora(state.params) or jax.process_count() > 1):
             raise ValueError("expected whole parameters and one process with rollouts_ahead 1; got adapters or several")
 
-    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout; with `rollouts_ahead` the next one is drawn beside them."""
+    def learn_beside_next(
+        self, state: TrainState, samples: Samples, follows: Callable[[], bool]
+    ) -> tuple[TrainState, Metrics]:
         if not self.samples_ahead:
-            return self._learn(state, samples)
-        following = int(state.step) // self.config.steps_per_rollout + 1
-        now, key = copied(state.params), jnp.copy(state.key)
-        self.ahead.begin(following, now, self._drawing(now, key, following))
-        state, metrics = self._learn(state, samples)
+            return self.learn(state, samples)
+        # Copied in the last step, too: a run that goes on behind it draws with them.
+        now = copied(state.params)
+        # Python waits for threads before a process ends: a rollout that nobody asks for would hold it up.
+        if follows():
+            following = int(state.step) // self.config.steps_per_rollout + 1
+            self.ahead.begin(following, now, self._drawing(now, jnp.copy(state.key), following))
+        state, metrics = self.learn(state, samples)
         return state.replace(behind=now), metrics
 
-    def _learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         counted_rows, rewarded_rows = (
             None if rows is None else jnp.asarray(rows) for rows in (samples.counted_rows, samples.rewarded_rows)
         )

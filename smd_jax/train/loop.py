@@ -119,10 +119,22 @@ class Loop:
         """Takes the optimizer steps of one rollout."""
         raise TypeError(f"{type(self).__name__} has no learn: its class must define it")
 
-    def step(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def learn_beside_next(
+        self, state: TrainState, samples: Samples, follows: Callable[[], bool]
+    ) -> tuple[TrainState, Metrics]:
+        """`learn`. Where rollouts are drawn ahead, the next one is begun beside it, if `follows` says there is one."""
+        return self.learn(state, samples)
+
+    def step(
+        self, state: TrainState, follows: Callable[[], bool] = lambda: True
+    ) -> tuple[TrainState, dict[str, float]]:
         """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
         learner (SAMPLER_LEARNER_METRICS) are over all tokens of the rollout, before the first optimizer step; the
         others are over the optimizer steps, see `over_steps`.
+
+        Args:
+          follows: whether another step follows this one, asked once this rollout is there. It decides what is begun
+            beside the update, and nothing of what is learnt: what was not begun is drawn when it is asked for.
 
         Raises:
           RefusedRolloutError: sampler and learner are farther apart than `guard` allows, and nothing was learnt; or
@@ -140,7 +152,7 @@ class Loop:
         tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
         behind = state.behind
         collected = time.perf_counter()
-        state, metrics = self.learn(state, samples)
+        state, metrics = self.learn_beside_next(state, samples, follows)
         # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()

@@ -144,6 +144,10 @@ def train(
         trained = without_base(state)
         writer.save(done, trained, data_position=position, config=config, noted=noted, machine=here)
 
+    def follows() -> bool:
+        """Whether a rollout follows the one under way, as far as is known before its update."""
+        return done + 1 < run.steps and stop.received is None
+
     def save_best() -> None:
         # A later one is of rollouts that are taken once more; one of just now is this state.
         best.discard_after(done)
@@ -170,7 +174,7 @@ def train(
                 save_best()
         while done < run.steps and now.stopped is None and not now.has_ended:
             try:
-                state, metrics = loop.step(state)
+                state, metrics = loop.step(state, follows)
             except RefusedRolloutError as refused:
                 journal.write_rollout(done + 1, refused.metrics, evaluated=False)
                 file = write_refused(directory, refused)
@@ -207,6 +211,8 @@ def train(
             save(newest)
     if now.stopped is not None:
         raise RunStoppedError(now.stopped, done, run.steps, directory)
+    # A rollout may have been begun before patience ended the run. Whoever called may evaluate next, on these devices.
+    loop.settle()
     if now.has_ended and done < run.steps:
         _say(journal.why_ended())
     return jax.block_until_ready(state)
