@@ -317,6 +317,20 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
 
 
+def test_rloo_draws_ahead(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    words = ["rloo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--rollouts-ahead", "1"]
+    assert "expected no --rollouts-ahead with --lora-r" in error_of([*words, "--lora-r", "2"], capsys)
+    said = error_of([*words, "--correction", "tis"], capsys)
+    assert "expected visibility 'shadow'" in said and "rollouts_ahead is --rollouts-ahead" in said
+    main([*words, "--max-steps", "2"])
+    assert [row["staleness/rollouts"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    main(["--config", str(run / "config.yaml"), "--max-steps", "3", "--resume"])
+    assert [row["staleness/rollouts"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 1]
+    said = error_of(["--config", str(run / "config.yaml"), "--resume", "--rollouts-ahead", "0"], capsys)
+    assert "rollouts_ahead: expected 1, got 0" in said
+
+
 def planned_words(model: Path, run: Path, *more: str) -> list[str]:
     words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"]
     return [*words, "--eval-steps", "1", "--eval-rows", "4", *more]

@@ -206,6 +206,12 @@ class GroupArgs:
 
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides advantages
     dynamic_sampling: int | None = None  # most further rollouts that replace groups without signal; 0: drop these
+
+
+@dataclass(frozen=True)
+class AheadArgs:
+    """What goes on beside the update."""
+
     rollouts_ahead: Literal[0, 1] = 0  # 1: the next rollout is drawn beside the update; one process, shadow masks
 
 
@@ -249,6 +255,7 @@ class Grpo(Common):
     loss: LossArgs = LossArgs()
     reference: ReferenceArgs = ReferenceArgs()
     group: GroupArgs = GroupArgs()
+    ahead: AheadArgs = AheadArgs()
 
 
 @dataclass(frozen=True)
@@ -257,6 +264,7 @@ class Rloo(Common):
 
     loss: LossArgs = LossArgs()
     reference: ReferenceArgs = ReferenceArgs()
+    ahead: AheadArgs = AheadArgs()
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
             "expected grpo or rloo with --eviction gate, whose draws are judged by one advantage a response; "
             f"got {type(args).__name__}"
         )
+    if isinstance(args, Grpo | Rloo) and args.ahead.rollouts_ahead:
+        check_ahead(args.model)
     shared = loop_options(args, policy, tokenizer, data.width)
     device = args.device
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
@@ -160,10 +162,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
-                rollouts_ahead=args.group.rollouts_ahead,
+                rollouts_ahead=args.ahead.rollouts_ahead,
             )
-            if args.group.rollouts_ahead and (args.model.lora_r is not None or jax.process_count() > 1):
-                raise UserError("expected no --rollouts-ahead with --lora-r, nor with several processes")
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Rloo():
             config = GRPOConfig(
@@ -173,6 +173,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
                 update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
                 advantages="leave_one_out",
                 scale_rewards="none",
+                rollouts_ahead=args.ahead.rollouts_ahead,
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
@@ -201,6 +202,12 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
             return OnlineDPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case _:
             raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
+
+
+def check_ahead(model: ModelArgs) -> None:
+    """Raises UserError where no rollout can be drawn beside the update."""
+    if model.lora_r is not None or jax.process_count() > 1:
+        raise UserError("expected no --rollouts-ahead with --lora-r, nor with several processes")
 
 
 def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: int) -> dict[str, Any]:
