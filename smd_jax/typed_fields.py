@@ -17,22 +17,27 @@ def check_types(config: Any) -> None:
     Looked at are numbers, texts, choices, tuples and other dataclasses, and unions of them; everything else passes, as
     a protocol or a callable would. Whole numbers are floats, too; True and False are no numbers. Numbers of NumPy are.
     """
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
-        choices = get_args(hint)
-        if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
-            # In the words of `smd_jax.config.check_choice`, whatever is in the place of a name.
-            if value not in choices:
-                raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
-        elif not _fits(value, hint):
-            raise TypeError(
-                f"expected {name} of {type(config).__name__} to be {_written(hint)}; got {value!r}, "
-                f"{type(value).__name__}"
-            )
+    for name in field_types(type(config)):
+        check_type(type(config), name, getattr(config, name))
+
+
+def check_type(kind: type, name: str, value: Any) -> None:
+    """The same for one field of a dataclass, and a value that it might get."""
+    hint = field_types(kind)[name]
+    choices = get_args(hint)
+    if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
+        # In the words of `smd_jax.config.check_choice`, whatever is in the place of a name.
+        if value not in choices:
+            raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
+    elif not _fits(value, hint):
+        raise TypeError(
+            f"expected {name} of {kind.__name__} to be {_written(hint)}; got {value!r}, {type(value).__name__}"
+        )
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields, by name."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.state import TrainState
@@ -26,7 +27,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
-from smd_jax.train.decoding import POLICIES, Decode, as_trained, parse_decode, parse_decodes
+from smd_jax.train.decoding import Decode, as_trained, parse_decode, parse_decodes
 from smd_jax.train.evaluation import (
     Evaluated,
     EvaluationConfig,
@@ -208,9 +209,12 @@ def test_texts(text, decode):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("snapk:512", r"expected one of the policies dense, gate, h2o, .*tova; got 'snapk' in 'snapk:512'"),
-        ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'. Policies: dense, "),
-        ("dense:512", r"expected dense alone, which keeps every key; got 'dense:512'"),
+        (
+            "snapk:512",
+            r"expected one of the eviction policies dense, gate, h2o, .*tova, or one of your own .*; got 'snapk'",
+        ),
+        ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'"),
+        ("dense:512", r"expected dense alone, which keeps all; got 'dense:512'"),
         (
             "snapkv:-3",
             r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, gate, h2o.*got 'snapkv:-3'",

@@ -40,7 +40,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.decoding import Decode, parse_decode
+from smd_jax.train.decoding import Decode, parse_decode, policy_text
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.jsonable import config_differences, to_jsonable
 from smd_jax.train.loop_config import LoopConfig
@@ -161,11 +161,15 @@ def test_numbers_of_numpy_are_numbers():
 @given(st.text(max_size=20))
 @example("h2o:0")
 @example("h2o:6+-2")
+@example("snapkv(window=0):6")
+@example("snapkv(" + "(" * 300)
+@example("a:b")
 def test_ways_of_decoding(text: str):
     try:
         assert parse_decode(text).policy is not None
     except ValueError as error:
-        assert repr(text) in str(error) or "budget" in str(error), f"{text!r}: {error}"
+        said = [repr(part) for part in (text, policy_text(text))]
+        assert any(part in str(error) for part in said) or "budget" in str(error), f"{text!r}: {error}"
 
 
 @cases(300)

@@ -25,6 +25,7 @@ from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.named import POLICIES
 from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
@@ -36,7 +37,6 @@ from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
-from smd_jax.train.decoding import POLICIES
 
 CORRECTIONS: Mapping[CorrectionName, Correction] = {
     "shadow": Shadow(),

@@ -1,7 +1,8 @@
-"""Functions of the user's own, by import path or by file: rewards, map functions.
+"""Functions and classes of the user's own, by import path or by file: rewards, map functions, eviction policies.
 
 import_function("my_project.rewards:brevity")       a module that Python finds
 import_function("examples/rewards.py:brevity")      a file
+import_class("my_policies.py:FadingH2O", EvictionPolicy)
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from smd_jax.tasks.reward_calls import Caught
 
-EXPECTED = "expected a function as 'package.module:name' or 'path/to/file.py:name'"
+T = TypeVar("T")
 
 
 def import_function(where: str) -> Callable[..., Any]:
@@ -38,10 +39,7 @@ def import_function(where: str) -> Callable[..., Any]:
         that cannot be called; importing it raises (with the line, and what it raised).
       FileNotFoundError: no such file.
     """
-    place, colon, name = where.rpartition(":")
-    if not colon or not place or not name.isidentifier():
-        raise ValueError(f"{EXPECTED}; got {where!r}")
-    module = _file_module(Path(place).expanduser().resolve()) if is_file_name(place) else _module(place)
+    place, name, module = _place(where, "function")
     members = vars(module)
     if name not in members:
         raise ValueError(f"expected a function {name!r} in {place}; got {_functions_of(module)}, without it")
@@ -49,6 +47,31 @@ def import_function(where: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"expected a function as {name!r} in {place}; got {type(found).__name__} {found!r:.60}")
     return found
+
+
+def import_class(where: str, base: type[T]) -> type[T]:
+    """The subclass of `base` that `where` names; as `import_function`, also in what it raises."""
+    place, name, module = _place(where, "class")
+    found = vars(module).get(name)
+    if not isinstance(found, type) or not issubclass(found, base):
+        there = [x.__name__ for x in vars(module).values() if isinstance(x, type) and issubclass(x, base)]
+        own = [other for other in there if vars(module)[other].__module__ == module.__name__]
+        got = f"{own}, without it" if found is None else f"{type(found).__name__} {name}, which is none of {own}"
+        raise ValueError(f"expected a class {name!r} in {place}, a subclass of {base.__name__}; got {got}")
+    return found
+
+
+def _place(where: str, what: str) -> tuple[str, str, ModuleType]:
+    """File or module as it was written, the name in it, and the module."""
+    expected = f"expected a {what} as 'package.module:name' or 'path/to/file.py:name'"
+    place, colon, name = where.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ValueError(f"{expected}; got {where!r}")
+    if is_file_name(place):
+        return place, name, _file_module(Path(place).expanduser().resolve())
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise ValueError(f"{expected}; got {place!r} before the colon")
+    return place, name, _module(place)
 
 
 def is_file_name(place: str) -> bool:
@@ -80,8 +103,6 @@ def _file_module(path: Path) -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{EXPECTED}; got {name!r} before the colon")
     _look_in(Path.cwd())
     with Caught(SystemExit) as caught:
         return importlib.import_module(name)

@@ -1,7 +1,7 @@
 """Ways of decoding that an evaluation compares: an eviction policy with its budget, greedy or drawn, quantised or not.
 
 Decode("short", SnapKV(), budget=256)          whatever a policy, a sampling configuration and a quantisation can be
-parse_decode("snapkv:512+128")                 what fits on a command line: policy, keys kept, buffer
+parse_decode("snapkv(window=16):512+128")      what fits on a command line: eviction policy, keys kept, buffer
 """
 
 from __future__ import annotations
@@ -12,31 +12,16 @@ from dataclasses import dataclass, replace
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.named import PATTERN, POLICIES, parse_policy
+from smd_jax.eviction.policies import Dense
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
 from smd_jax.typed_fields import check_types
 
-# The policies by the names that a text form has for them; a policy of your own goes into `Decode` as it is.
-POLICIES: dict[str, EvictionPolicy] = {
-    "dense": Dense(),
-    "gate": LearnedGate(),
-    "h2o": H2O(),
-    "keydiff": KeyDiff(),
-    "knorm": Knorm(),
-    "random": Random(),
-    "recent": Recent(),
-    "rkv": RKV(),
-    "snapkv": SnapKV(),
-    "streaming_llm": StreamingLLM(),
-    "tova": TOVA(),
-}
-
 # A name becomes a part of metrics' names, of which loggers take no other characters.
 _NAME = re.compile(r"[\w.-]+")
-_TEXT = re.compile(r"(?P<policy>[^:+]+)(:(?P<budget>\d+)(\+(?P<buffer>\d+))?)?")
+_TEXT = re.compile(rf"(?P<policy>{PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+))?)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -92,10 +77,11 @@ def as_trained(policy: EvictionPolicy, config: RolloutConfig, name: str = "sampl
 
 
 def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> Decode:
-    """`dense`, `snapkv:512` or `snapkv:512+128` -> Decode: policy, keys kept, and queries between two compressions.
+    """`dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512` -> Decode: an eviction policy as
+    `parse_policy` reads it, keys kept, and queries between two compressions.
 
-    Its name is the text with "-" between the parts, `snapkv-512-128`. Sampling and quantisation are not part of the
-    text: `dataclasses.replace` adds them.
+    Its name is the text with "-" between the parts, `snapkv-window-16-512-128`, without the place of a file. Sampling
+    and quantisation are not part of the text: `dataclasses.replace` adds them.
 
     Args:
       policies: which there are; other cases, and "-" for "_", are taken for the same name.
@@ -107,21 +93,28 @@ def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"expected policy, policy:budget or policy:budget+buffer, as in dense, snapkv:512 or snapkv:512+128, with "
-            f"one of the policies {known}; got {text!r}"
+            f"expected policy, policy:budget or policy:budget+buffer, as in dense, snapkv:512 or "
+            f"snapkv(window=16):512+128, with one of the eviction policies {known}, or one of your own as "
+            f"path/to/file.py:Class; got {text!r}"
         )
-    name = match["policy"].strip().lower().replace("-", "_")
-    if name not in policies:
-        raise ValueError(f"expected one of the policies {known}; got {match['policy']!r} in {text!r}")
-    policy = policies[name]
-    if policy.evicts != (match["budget"] is not None):
-        wanted = f"a budget of keys, as in {name}:512" if policy.evicts else f"{name} alone, which keeps every key"
-        raise ValueError(f"expected {wanted}; got {text!r}. Policies: {known}")
+    written = match["policy"].strip()
+    found = parse_policy(written, policies)
+    if found.policy.evicts != (match["budget"] is not None):
+        wanted = (
+            f"a budget of keys, as in {written}:512" if found.policy.evicts else f"{written} alone, which keeps all"
+        )
+        raise ValueError(f"expected {wanted}; got {text!r}")
     if match["budget"] is None:
-        return Decode(name, policy)
+        return Decode(found.label, found.policy)
     buffer = None if match["buffer"] is None else int(match["buffer"])
     numbers = [match["budget"], *([] if buffer is None else [match["buffer"]])]
-    return Decode("-".join([name, *numbers]), policy, int(match["budget"]), buffer)
+    return Decode("-".join([found.label, *numbers]), found.policy, int(match["budget"]), buffer)
+
+
+def policy_text(text: str) -> str:
+    """`snapkv(window=16):512+128` -> `snapkv(window=16)`; what is no way of decoding stays as it is."""
+    match = _TEXT.fullmatch(text.strip())
+    return text if match is None else match["policy"].strip()
 
 
 def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> tuple[Decode, ...]:
@@ -130,9 +123,22 @@ def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) 
     Raises:
       ValueError: as `parse_decode`, and for two of one name.
     """
-    decodes = tuple(parse_decode(part, policies) for part in text.split(","))
+    decodes = tuple(parse_decode(part, policies) for part in split_decodes(text))
     check_names(decodes)
     return decodes
+
+
+def split_decodes(text: str) -> list[str]:
+    """The parts between commas, those inside of parentheses aside: `dense,rkv(window=4,kernel=3):512` has two."""
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def check_names(decodes: tuple[Decode, ...]) -> None:
