@@ -8,6 +8,8 @@ import importlib.util
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,14 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.undo()
     importlib.reload(smd_jax.commands)
     assert end.value.code == 2 and "need tyro, not installed here: pip install -e '.[train]'" in capsys.readouterr().err
+
+
+def test_nothing_is_said_before_the_help():
+    """By transformers, that there is no PyTorch."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    command = [sys.executable, "-m", "smd_jax.commands.evaluate", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: smd-eval") and done.stderr == ""
 
 
 def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
