@@ -1,7 +1,9 @@
 """A run of experiments/faults.py in processes of its own, for those who kill them.
 
-    python experiments/fault_runs.py DIRECTORY ROLLOUTS                         one process
-    python experiments/fault_runs.py DIRECTORY ROLLOUTS COORDINATOR INDEX       of two
+    python experiments/fault_runs.py DIRECTORY ROLLOUTS
+            [--coordinator HOST:PORT --index 1]     the second of two processes
+            [--ahead]                               a rollout ahead
+            [--mesh 2 2 2]                          on eight fake devices
 
 Begins the run of experiments/breaking/trained.py, or goes on with it; exit status as smd-train's. Says when a rollout
 begins and when a save does.
@@ -10,13 +12,17 @@ begins and when a save does.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import tyro
+
 from breaking.left import start
-from breaking.trained import RealLoop, real_loop, real_state
+from breaking.trained import AHEAD, CONFIG, RealLoop, real_loop, real_state
 from smd_jax import processes
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.learner.state import TrainState
@@ -42,15 +48,32 @@ class SayingWriter(checkpoint.Writer):
         super().save(step, state, **what)
 
 
-def main(directory: str, rollouts: str, coordinator: str | None = None, index: str = "0") -> None:
+@dataclass(frozen=True)
+class Args:
+    """One process of a run."""
+
+    directory: tyro.conf.Positional[Path]
+    rollouts: tyro.conf.Positional[int]
+    coordinator: str | None = None  # of two processes
+    index: int = 0  # of this one
+    ahead: bool = False  # draws a rollout beside the update before
+    mesh: tuple[int, int, int] | None = None  # data, fsdp and tensor, of fake devices; None: a device of every process
+
+
+def main(args: Args) -> None:
     keep_programs()
-    if coordinator is not None:
-        processes.join(coordinator, 2, int(index))
-    loop = real_loop()
+    config = AHEAD if args.ahead else CONFIG
+    if args.mesh is not None:
+        jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))
+        # Rows lie on data and fsdp, four devices at most.
+        config = replace(config, prefill_rows=4)
+    if args.coordinator is not None:
+        processes.join(args.coordinator, 2, args.index)
+    loop = real_loop(config, args.mesh)
     loop = Saying(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
     checkpoint.Writer = SayingWriter
     try:
-        start(loop, real_state(), Path(directory), int(rollouts))
+        start(loop, real_state(config), args.directory, args.rollouts)
     except RunStoppedError as stopped:
         print(stopped, flush=True)
         raise SystemExit(stopped.exit_code) from stopped
@@ -58,4 +81,4 @@ def main(directory: str, rollouts: str, coordinator: str | None = None, index: s
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(tyro.cli(Args))

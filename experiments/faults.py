@@ -1,8 +1,9 @@
 """What can go wrong with a run of days, done to it on purpose, and what is left.
 
 Question   Does a run survive what borrowed machines do to it? `survived`: a run that was broken and resumed ends with
-           every metric and every byte of its state as the run that nobody touched; or, where it must not go on, it is
-           refused with a message that names what was expected and what came, and its directory is left as it was.
+           every metric and every byte of its state as the run that nobody touched (on other devices: but for rounding,
+           see experiments/breaking/processes.py); or, where it must not go on, it is refused with a message that names
+           what was expected and what came, and its directory is left as it was.
 Command    python experiments/faults.py --out experiments/results/faults.json
            python experiments/faults.py --only 'SIGTERM in a rollout'                  one kind, nothing is written
 Cost       about twenty minutes on two idle CPU cores; most of it starts processes that are killed
@@ -42,7 +43,7 @@ from breaking.disks import (
     tear_the_last_row,
 )
 from breaking.outcome import Fault
-from breaking.processes import killed, one_of_two_killed, told
+from breaking.processes import killed, killed_ahead, killed_and_moved, one_of_two_killed, told
 from breaking.refusals import (
     foreign,
     of_a_later_format,
@@ -74,6 +75,8 @@ KINDS: dict[str, Fault] = {
     "kill -9 at a random moment": killed("rollout", 20),
     "kill -9 during a save": killed("saving", 8),
     "kill -9 of one of two processes": one_of_two_killed(4),
+    "kill -9 with a rollout ahead": killed_ahead(6),
+    "kill -9, and on with fewer devices": killed_and_moved,
     "SIGTERM in a rollout": told(signal.SIGTERM),
     "Ctrl-C in a rollout": told(signal.SIGINT),
     "Ctrl-C twice": told(signal.SIGINT, signal.SIGINT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import socket
@@ -12,20 +13,30 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from breaking.left import EVERY, Left, rollouts_done, same
 from breaking.outcome import Fault, Outcome
-from breaking.trained import real_left
+from breaking.trained import AHEAD, CONFIG, real_left, real_params
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.train.grpo import GRPOConfig
 
 SCRIPT = Path(__file__).resolve().parents[1] / "fault_runs.py"
 ROLLOUTS = 20
 # What a launcher gives the processes of a run in which one has ended, before it kills them, too.
 GRACE = 10.0
+# Of a run that goes on with fewer devices: eight, four, one (data, fsdp, tensor).
+MESHES = ((2, 2, 2), (1, 2, 2), (1, 1, 1))
+MESHES_ROLLOUTS = 6
+# What rounding may make of it, in six rollouts of four steps at a learning rate of 1e-2: the same tokens, and so the
+# same rewards; parameters within a tenth of one step; entropies, relative.
+PARAMS_APART, ENTROPY_APART = 1e-3, 1e-5
 
 
 @contextmanager
-def begun(directory: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def begun(directory: Path, *more: str, rollouts: int = ROLLOUTS) -> Iterator[subprocess.Popen[str]]:
     """A process that begins the run, or goes on with it; at the end it is no more."""
-    command = [sys.executable, str(SCRIPT), str(directory), str(ROLLOUTS), *more]
+    command = [sys.executable, str(SCRIPT), str(directory), str(rollouts), *more]
     directory.parent.mkdir(exist_ok=True)
     with (directory.parent / "log").open("a") as log:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -45,7 +56,10 @@ def both_begun(directory: Path) -> Iterator[list[subprocess.Popen[str]]]:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     with ExitStack() as stack:
-        yield [stack.enter_context(begun(directory, coordinator, str(index))) for index in range(2)]
+        yield [
+            stack.enter_context(begun(directory, "--coordinator", coordinator, "--index", str(index)))
+            for index in range(2)
+        ]
 
 
 def lines_until(running: subprocess.Popen[str], begin: str, count: int = 1) -> list[str]:
@@ -60,10 +74,14 @@ def lines_until(running: subprocess.Popen[str], begin: str, count: int = 1) -> l
     return seen
 
 
-def run_through(directory: Path, processes: int = 1) -> None:
+def flags(config: GRPOConfig) -> list[str]:
+    return ["--ahead"] if config.rollouts_ahead else []
+
+
+def run_through(directory: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> None:
     """Takes the run to its end, which nobody disturbs."""
     if processes == 1:
-        with begun(directory) as running:
+        with begun(directory, *flags(config)) as running:
             lines_until(running, "done")
             running.wait()
         return
@@ -74,46 +92,52 @@ def run_through(directory: Path, processes: int = 1) -> None:
             running.wait()
 
 
-def whole_run(folder: Path, processes: int = 1) -> Left:
+def whole_run(folder: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> Left:
     """What the run leaves that nobody touches; made once."""
-    directory = folder.parent / f"whole {processes}" / "run"
+    directory = folder.parent / f"whole {processes} {' '.join(flags(config))}" / "run"
     if not directory.exists():
-        run_through(directory, processes)
+        run_through(directory, processes, config)
         assert rollouts_done(directory) == ROLLOUTS
-    return real_left(directory)
+    return real_left(directory, config)
 
 
-def found_after(directory: Path) -> Outcome:
+def found_after(directory: Path, config: GRPOConfig = CONFIG) -> Outcome:
     """What a process that resumes finds: everything behind the newest checkpoint is taken again."""
-    left = real_left(directory)
+    left = real_left(directory, config)
     lost = rollouts_done(directory) - max(left.steps, default=0)
     return Outcome(lost <= EVERY and left.unreadable == 0, lost, left.unreadable)
 
 
-def killed(at: str, times: int) -> Fault:
+def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
     """kill -9 of a process after a line that begins with `at`, at a random moment; it is started again until the run is
     over, and so are new runs until there were `times` faults."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-        whole = whole_run(folder)
+        whole = whole_run(folder, config=config)
         run, injected = 0, 0
         while injected < times:
             run += 1
             directory = folder / f"run {run}"
             outcomes = list[Outcome]()
-            while injected < times and not killed_once(directory, at, rng):
+            while injected < times and not killed_once(directory, at, rng, config):
                 injected += 1
-                outcomes.append(found_after(directory))
-            run_through(directory)
-            equal = same(real_left(directory), whole)
+                outcomes.append(found_after(directory, config))
+            run_through(directory, config=config)
+            equal = same(real_left(directory, config), whole)
             yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
 
     return fault
 
 
-def killed_once(directory: Path, at: str, rng: random.Random) -> bool:
+def killed_ahead(times: int) -> Fault:
+    """kill -9 of a process that draws a rollout beside the update before it: that rollout is drawn again, with the
+    parameters that it was drawn with."""
+    return killed("rollout", times, AHEAD)
+
+
+def killed_once(directory: Path, at: str, rng: random.Random, config: GRPOConfig) -> bool:
     """Begins the run or goes on with it, and kills it on its way; whether it was over before."""
-    with begun(directory) as running:
+    with begun(directory, *flags(config)) as running:
         seen = lines_until(running, at, rng.randint(1, 5))
         # A save takes some hundredths of a second, a rollout some tenths.
         time.sleep(rng.uniform(0, 0.05 if at == "saving" else 0.5))
@@ -121,6 +145,50 @@ def killed_once(directory: Path, at: str, rng: random.Random) -> bool:
             return True
         running.send_signal(signal.SIGKILL)
         return False
+
+
+def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    """kill -9 of a process with eight fake devices; another with four goes on, and is killed; one with one device takes
+    the run to its end, which is that of a run on one device, but for rounding."""
+    directory, whole = folder / "run", folder / "whole" / "run"
+    outcomes = list[Outcome]()
+    with begun(whole, *on(MESHES[-1]), rollouts=MESHES_ROLLOUTS) as running:
+        lines_until(running, "done")
+        running.wait()
+    for number, sizes in enumerate(MESHES):
+        with begun(directory, *on(sizes), rollouts=MESHES_ROLLOUTS) as running:
+            # Each takes two rollouts that stay: at the fourth line the save after them is whole.
+            seen = lines_until(running, "rollout", 4)
+            if number > 0:
+                said = any(line.startswith("resumed elsewhere") and "mesh" in line for line in seen)
+                outcomes[-1] = outcomes[-1]._replace(survived=outcomes[-1].survived and said)
+            if sizes == MESHES[-1]:
+                running.wait()
+                break
+            time.sleep(rng.uniform(0, 0.5))
+            running.send_signal(signal.SIGKILL)
+        outcomes.append(found_after(directory))
+    near = within_rounding(directory, whole)
+    yield from (outcome._replace(survived=outcome.survived and near) for outcome in outcomes)
+
+
+def on(sizes: tuple[int, ...]) -> list[str]:
+    return ["--mesh", *map(str, sizes)]
+
+
+def within_rounding(directory: Path, whole: Path) -> bool:
+    rows, others = (read_metrics(run / "metrics.jsonl") for run in (directory, whole))
+    return (
+        len(rows) == len(others) == MESHES_ROLLOUTS
+        and all(row["reward"] == other["reward"] for row, other in zip(rows, others, strict=True))
+        and all(
+            math.isclose(a["entropy"], b["entropy"], rel_tol=ENTROPY_APART) for a, b in zip(rows, others, strict=True)
+        )
+        and all(
+            np.allclose(ours, theirs, rtol=0, atol=PARAMS_APART)
+            for ours, theirs in zip(real_params(directory), real_params(whole), strict=True)
+        )
+    )
 
 
 def one_of_two_killed(times: int) -> Fault:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import jax
+import numpy as np
 import optax
 
 from breaking.left import Left, left_by
@@ -22,7 +23,11 @@ from smd_jax.sharding import make_mesh
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.train import checkpoint
+from smd_jax.train.frozen_base import without_base
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.rollout_ahead import one_behind
+from smd_jax.train.run import CHECKPOINTS
 from smd_jax.train.samples import Samples
 from smd_jax.train.settings import split_settings
 
@@ -42,6 +47,7 @@ CONFIG = GRPOConfig(
     num_iterations=2,
     update_widths=1,
 )
+AHEAD = replace(CONFIG, rollouts_ahead=1)
 
 
 @dataclass(frozen=True)
@@ -64,18 +70,26 @@ def by_checksum(completions: Sequence[str], **columns: Any) -> list[float]:
     return [crc32(completion.encode()) % 7 / 6 for completion in completions]
 
 
-def real_loop(config: GRPOConfig = CONFIG) -> RealLoop:
-    """On a device of every process."""
+def real_loop(config: GRPOConfig = CONFIG, sizes: Sequence[int] | None = None) -> RealLoop:
+    """On a mesh of these sizes; None: on a device of every process."""
     task = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
-    mesh = make_mesh(fsdp=jax.process_count())
+    mesh = make_mesh(fsdp=jax.process_count()) if sizes is None else make_mesh(*sizes)
     rewards = Rewards((by_checksum,), seconds=None)
     return RealLoop(MODEL, task, byte_tokenizer(chat=False), optimizer(), config, mesh, rewards=rewards)
 
 
-def real_state(seed: int = 0) -> TrainState:
-    params = add_lora(random_params(MODEL.config), LoraConfig(rank=2), jax.random.key(seed))
-    return init_state(params, optimizer(), jax.random.key(seed))
+def real_state(config: GRPOConfig = CONFIG) -> TrainState:
+    params = add_lora(random_params(MODEL.config), LoraConfig(rank=2), jax.random.key(0))
+    state = init_state(params, optimizer(), jax.random.key(0))
+    return one_behind(state) if config.rollouts_ahead else state
 
 
-def real_left(directory: Path) -> Left:
-    return left_by(directory, real_state(), split_settings(real_loop().config)[0])
+def real_left(directory: Path, config: GRPOConfig = CONFIG) -> Left:
+    return left_by(directory, real_state(config), split_settings(config)[0])
+
+
+def real_params(directory: Path) -> list[np.ndarray]:
+    """What was trained, of the newest checkpoint, to be compared where it may differ by rounding."""
+    like = without_base(real_state())
+    newest = checkpoint.restore_newest(directory / CHECKPOINTS, like, config=split_settings(CONFIG)[0])
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(newest.state.params)]
