@@ -3,7 +3,7 @@
 Question   SmolLM2-135M-Instruct answers GSM8K's questions under a cache budget. A dense learner that trains on these
            answers is off by how much a token? How many responses are left, in effect, when the weights of whole
            responses correct that, after 16, 32, … tokens? And how far off is a learner that replays the sampler's mask?
-           What does the eviction cost in right answers, in a task that the model half knows?
+           What does the eviction cost in right answers, of GSM8K, and of a task that the model half knows?
 Command    make smollm2
            python experiments/mismatch.py --gsm8k FOLDER/test.jsonl          (openai/gsm8k, one JSON object a line)
            A row that is in the file of results is not made again: the same command goes on after a stop.
@@ -15,6 +15,7 @@ Rows       "mismatch": 32 responses of up to 256 tokens at temperature 1, float3
            have 3 solved questions of the same file in front (`examples`), and so has one of 256 beside them.
            "accuracy": reasoning-gym's chain_sum with two or three single digits, decoded at temperature 1 and greedy
            under the budget and with the full cache. Right is what ends in the right number.
+           "gsm8k": the same of GSM8K's questions, 3 solved ones in front, at 64 … 512 keys. The model solves few.
 Fields     evicted_share: of the keys that the queries of the responses would see densely. mean, p999 and max of
            |log p_learner - log p_sampler| of the dense learner, nats; outside: share of tokens with a ratio beyond
            [0.5, 2]; token_ess, by_length: see experiments/study/weights.py. shadow_max_abs_dlogp: of the learner that
@@ -42,9 +43,10 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV, StreamingLLM
 from smd_jax.learner.config import Visibility
 from smd_jax.sampling import SamplingConfig
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.gsm8k import Gsm8kTask, final_answer, load_gsm8k, same_answer
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
-from smd_jax.tasks.task import Row
+from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
@@ -61,8 +63,13 @@ POLICIES: dict[str, EvictionPolicy] = {
 }
 # Budget, and solved questions in front of the prompt.
 MISMATCH_CELLS = ((64, 0), (128, 0), (256, 0), (256, 3), (512, 3))
+EXAMPLES = 32  # the first solved question of a prompt that has some: behind those of a row "mismatch"
 PROMPT_WIDTHS = {0: 160, 3: 528}
 ACCURACY_BUDGETS = (16, 32, 48)
+GSM8K_BUDGETS = (64, 128, 256, 512)
+GSM8K_POLICIES = ("snapkv", "h2o")
+GSM8K_EXAMPLES = 3
+GSM8K_WIDTH = 576
 LENGTHS = (16, 32, 64, 128, 256)
 VISIBILITIES: tuple[Visibility, ...] = ("dense", "shadow")
 FULL = "dense"  # the row of an accuracy without eviction
@@ -81,6 +88,7 @@ class Args:
     buffer: int = 16  # queries between two compressions
     accuracy_prompts: int = 128  # of a row "accuracy"
     accuracy_tokens: int = 48
+    gsm8k_prompts: int = 64  # of a row "gsm8k"
     microbatch: int = 8  # sequences that the learner reads at once
     seed: int = 0
 
@@ -139,7 +147,17 @@ class Measurer:
     gsm8k: Gsm8kTask
 
     def row(self, cell: Cell) -> dict[str, Any]:
-        return self.mismatch(cell) if cell.kind == "mismatch" else self.accuracy(cell)
+        if cell.kind == "mismatch":
+            return self.mismatch(cell)
+        if cell.kind == "gsm8k":
+            rows = prompts_of(self.gsm8k, cell.prompts, cell.examples)
+            return self.accuracy(cell, DatasetTask(rows, self.solved), GSM8K_WIDTH)
+        sums = (("min_digits", 1), ("max_digits", 1), ("min_terms", 2), ("max_terms", 3))
+        return self.accuracy(cell, Right(ReasoningGymTask("chain_sum", cell.seed, cell.prompts, sums)), 80)
+
+    def solved(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[float]:
+        """Completions of chats are messages."""
+        return self.gsm8k.reward(prompts, [message["content"] for (message,) in completions], **columns)
 
     def config(self, cell: Cell) -> smd.RolloutConfig:
         special = eos_token_id(self.tokenizer), pad_token_id(self.tokenizer)
@@ -171,13 +189,12 @@ class Measurer:
         lengths = [length for length in LENGTHS if length <= cell.tokens]
         return found | {"by_length": response_weights(dense, mask, lengths)}
 
-    def accuracy(self, cell: Cell) -> dict[str, Any]:
-        sums = (("min_digits", 1), ("max_digits", 1), ("min_terms", 2), ("max_terms", 3))
-        task = Right(ReasoningGymTask("chain_sum", cell.seed, cell.prompts, sums))
+    def accuracy(self, cell: Cell, task: Task, prompt_width: int) -> dict[str, Any]:
+        """Share of right answers in both ways of decoding, with Wilson's intervals."""
         policy = Dense() if cell.policy == FULL else POLICIES[cell.policy]
         greedy = SamplingConfig(temperature=0.0)
         decodes = Decode("sampled", policy), Decode("greedy", policy, sampling=greedy)
-        config = EvaluationConfig(decodes, self.config(cell), prompt_width=80, rows=64, seed=cell.seed)
+        config = EvaluationConfig(decodes, self.config(cell), prompt_width=prompt_width, rows=64, seed=cell.seed)
         results = {
             result.name: result for result in Evaluator(self.model, task, self.tokenizer, config).run(self.params)
         }
@@ -189,17 +206,18 @@ class Measurer:
 
 
 def prompts_of(task: Gsm8kTask, count: int, examples: int) -> list[Row]:
-    """The first `count` questions; with examples, solved questions from behind them stand in front of each."""
-    solved = [task.rows[count + i] for i in range(examples)]
+    """The first `count` questions, but those that stand solved in front of each: EXAMPLES, as many as asked for."""
+    solved = range(EXAMPLES, EXAMPLES + examples)
     front = [
         turn
-        for row in solved
+        for row in (task.rows[index] for index in solved)
         for turn in (
             {"role": "user", "content": row["question"]},
             {"role": "assistant", "content": row["answer"]},
         )
     ]
-    return [{"prompt": [*front, {"role": "user", "content": task[i]["prompt"]}]} for i in range(count)]
+    asked = [task[index] for index in range(count + examples) if index not in solved][:count]
+    return [row | {"prompt": [*front, {"role": "user", "content": row["prompt"]}]} for row in asked]
 
 
 def evicted_share(trajectory: smd.Trajectory) -> float:
@@ -218,7 +236,7 @@ def evicted_share(trajectory: smd.Trajectory) -> float:
 
 
 def cells(args: Args) -> list[Cell]:
-    """The mismatch policy by policy, then the accuracy, with the full cache first."""
+    """The mismatch policy by policy, then right answers, with the full cache first."""
     made = partial(Cell, buffer=args.buffer, seed=args.seed)
     found = [
         made("mismatch", policy, budget, examples, args.prompts, args.response_tokens)
@@ -227,7 +245,11 @@ def cells(args: Args) -> list[Cell]:
     ]
     accuracy = partial(made, "accuracy", examples=0, prompts=args.accuracy_prompts, tokens=args.accuracy_tokens)
     found.append(accuracy(policy=FULL, budget=None))
-    return found + [accuracy(policy=policy, budget=budget) for policy in args.policies for budget in ACCURACY_BUDGETS]
+    found += [accuracy(policy=policy, budget=budget) for policy in args.policies for budget in ACCURACY_BUDGETS]
+    gsm8k = partial(made, "gsm8k", examples=GSM8K_EXAMPLES, prompts=args.gsm8k_prompts, tokens=args.response_tokens)
+    found.append(gsm8k(policy=FULL, budget=None))
+    solving = [policy for policy in GSM8K_POLICIES if policy in args.policies]
+    return found + [gsm8k(policy=policy, budget=budget) for policy in solving for budget in GSM8K_BUDGETS]
 
 
 def is_kept(cell: Cell, rows: Sequence[dict[str, Any]]) -> bool:

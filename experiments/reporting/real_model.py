@@ -54,22 +54,33 @@ def mismatch_section(rows: Sequence[Row]) -> Section:
 
 
 def accuracy(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["kind"] == "accuracy"]
-    if not found:
-        return ""
+    """Right answers, of both tasks."""
+    parts = []
+    if sums := [row for row in rows if row["kind"] == "accuracy"]:
+        parts.append(
+            "What a budget costs in right answers, where the model half knows them: sums of two or three digits, share "
+            "right and its 95 % interval.\n\n"
+            + right_answers(sums)
+            + "\n\nSnapKV's window is 16 here: with as many keys it keeps the end of the prompt and nothing else."
+        )
+    if solved := [row for row in rows if row["kind"] == "gsm8k"]:
+        parts.append(
+            f"The same of {solved[0]['prompts']} questions of GSM8K with {solved[0]['examples']} solved ones in front, "
+            f"of which this model solves few with any cache: a budget has little to cost here, and sums say more.\n\n"
+            + right_answers(solved)
+        )
+    return "".join(f"\n\n{part}" for part in parts)
+
+
+def right_answers(rows: Sequence[Row]) -> str:
     lines = []
-    for row in found:
+    for row in rows:
         ways = [
             f"{row[name]:.2f} ({row[f'{name}_low']:.2f} … {row[f'{name}_high']:.2f})" for name in ("sampled", "greedy")
         ]
         budget = "full cache" if row["budget"] is None else f"{row['policy']}, {row['budget']} keys"
         lines.append([budget, *ways])
-    return (
-        "\n\nWhat a budget costs in right answers, where the model half knows them: sums of two or three digits, share "
-        "right and its 95 % interval.\n\n"
-        + table(["sampler", "temperature 1", "greedy"], lines)
-        + "\n\nSnapKV's window is 16 here: with as many keys it keeps the end of the prompt and nothing else."
-    )
+    return table(["sampler", "temperature 1", "greedy"], lines)
 
 
 def section(rows: Sequence[Row]) -> Section | None:
