@@ -79,9 +79,11 @@ def real_loop(config: GRPOConfig = CONFIG, sizes: Sequence[int] | None = None) -
 
 
 def real_state(config: GRPOConfig = CONFIG) -> TrainState:
-    params = add_lora(random_params(MODEL.config), LoraConfig(rank=2), jax.random.key(0))
-    state = init_state(params, optimizer(), jax.random.key(0))
-    return one_behind(state) if config.rollouts_ahead else state
+    """Adapters, but for rollouts ahead: those need whole parameters."""
+    params = random_params(MODEL.config)
+    if config.rollouts_ahead:
+        return one_behind(init_state(params, optimizer(), jax.random.key(0)))
+    return init_state(add_lora(params, LoraConfig(rank=2), jax.random.key(0)), optimizer(), jax.random.key(0))
 
 
 def real_left(directory: Path, config: GRPOConfig = CONFIG) -> Left:
