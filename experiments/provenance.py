@@ -44,10 +44,13 @@ def command_line() -> str:
 
 
 def commit() -> str:
-    """Short hash of the code that runs, with a "+" where tracked files were changed since."""
+    """Short hash of the code that runs, with a "+" where tracked files were changed since.
+
+    Results are no code: a study writes them while it runs, and is not another one for that.
+    """
     try:
         head = git("rev-parse", "--short", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!experiments/results")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or sources without their history
         return "not recorded"
     return f"{head}+" if changed else head

@@ -67,6 +67,23 @@ def test_a_command_has_no_path_of_this_machine():
     assert said == "python experiments/bench/update.py --torch-python python --json"
 
 
+def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a study writes does not change the code that it runs; a changed script does."""
+    script, result = tmp_path / "experiments" / "study.py", tmp_path / "experiments" / "results" / "rows.json"
+    for file in (script, result):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("[]")
+    as_somebody = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*as_somebody, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    provenance = module("provenance")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    result.write_text("[1]")
+    clean = provenance.commit()
+    script.write_text("[1]")
+    assert len(clean) >= 7 and "+" not in clean and provenance.commit() == f"{clean}+"
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_results_say_where_they_come_from(path: Path):
     content = json.loads(path.read_text())
