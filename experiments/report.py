@@ -26,6 +26,7 @@ from reporting import (
     map_picture,
     memory_wall,
     price,
+    rates,
     real_model,
     showdown,
 )
@@ -59,6 +60,7 @@ def sections() -> list[Section]:
         ("map.json", lambda rows: showdown.section(rows, *SHOWDOWN)),
         ("map.json", lambda rows: cells.section(rows, read_rows(RESULTS / "horizon.json"))),
         ("choices.json", lambda rows: choices.section(rows, decisive())),
+        ("map_rates.json", lambda rows: rates.section(rows, read_rows(RESULTS / "map.json"), decisive())),
         ("gradients.json", lambda rows: gradients.section(rows, SHOWDOWN)),
         ("horizon_weights.json", horizon.weights_section),
         ("horizon.json", horizon.section),

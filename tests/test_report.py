@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import report
-from reporting import cells, choices, evictions, gradients, horizon, map_picture, price, real_model, showdown
+from reporting import cells, choices, evictions, gradients, horizon, map_picture, price, rates, real_model, showdown
 from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
@@ -122,6 +122,19 @@ def test_choices():
     assert "by +0.180 ± 0.000 with 1 step, +0.180 ± 0.000 with 4 steps a rollout." in part.answer
     assert part.answer.endswith("under the budget: a weight of 0.1 on all rows (0.805).")
     assert "| 1 step a rollout in place of 4 | 2 | 0.0001 | 0.655 | 0.805 | −0.050 ± 0.000 |" in part.body
+
+
+def test_learning_rates_beyond_the_grid():
+    usual = [row | {"sparse_before": 0.5 + 0.01 * row["seed"], "dense_before": 0.97} for row in rows_of()]
+    less = [row | {"learning_rate": 1e-5, "sparse": row["sparse_before"]} for row in usual if row["arm"] != "tis"]
+    less += [row | {"learning_rate": 1e-5, "sparse": row["sparse"] + 0.1} for row in usual if row["arm"] == "tis"]
+    pilot = [row | {"pilot": True, "learning_rate": rate} for row in usual for rate in (3e-5, 1e-4, 3e-4)]
+    part = rates.section(less, [*usual, *pilot], usual)
+    # TIS ends at 0.62 with the smaller rate, shadow masks at their start.
+    assert "by +0.180 ± 0.000 at the rates of the map, −0.120 ± 0.000 at 1e-05." in part.answer
+    assert "| `tis` | 1e-05, beyond | 2 | +0.120 ± 0.000 |" in part.body
+    assert "| `tis` | 0.0001 | 2 | +0.020 ± 0.000 |" in part.body
+    assert "Of the 8 choices of the map (a task and an arm each) 0 are 3e-05, 8 0.0001, 0 0.0003." in part.body
 
 
 def test_differences_are_paired_by_seed():
