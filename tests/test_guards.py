@@ -209,8 +209,8 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     # What made the numbers infinite is mended: the run goes on.
-    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(3), tmp_path, config=None, resume=True)
-    assert int(state.step) == 3
+    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(4), tmp_path, config=None, resume=True)
+    assert int(state.step) == 4
 
 
 def without_evictions(index: int, samples: Samples) -> Samples:
@@ -252,6 +252,11 @@ def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
 def test_the_file_is_where_the_run_is(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
         train(tampered(without_evictions), new_state(), RunConfig(3), tmp_path, config=None)
+    # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
+    assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; the run goes on with resume"]
+    kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=None).state
+    one = train(new_loop(), new_state(), RunConfig(1), tmp_path / "one", config=None)
+    assert_bitwise_equal(kept, one.replace(step=one.step + 1))
     arrays = safetensors.numpy.load_file(tmp_path / "refused_1.safetensors")
     assert arrays["evicted_at"].shape == (8, 1, 2, 14) and (arrays["evicted_at"][:, 0, 1] == NEVER).any()
     assert "The rollout is in" in str(caught.value)

@@ -26,8 +26,8 @@ from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_program
 TWICE = dataclasses.replace(CONFIG, minibatches=2)
 
 
-class StoppedError(Exception):
-    """What ends a run between two rollouts."""
+class StoppedError(BaseException):
+    """What ends a run between two rollouts as a process ends that is killed: nothing is saved then."""
 
 
 class StoppingLoop(GRPOLoop):

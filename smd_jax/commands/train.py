@@ -70,6 +70,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
+from smd_jax.train.rescue import with_notes
 from smd_jax.train.rollout_ahead import one_behind
 from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
 from smd_jax.train.settings import split_settings, taken_out
@@ -215,9 +216,9 @@ def troubles() -> Iterator[None]:
     try:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(with_notes(error)) from error
     except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, OSError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(with_notes(error)) from error
 
 
 def print_plan(args: Common, ready: Prepared) -> None:

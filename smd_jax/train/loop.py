@@ -164,7 +164,7 @@ class Loop:
         if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
         # A rollout that is refused was not learnt from: these are the parameters that it was drawn with.
-        self._refuse(index, state.params if behind is None else behind, samples, host)
+        self._refuse(index, state.params if behind is None else behind, state, samples, host)
         return state, host
 
     def _weights_moved(self, params: Params) -> float:
@@ -197,22 +197,24 @@ class Loop:
         """The learner's log-probabilities of a rollout, `[batch, R]`."""
         raise TypeError(f"{type(self).__name__} has no replay: its class must define it")
 
-    def _refuse(self, index: int, params: Params, samples: Samples, metrics: dict[str, float]) -> None:
+    def _refuse(
+        self, index: int, params: Params, state: TrainState, samples: Samples, metrics: dict[str, float]
+    ) -> None:
         """Raises RefusedRolloutError for a rollout with which the run must not go on; `params` are those that drew it
-        where sampler and learner part."""
+        where sampler and learner part, and `state` is what it has left."""
         bound = self.max_difference
         if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
             parting = None
             if jax.process_count() == 1:  # of several, none has all rows
                 logprobs = self.replay(params, samples.trajectory)
                 parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
-            raise not_one_policy(index, samples, metrics, bound, parting)
+            raise not_one_policy(index, samples, metrics, state, bound, parting)
         if metrics.get("update/skipped", 0.0) == 0:
             self._skipped.clear()
             return
         self._skipped.append(index)
         if len(self._skipped) >= self.max_skipped:
-            raise never_finite(index, samples, metrics, len(self._skipped))
+            raise never_finite(index, samples, metrics, state, len(self._skipped))
 
     @cached_property
     def _skipped(self) -> list[int]:

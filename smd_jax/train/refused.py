@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.numpy
 
 from smd_jax.learner.mismatch_guard import DIFFERENCE, Parting
+from smd_jax.learner.state import TrainState
 from smd_jax.masks import ShadowMask
 from smd_jax.processes import is_first, on_host
 from smd_jax.train.disk import written
@@ -30,39 +31,46 @@ class RefusedRolloutError(RuntimeError):
 
     Attributes:
       index: its number. samples, metrics: what it was. file: where it is kept; None: nowhere yet.
+      state: what it has left: that before it, or where an update was taken and left out, that after it.
     """
 
-    def __init__(self, index: int, message: str, samples: Samples, metrics: dict[str, float]) -> None:
+    def __init__(
+        self, index: int, message: str, samples: Samples, metrics: dict[str, float], state: TrainState
+    ) -> None:
         self.index = index
         self.samples = samples
+        self.state = state
         self.metrics = metrics
         self.file: Path | None = None
         super().__init__(message)
 
     def with_file(self, file: Path) -> RefusedRolloutError:
         """The same, which says where the rollout is kept."""
-        other = RefusedRolloutError(self.index, f"{self}. The rollout is in {file}", self.samples, self.metrics)
+        said = f"{self}. The rollout is in {file}"
+        other = RefusedRolloutError(self.index, said, self.samples, self.metrics, self.state)
         other.file = file
         return other
 
 
 def not_one_policy(
-    index: int, samples: Samples, metrics: dict[str, float], bound: float, parting: Parting | None
+    index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, parting: Parting | None
 ) -> RefusedRolloutError:
     """Sampler and learner differ by more than `bound` nats; `parting` says where, if somebody has looked."""
     said = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
     said += f"{metrics[DIFFERENCE]:.3g}" if parting is None else f"{metrics[DIFFERENCE]:.3g}, {parting}"
-    return RefusedRolloutError(index, said, samples, metrics)
+    return RefusedRolloutError(index, said, samples, metrics, state)
 
 
-def never_finite(index: int, samples: Samples, metrics: dict[str, float], count: int) -> RefusedRolloutError:
+def never_finite(
+    index: int, samples: Samples, metrics: dict[str, float], state: TrainState, count: int
+) -> RefusedRolloutError:
     """The newest of `count` rollouts in a row whose updates were left out."""
     said = f"rollout {index}: expected a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm "
     said += (
         f"{metrics['grad_norm']:g}, and no better in {count} rollouts in a row, from which nothing was learnt. Try a "
     )
     said += "lower learning rate, a lower max_grad_norm, or float32; and look at the rewards"
-    return RefusedRolloutError(index, said, samples, metrics)
+    return RefusedRolloutError(index, said, samples, metrics, state)
 
 
 def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:

@@ -35,6 +35,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
+from smd_jax.train.rescue import Rescue, is_whole
 from smd_jax.train.standing import standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
 from smd_jax.typed_fields import check_types
@@ -94,6 +95,11 @@ def train(
     On the main thread SIGINT (Ctrl-C) and SIGTERM let the rollout under way end, save a checkpoint and raise
     RunStoppedError; a second one ends the process at once.
 
+    An error that ends a rollout, an update or an evaluation (a reward function that raises, for example) leaves with
+    what was reached before it saved, and a note that says so. Not with several processes, which save together: the
+    others may be anywhere, and the run goes on from its newest checkpoint. Nor where a failing update has taken over
+    the state. An evaluation that failed is not made again.
+
     Args:
       state: where to start; where there is a checkpoint to resume from, only its structure and sharding count, and
         the base where there are adapters.
@@ -115,7 +121,8 @@ def train(
         metric of the run.
       RunStoppedError: a signal stopped the run; what it had done is saved.
       RefusedRolloutError: sampler and learner are no one policy, or several updates in a row were not finite; the
-        rollout is in `refused_<number>.safetensors`, and the run can go on from its newest checkpoint.
+        rollout is in `refused_<number>.safetensors`, and the run can go on: before that rollout, or behind it where
+        its one update has left the parameters as they were.
     """
     directory = Path(directory)
     evaluates = evaluate is not None and run.evaluate_every > 0
@@ -138,11 +145,30 @@ def train(
         _say_differences("elsewhere, which may change rounding", restored.machine, here)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = saved = int(state.step) // loop.config.steps_per_rollout
+    # Metrics of a rollout that is finished, until they are written.
+    unwritten: dict[str, float] | None = None
 
     def save(writer: checkpoint.Writer) -> None:
         position = {"rollouts": done, "seed": loop.config.seed}
         trained = without_base(state)
         writer.save(done, trained, data_position=position, config=config, noted=noted, machine=here)
+
+    def rescue() -> str:
+        """Saves what an error leaves, and says so."""
+        if jax.process_count() > 1:
+            return f"the run goes on from its newest checkpoint in {directory} with resume, if there is one"
+        if done == saved:
+            return f"after {done} of {run.steps} rollouts; nothing is lost but the one under way"
+        if not is_whole(state):
+            return f"the failing update has taken over the state: what {done - saved} rollouts taught is not saved"
+        try:
+            if unwritten is not None:
+                journal.write_rollout(done, unwritten, evaluated=False)
+            save(newest)
+            newest.wait()
+        except OSError as error:
+            return f"what {done - saved} rollouts taught could not be saved: {error}"
+        return f"saved after {done} of {run.steps} rollouts in {directory}; the run goes on with resume"
 
     def follows() -> bool:
         """Whether a rollout follows the one under way, as far as is known before its update."""
@@ -172,41 +198,46 @@ def train(
             now = standing(stop, journal, done)
             if run.keeps_best and now.is_best:
                 save_best()
-        while done < run.steps and now.stopped is None and not now.has_ended:
-            try:
-                state, metrics = loop.step(state, follows)
-            except RefusedRolloutError as refused:
-                journal.write_rollout(done + 1, refused.metrics, evaluated=False)
-                file = write_refused(directory, refused)
-                raise refused.with_file(file) from refused
-            # A save goes on beside one rollout and no longer: a killed run loses no more than what lies between two
-            # saves, and a disk that fails is noticed now.
-            newest.wait()
-            best.wait()
-            done += 1
-            if metrics.get("update/skipped", 0.0) > 0:
-                _say(_skipped(done - 1, metrics))
-            due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
-            found = {}
-            if evaluate is not None and due:
-                loop.settle()
-                found = evaluate(state)
-            metrics |= {**found, **memory_in_use()}
-            with all_or_none():
-                if due:
-                    journal.write_evaluation(done, found)
-                # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
-                for warning in journal.write_rollout(done, metrics, evaluated=due):
-                    print(warning, flush=True)
-            others.write(done - 1, metrics)
-            report(done, metrics)
-            now = standing(stop, journal, done)
-            if run.keeps_best and now.is_best:
-                save_best()
-            # The last one is saved below, whether it is due or not.
-            if _due(done, run.checkpoint_every) and done < run.steps:
-                save(newest)
-                saved = done
+        with Rescue(rescue):
+            while done < run.steps and now.stopped is None and not now.has_ended:
+                try:
+                    state, metrics = loop.step(state, follows)
+                except RefusedRolloutError as refused:
+                    journal.write_rollout(done + 1, refused.metrics, evaluated=False)
+                    file = write_refused(directory, refused)
+                    # The state that was given to it may be gone. A rollout that was left out is finished, too.
+                    state, done = refused.state, int(refused.state.step) // loop.config.steps_per_rollout
+                    raise refused.with_file(file) from refused
+                done += 1
+                unwritten = metrics
+                # A save goes on beside one rollout and no longer: a killed run loses no more than what lies between two
+                # saves, and a disk that fails is noticed now.
+                newest.wait()
+                best.wait()
+                if metrics.get("update/skipped", 0.0) > 0:
+                    _say(_skipped(done - 1, metrics))
+                due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
+                found = {}
+                if evaluate is not None and due:
+                    loop.settle()
+                    found = evaluate(state)
+                metrics |= {**found, **memory_in_use()}
+                with all_or_none():
+                    if due:
+                        journal.write_evaluation(done, found)
+                    unwritten = None
+                    # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
+                    for warning in journal.write_rollout(done, metrics, evaluated=due):
+                        print(warning, flush=True)
+                others.write(done - 1, metrics)
+                report(done, metrics)
+                now = standing(stop, journal, done)
+                if run.keeps_best and now.is_best:
+                    save_best()
+                # The last one is saved below, whether it is due or not.
+                if _due(done, run.checkpoint_every) and done < run.steps:
+                    save(newest)
+                    saved = done
         if done > saved:
             save(newest)
     if now.stopped is not None:
