@@ -35,6 +35,7 @@ from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.run import RunConfig, train
 from smd_jax.train.samples import Samples
+from smd_jax.train.settings import split_settings
 from smd_jax.trajectory import Trajectory
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
@@ -156,6 +157,8 @@ def test_what_no_head_explains_is_said(sampled):
 
 # --- a run
 
+COMPARED = split_settings(CONFIG)[0]
+
 
 class Tampered(GRPOLoop):
     """Changes its samples before they are learnt from."""
@@ -182,13 +185,13 @@ def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
 
 
 def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
-    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(4, checkpoint_every=1), tmp_path, config=None)
+    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(4, checkpoint_every=1), tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert [line.split(":")[1] for line in said] == [" rollout 1", " rollout 2"]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["update/skipped"] for row in rows] == [0, 1, 1, 0]
     before, after = (
-        checkpoint.restore(tmp_path / "checkpoints", new_state(), config=None, step=step).state for step in (2, 3)
+        checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED, step=step).state for step in (2, 3)
     )
     assert_bitwise_equal(before.params, after.params)
     assert_bitwise_equal(before.opt_state, after.opt_state)
@@ -200,7 +203,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     with pytest.raises(
         RefusedRolloutError, match="rollout 2: expected a finite loss .*; got loss nan .* 2 rollouts"
     ) as e:
-        train(loop, new_state(), RunConfig(9, checkpoint_every=1), tmp_path, config=None)
+        train(loop, new_state(), RunConfig(9, checkpoint_every=1), tmp_path)
     assert e.value.file == tmp_path / "refused_2.safetensors" and str(e.value.file) in str(e.value)
     arrays = safetensors.numpy.load_file(str(e.value.file))
     assert arrays["tokens"].shape == (8, 14) and np.isinf(arrays["rewards"]).all()
@@ -209,7 +212,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     # What made the numbers infinite is mended: the run goes on.
-    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(4), tmp_path, config=None, resume=True)
+    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(4), tmp_path, resume=True)
     assert int(state.step) == 4
 
 
@@ -251,11 +254,11 @@ def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
 
 def test_the_file_is_where_the_run_is(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
-        train(tampered(without_evictions), new_state(), RunConfig(3), tmp_path, config=None)
+        train(tampered(without_evictions), new_state(), RunConfig(3), tmp_path)
     # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
     assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; the run goes on with resume"]
-    kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=None).state
-    one = train(new_loop(), new_state(), RunConfig(1), tmp_path / "one", config=None)
+    kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
+    one = train(new_loop(), new_state(), RunConfig(1), tmp_path / "one")
     assert_bitwise_equal(kept, one.replace(step=one.step + 1))
     arrays = safetensors.numpy.load_file(tmp_path / "refused_1.safetensors")
     assert arrays["evicted_at"].shape == (8, 1, 2, 14) and (arrays["evicted_at"][:, 0, 1] == NEVER).any()

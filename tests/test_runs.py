@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from smd_jax.train import checkpoint, disk
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective, Standing
-from smd_jax.train.rescue import with_notes
 from smd_jax.train.run import RunConfig, check_directory, check_room, train
 from smd_jax.train.settings import rounding_only, split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
@@ -152,66 +150,6 @@ def test_beside_the_main_thread_there_are_no_signals_to_hear(tmp_path):
     thread.start()
     thread.join()
     assert saved(tmp_path) == [2] and handlers == [before, before]
-
-
-# --- errors
-
-
-def raises_at(last: int) -> Callable[[int], None]:
-    def begins(number: int) -> None:
-        if number == last:
-            raise ConnectionError("503")
-
-    return begins
-
-
-def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
-    whole = start(tmp_path / "whole", 6)
-    parts = tmp_path / "parts"
-    with pytest.raises(ConnectionError, match="503") as caught:
-        start(parts, 6, PlainLoop(begins=raises_at(4)))
-    assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; the run goes on with resume"]
-    assert with_notes(caught.value) == f"503\n{caught.value.__notes__[0]}"
-    assert saved(parts) == [4] and [row["step"] for row in rows(parts)] == [0, 1, 2, 3]
-    # It fails again at once: nothing new.
-    with pytest.raises(ConnectionError) as caught:
-        start(parts, 6, PlainLoop(begins=raises_at(4)), resume=True)
-    assert caught.value.__notes__ == ["after 4 of 6 rollouts; nothing is lost but the one under way"]
-    assert_bitwise_equal(start(parts, 6, resume=True), whole)
-    assert rows(parts) == rows(tmp_path / "whole")
-
-
-def test_an_evaluation_that_fails_loses_no_rollout(tmp_path):
-    evaluate = Evaluations({0: 0.4, 2: 0.5})
-    with pytest.raises(KeyError) as caught:
-        start(tmp_path, 6, evaluate_every=2, evaluate=evaluate)
-    assert evaluate.asked == [0, 2, 4] and saved(tmp_path) == [4]
-    assert "saved after 4 of 6 rollouts" in caught.value.__notes__[0]
-    assert [row.get(DENSE) for row in rows(tmp_path)] == [None, 0.5, None, None]
-
-
-def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
-    class Taking(PlainLoop):
-        def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
-            if int(state.step) == 3:
-                state.params["w"].delete()
-                raise RuntimeError("RESOURCE_EXHAUSTED")
-            return super().step(state, follows)
-
-    with pytest.raises(RuntimeError, match="EXHAUSTED") as caught:
-        start(tmp_path, 6, Taking())
-    (said,) = caught.value.__notes__
-    assert said == "the failing update has taken over the state: what 3 rollouts taught is not saved"
-    assert saved(tmp_path) == []
-
-
-# TensorStore's other writes fail, too, and may tell an event loop that is closed by then.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
-    with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
-        start(tmp_path, 6, PlainLoop(begins=raises_at(4)), new_state(size=100_000))
-    assert re.match("what 4 rollouts taught could not be saved: checkpoint 4 in .*", caught.value.__notes__[0])
-    assert saved(tmp_path) == []
 
 
 # --- evaluations
@@ -417,6 +355,19 @@ def test_settings_that_plan_memory_are_noted():
     assert split_settings(planned)[0] == compared
     for other in (replace(GRPO, seed=1), replace(GRPO, rollout=replace(GRPO.rollout, budget=5))):
         assert split_settings(other)[0] != compared
+
+
+def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
+    def go(steps: int, **changed: Any) -> Any:
+        loop = replace(PlainLoop(), config=replace(CONFIG, **changed))
+        return train(loop, new_state(), RunConfig(steps), tmp_path, resume=True)
+
+    go(1)
+    assert checkpoint.saved_config(tmp_path / "checkpoints") == split_settings(CONFIG)[0]
+    go(2, decode_rows=2)
+    assert "resumed with another setting, decode_rows: was null, is now 2" in capsys.readouterr().out
+    with pytest.raises(checkpoint.OtherConfigError, match="seed: expected 0, got 1"):
+        go(3, seed=1)
 
 
 def test_what_chooses_the_rows_of_a_teacher_is_compared():

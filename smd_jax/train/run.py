@@ -36,6 +36,7 @@ from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.rescue import Rescue, is_whole
+from smd_jax.train.settings import split_settings
 from smd_jax.train.standing import standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
 from smd_jax.typed_fields import check_types
@@ -83,7 +84,7 @@ def train(
     run: RunConfig,
     directory: str | Path,
     *,
-    config: object,
+    config: object = None,
     noted: object = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
@@ -104,9 +105,11 @@ def train(
       state: where to start; where there is a checkpoint to resume from, only its structure and sharding count, and
         the base where there are adapters.
       directory: where this run is kept; a new run must not find another one there.
-      config: what decides the result, kept with every checkpoint; a resume under another one is refused.
+      config: what decides the result, kept with every checkpoint; a resume under another one is refused. None: what
+        decides it of the loop's own, see `smd_jax.train.settings.split_settings`; a model, its task and its optimizer
+        are not in there.
       noted: settings that are kept, too, and may differ at a resume, which prints the differences: plans of memory,
-        places of files, what is logged. `smd_jax.train.settings` tells the two apart.
+        places of files, what is logged. None: without a config the rest of the loop's own.
       resume: continue from the newest checkpoint in `directory`, bitwise as if the run had not stopped. A damaged one
         is said, and the last good one before it is taken. A run that stopped before its first checkpoint, or never
         began, starts at `state`.
@@ -125,6 +128,9 @@ def train(
         its one update has left the parameters as they were.
     """
     directory = Path(directory)
+    if config is None:
+        config, of_loop = split_settings(loop.config)
+        noted = of_loop if noted is None else noted
     evaluates = evaluate is not None and run.evaluate_every > 0
     with all_or_none():  # before the first process writes anything there
         check_directory(directory, resume)

@@ -1,5 +1,7 @@
 """Which settings of a run a resume must find again, and which it may change.
 
+    train(loop, state, run, directory)          those of the loop, and with more than those:
+
     compared, noted = split_settings(loop.config)
     train(loop, state, run, directory, config={"loop": compared, "data": ...}, noted={"loop": noted, "memory": "80GiB"})
 
