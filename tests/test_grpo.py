@@ -364,6 +364,17 @@ def test_a_step_without_signal_leaves_the_parameters_alone():
     assert int(learned.step) == 4 and metrics == {}
 
 
+def test_a_minibatch_of_truncated_completions_alone_leaves_the_parameters_alone():
+    update = dataclasses.replace(CONFIG.update, mask_truncated_completions=True)
+    loop = new_loop(dataclasses.replace(CONFIG, update=update))
+    samples = loop.collect(new_state(), 0)
+    cut_off = samples.trajectory.replace(terminated=jnp.zeros_like(samples.trajectory.terminated))
+    before = jax.device_get(new_state())
+    state, metrics = loop.learn(new_state(), samples._replace(trajectory=cut_off))
+    assert metrics["grad_norm"] == 0 and metrics["update/skipped"] == 0
+    assert_bitwise_equal(jax.device_get(state), before.replace(step=before.step + 1))
+
+
 def test_who_the_old_policy_is():
     trajectory = new_loop().collect(new_state(), 0).trajectory
     dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))

@@ -58,6 +58,15 @@ def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
     assert_bitwise_equal(after.params, state.params)
 
 
+def test_where_nothing_counts_momentum_moves_nothing_and_nothing_is_called_skipped():
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    state = init_state({"w": jnp.ones(3)}, optimizer, jax.random.key(0))
+    state, _ = take_step(state, optimizer, {"w": jnp.ones(3)})
+    after, metrics = take_step(state, optimizer, {"w": jnp.zeros(3)}, teaches=jnp.bool_(False))
+    assert metrics["update/skipped"] == 0 and metrics["grad_norm"] == 0
+    assert_bitwise_equal(after, state.replace(step=state.step + 1))
+
+
 def test_numbers_too_large_to_square_are_left_out():
     optimizer = optax.sgd(1.0)
     state = init_state({"w": jnp.ones(2)}, optimizer, jax.random.key(0))

@@ -101,6 +101,14 @@ def test_several_steps_per_rollout():
     assert metrics["rewards/margins"] > 0 and metrics["loss"] < math.log(2)
 
 
+def test_without_a_pair_with_signal_the_parameters_stay():
+    before = jax.device_get(new_state())
+    rewards = np.zeros_like(samples().rewards)
+    state, metrics = plain_loop().learn(new_state(), samples()._replace(rewards=rewards))
+    assert metrics["grad_norm"] == 0 and metrics["update/skipped"] == 0
+    assert_bitwise_equal(jax.device_get(state), before.replace(step=before.step + 1))
+
+
 def test_the_minibatches_of_a_rollout():
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2))
     pairs = loop.pairs(samples())

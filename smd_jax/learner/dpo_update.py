@@ -128,7 +128,7 @@ def make_dpo_update(
     max_difference: float | None = None,
 ) -> DPOUpdate:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated. `max_difference` as in
-    `smd_jax.learner.update.make_update`.
+    `smd_jax.learner.update.make_update`, and as there a batch in which no pair counts changes no parameter.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
@@ -146,7 +146,8 @@ def make_dpo_update(
         sound = jnp.isfinite(loss)
         if max_difference is not None:
             sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
+        teaches = (prepared.weights > 0).any()
+        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound, teaches=teaches)
         return new_state, {"loss": loss, **of_step, **metrics}
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.

@@ -24,6 +24,7 @@ def take_step(
     sync: ReferenceSync | None = None,
     *,
     sound: Bool[Array, ""] | bool = True,
+    teaches: Bool[Array, ""] | bool = True,
 ) -> tuple[TrainState, Metrics]:
     """The state after one optimizer step, and what the step says of itself.
 
@@ -35,6 +36,8 @@ def take_step(
     Args:
       grads: of the parameters that are trained, see `smd_jax.learner.trained`.
       sound: false if something else than the gradients says that nothing can be learnt from them, such as the loss.
+      teaches: false where nothing counts, so that the gradients are 0: parameters and optimizer stay, as in
+        `skip_step`. That is no fault, and no `update/skipped`.
 
     Returns:
       The state; `grad_norm`, the norm of the gradients before the optimizer clips them; `update/skipped`, 1 where they
@@ -43,7 +46,8 @@ def take_step(
     """
     grads = widened(grads)
     norm = optax.tree.norm(grads)
-    learns = jnp.isfinite(norm) & sound
+    sound = jnp.isfinite(norm) & sound
+    learns = sound & teaches
     before = trained_params(state.params)
     wide = widened(before)
     updates, opt_state = optimizer.update(grads, state.opt_state, wide)
@@ -56,7 +60,7 @@ def take_step(
     # their buffers, would be compiled a second time.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
-    skipped = (~learns).astype(jnp.float32)
+    skipped = (~sound).astype(jnp.float32)
     return synchronised(new, sync), {"grad_norm": norm, "update/skipped": skipped, **_learning_rate(opt_state)}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig
@@ -40,9 +40,9 @@ def make_update(
 ) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
-    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which
-    sampler and learner differ at a token by more than `max_difference` nats (None: by anything), which makes sense of a
-    rollout's first step alone.
+    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which nothing
+    counts, nor one in which sampler and learner differ at a token by more than `max_difference` nats (None: by
+    anything), which makes sense of a rollout's first step alone.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
 
@@ -88,8 +88,26 @@ def finished(
     sound = jnp.isfinite(loss)
     if max_difference is not None:
         sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound)
+    teaches = _teaches(config, state, prepared)
+    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound, teaches=teaches)
     return new_state, {"loss": loss, **of_step, **sums} | metrics
+
+
+def _teaches(config: UpdateConfig, state: TrainState, prepared: Prepared) -> Bool[Array, ""] | bool:
+    """Whether any term of the loss has something to learn from."""
+    leaves_out = prepared.batch.counted_rows is not None or config.mask_truncated_completions
+    # Without any of the three all responses count, and none is empty: there is nothing to find out.
+    if not leaves_out and not config.correction.traits.uses_mismatch and not config.correction.traits.uses_present:
+        return True
+    found = prepared.correction.counted.any()
+    if config.value is not None or config.entropy_coef or config.eviction_coef:
+        found |= prepared.mask.any()
+    if prepared.dense is not None:
+        found |= prepared.dense.correction.counted.any()
+    if config.distill is not None:
+        # A teacher needs no reward: it has something to say of every token.
+        found |= config.distill.coef_at(state.step) > 0
+    return found
 
 
 def _metrics(config: UpdateConfig, state: TrainState, prepared: Prepared, terms: TokenTerms) -> Metrics:
