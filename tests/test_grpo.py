@@ -364,6 +364,20 @@ def test_a_step_without_signal_leaves_the_parameters_alone():
     assert int(learned.step) == 4 and metrics == {}
 
 
+def test_a_teacher_needs_no_signal():
+    """Where no group has any, the distillation goes on, as it does where one has."""
+    teacher = UpdateConfig(distill=DistillConfig(coef=1.0))
+    loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=teacher))
+    samples = loop.collect(new_state(), 0)
+    nothing = samples._replace(rewards=np.zeros(8, np.float32), counted_rows=np.zeros(8, bool))
+    before = jax.device_get(new_state().params)
+    state, metrics = loop.learn(new_state(), nothing)
+    assert metrics["distill"] > 0 and metrics["grad_norm"] > 0 and np.isfinite(metrics["loss"])
+    assert metrics["loss"] == pytest.approx(float(metrics["distill"]), rel=1e-5)
+    moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(state.params))
+    assert max(jax.tree.leaves(moved)) > 1e-4
+
+
 def test_a_minibatch_of_truncated_completions_alone_leaves_the_parameters_alone():
     update = dataclasses.replace(CONFIG.update, mask_truncated_completions=True)
     loop = new_loop(dataclasses.replace(CONFIG, update=update))

@@ -40,8 +40,8 @@ def make_update(
 ) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
-    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which nothing
-    counts, nor one in which sampler and learner differ at a token by more than `max_difference` nats (None: by
+    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which
+    nothing counts, nor one in which sampler and learner differ at a token by more than `max_difference` nats (None: by
     anything), which makes sense of a rollout's first step alone.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.

@@ -175,7 +175,7 @@ class PolicyLoop(Loop):
 
     def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """The optimizer steps on what a whole rollout has to teach. A minibatch in which nothing counts leaves the
-        parameters alone, as momentum and weight decay would not."""
+        parameters alone, as momentum and weight decay would not. A distillation counts every token."""
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which takes over the buffers of these parameters.
         before = self.before_any_step(state.params if state.behind is None else state.behind, batch)
@@ -185,7 +185,9 @@ class PolicyLoop(Loop):
         index = int(state.step) // self.config.steps_per_rollout
         steps = []
         for part in self.minibatches(batch, state, counted_rows):
-            if part.counted_rows is not None and not bool(part.counted_rows.any()):
+            # What else can leave a minibatch without anything is seen by the update.
+            counted = part.counted_rows if self.config.update.distill is None else None
+            if counted is not None and not bool(counted.any()):
                 state = self.skip(state)
                 continue
             state, metrics = update(state, part)
