@@ -276,6 +276,26 @@ def test_a_best_checkpoint_of_rollouts_that_are_taken_again(tmp_path):
     assert saved(tmp_path, "best") == [2]
 
 
+def test_a_best_checkpoint_of_another_configuration_or_start(tmp_path):
+    """Of a run that was killed before its first checkpoint."""
+    options: dict[str, Any] = {"evaluate_every": 1, "objective": Objective(DENSE)}
+    curve = {0: 0.1, 1: 0.5, 2: 0.2}
+    with pytest.raises(DiedError):
+        start(tmp_path, 2, PlainLoop(begins=dies_at(1)), evaluate=Evaluations(curve), **options)
+    assert saved(tmp_path, "best") == [1] and saved(tmp_path) == []
+    with pytest.raises(checkpoint.OtherConfigError, match="seed: expected 0, got 1"):
+        other = replace(CONFIG, seed=1)
+        start(tmp_path, 2, resume=True, config=other, evaluate=Evaluations(curve), **options)
+    with pytest.raises(FileExistsError):
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "rows")
+        (tmp_path / "evaluations.jsonl").rename(tmp_path / "evaluated")
+        check_directory(tmp_path, resume=False)
+    state = new_state().replace(params={"w": new_state().params["w"] + 1})
+    start(tmp_path, 2, state=state, resume=True, evaluate=Evaluations(curve), **options)
+    best = checkpoint.restore(tmp_path / "best", new_state(), config=CONFIG)
+    assert best.step == 1 and best.state.params["w"].tolist() == state.params["w"].tolist()
+
+
 def test_an_objective_that_is_no_metric(tmp_path):
     with pytest.raises(ValueError, match="expected evaluations .* for the objective 'eval/dense/reward'; got none"):
         start(tmp_path / "a", 2, PlainLoop(begins=never), objective=Objective(DENSE))

@@ -56,7 +56,6 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
-from smd_jax.train import checkpoint
 from smd_jax.train.checkpoint import (
     DamagedCheckpointError,
     OtherConfigError,
@@ -72,7 +71,7 @@ from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.rescue import with_notes
 from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import CHECKPOINTS, RunConfig, check_directory, train
+from smd_jax.train.run import RunConfig, check_config, check_directory, train
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
@@ -125,7 +124,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         ready = prepare(args)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
-            checkpoint.check_config(directory / CHECKPOINTS, run_settings(args, ready.loop)[0])
+            check_config(directory, run_settings(args, ready.loop)[0])
     check_same(algorithm, args, ready.loop.config)
     if is_first():
         print_plan(args, ready)

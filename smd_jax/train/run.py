@@ -149,6 +149,9 @@ def train(
         checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
         _say_differences("with another setting", restored.noted, noted)
         _say_differences("elsewhere, which may change rounding", restored.machine, here)
+    else:
+        # A run that was killed before its first checkpoint may have left a best one, which this run goes on to compare.
+        checkpoint.check_config(directory / BEST, config)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = saved = int(state.step) // loop.config.steps_per_rollout
     # Metrics of a rollout that is finished, until they are written.
@@ -181,10 +184,9 @@ def train(
         return done + 1 < run.steps and stop.received is None
 
     def save_best() -> None:
-        # A later one is of rollouts that are taken once more; one of just now is this state.
-        best.discard_after(done)
-        if checkpoint.latest_step(directory / BEST) != done:
-            save(best)
+        # One of this rollout or a later one is of rollouts that are taken once more, maybe from another start.
+        best.discard_after(done - 1)
+        save(best)
 
     with (
         StopSignals() as stop,
@@ -282,6 +284,14 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+def check_config(directory: str | Path, config: object) -> None:
+    """Raises OtherConfigError if the run that lies there, by its newest checkpoint, or where it has none yet by its
+    best, is of another configuration. Before anything is read that takes long."""
+    directory = Path(directory)
+    has_newest = checkpoint.latest_step(directory / CHECKPOINTS) is not None
+    checkpoint.check_config(directory / (CHECKPOINTS if has_newest else BEST), config)
+
+
 def check_directory(directory: str | Path, resume: bool) -> None:
     """Refuses a directory in which a run cannot be kept. Cheap, and leaves nothing behind: call it before what is not.
 
@@ -293,7 +303,8 @@ def check_directory(directory: str | Path, resume: bool) -> None:
     check_writable(directory)
     files = [directory / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
     begun = any(file.exists() and file.stat().st_size > 0 for file in files)
-    if not resume and (begun or checkpoint.latest_step(directory / CHECKPOINTS) is not None):
+    begun |= any(checkpoint.latest_step(directory / name) is not None for name in (CHECKPOINTS, BEST))
+    if not resume and begun:
         raise FileExistsError(
             f"expected no earlier run in {directory}; got one. Continue it with resume=True, or name another directory"
         )
