@@ -32,6 +32,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.run import RunConfig, train
 from smd_jax.train.samples import Samples
@@ -252,6 +253,14 @@ def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
         r"rollout 1: expected sampler and learner within 0.00052 nats at every token; got \d\.\d+, first", said
     )
     assert re.search(r"first at row \d, position \d+ \(", said)
+
+
+def test_an_objective_that_a_refused_rollout_does_not_have_hides_no_refusal(tmp_path):
+    loop = tampered(lambda index, samples: without_evictions(1, samples), config=replace(CONFIG, minibatches=2))
+    with pytest.raises(RefusedRolloutError, match="expected sampler and learner within"):
+        train(loop, new_state(), RunConfig(2, objective=Objective("entropy")), tmp_path)
+    assert (tmp_path / "refused_0.safetensors").is_file()
+    assert "entropy" not in read_metrics(tmp_path / "metrics.jsonl")[0]
 
 
 def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():

@@ -311,6 +311,22 @@ def test_an_objective_that_is_no_metric(tmp_path):
         )
     with pytest.raises(ValueError, match="metric among .*reward; got 'rewards'"):
         start(tmp_path / "c", 2, objective=Objective("rewards"))
+    assert [row["step"] for row in rows(tmp_path / "c")] == [0], "what was measured stays"
+    assert saved(tmp_path / "c") == [1], "and what was learnt"
+
+
+def test_an_objective_that_the_first_rollouts_do_not_have(tmp_path):
+    """Rollouts without signal take no optimizer step; from the first one on that does, the metric must be there."""
+
+    def metrics(number: int) -> dict[str, float]:
+        return {"reward": 0.0} | ({} if number < 2 else {"grad_norm": 1.0, "entropy": float(number)})
+
+    loop = PlainLoop(metrics=metrics)
+    state = start(tmp_path / "entropy", 4, loop, objective=Objective("entropy"))
+    assert int(state.step) == 4 and saved(tmp_path / "entropy", "best") == [4]
+    with pytest.raises(ValueError, match="got 'kl'"):
+        start(tmp_path / "kl", 4, loop, objective=Objective("kl"))
+    assert saved(tmp_path / "kl") == [3]
 
 
 @pytest.mark.parametrize(

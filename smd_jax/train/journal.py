@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
+from smd_jax.monitor.metrics_log import MetricsWriter, meaning, read_metrics
 from smd_jax.train.disk import written
 from smd_jax.train.objective import Objective, Standing, check_metric
 from smd_jax.train.verdict import ROLLOUTS, warnings
@@ -32,6 +32,9 @@ class NoJournal:
 
     def write_rollout(self, done: int, metrics: Mapping[str, float | int], *, evaluated: bool) -> list[str]:
         return []
+
+    def write_row(self, done: int, metrics: Mapping[str, float | int]) -> None:
+        pass
 
     def why_ended(self) -> str:
         return ""
@@ -97,15 +100,28 @@ class Journal:
 
     def write_rollout(self, done: int, metrics: Mapping[str, float | int], *, evaluated: bool) -> list[str]:
         """The row of the rollout that made `done`, with those of an evaluation after it; returns what to warn of."""
-        # Where there are evaluations, the objective may be a metric of theirs.
-        if self._objective is not None and not self._checked and (evaluated or not self._evaluates):
+        self.write_row(done, metrics)
+        self._stand(done, metrics)
+        if self._objective is not None and not self._checked and self._is_complete(metrics, evaluated):
             check_metric(self._objective, metrics)
             self._checked = True
-        with written(self._metrics.path):
-            self._metrics.write(done - 1, metrics)
-        self._stand(done, metrics)
         self._newest.append(metrics)
         return warnings(self._newest, self._warned)
+
+    def write_row(self, done: int, metrics: Mapping[str, float | int]) -> None:
+        """The row of a rollout with which the run ends: nothing is concluded from it."""
+        with written(self._metrics.path):
+            self._metrics.write(done - 1, metrics)
+
+    def _is_complete(self, metrics: Mapping[str, float | int], evaluated: bool) -> bool:
+        """Whether a row has all the metrics that there will ever be."""
+        assert self._objective is not None
+        # Where there are evaluations, the objective may be a metric of theirs.
+        if self._evaluates and not evaluated:
+            return False
+        # A rollout without signal may take no optimizer step, and then has none of the metrics that a step has.
+        name = self._objective.metric
+        return "grad_norm" in metrics or name.startswith("eval/") or not meaning(name)
 
     def why_ended(self) -> str:
         """One line on an early stop."""

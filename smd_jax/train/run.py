@@ -172,7 +172,7 @@ def train(
             return f"the failing update has taken over the state: what {done - saved} rollouts taught is not saved"
         try:
             if unwritten is not None:
-                journal.write_rollout(done, unwritten, evaluated=False)
+                journal.write_row(done, unwritten)
             save(newest)
             newest.wait()
         except OSError as error:
@@ -211,7 +211,7 @@ def train(
                 try:
                     state, metrics = loop.step(state, follows)
                 except RefusedRolloutError as refused:
-                    journal.write_rollout(done + 1, refused.metrics, evaluated=False)
+                    journal.write_row(done + 1, refused.metrics)
                     file = write_refused(directory, refused)
                     # The state that was given to it may be gone. A rollout that was left out is finished, too.
                     state, done = refused.state, int(refused.state.step) // loop.config.steps_per_rollout
