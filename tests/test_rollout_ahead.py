@@ -11,14 +11,17 @@ import pytest
 from smd_jax.corrections.importance import TIS
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState
+from smd_jax.tasks.rewards import Rewards
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.objective import Objective
+from smd_jax.train.responder import Responder
 from smd_jax.train.rollout_ahead import Ahead, one_behind
 from smd_jax.train.run import RunConfig, train
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.widths import shortened
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
+from tests.reward_cases import length
 
 STEPS = 3
 AHEAD = replace(toy_loop.CONFIG, rollouts_ahead=1)
@@ -81,14 +84,14 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
 def counted_draws(monkeypatch, before=lambda index: None) -> list[int]:
     """Numbers of the rollouts that are drawn from now on; `before` is called with each, before it is drawn."""
     drawn = list[int]()
-    draw = GRPOLoop.graded_rollout
+    draw = GRPOLoop.drawn_rollout
 
-    def graded_rollout(loop, params, key, index):
+    def drawn_rollout(loop, params, key, index):
         drawn.append(index)
         before(index)
         return draw(loop, params, key, index)
 
-    monkeypatch.setattr(GRPOLoop, "graded_rollout", graded_rollout)
+    monkeypatch.setattr(GRPOLoop, "drawn_rollout", drawn_rollout)
     return drawn
 
 
@@ -110,6 +113,32 @@ def test_a_run_draws_no_rollout_that_nobody_learns_from(tmp_path, monkeypatch):
     assert drawn == [0]
     assert_bitwise_equal(start(STEPS, tmp_path / "parts", resume=True), whole)
     assert drawn == [0, 1, 2]
+
+
+def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypatch):
+    """A thread has none: a completion that math-verify never finishes would stop the run for ever."""
+    graded, drawn = list[threading.Thread](), list[threading.Thread]()
+
+    def noting(function, threads):
+        def noted(self, *arguments):
+            threads.append(threading.current_thread())
+            return function(self, *arguments)
+
+        return noted
+
+    monkeypatch.setattr(Rewards, "grade", noting(Rewards.grade, graded))
+    monkeypatch.setattr(Responder, "respond", noting(Responder.respond, drawn))
+    loop = toy_loop.new_loop(AHEAD)
+    state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
+    loop.settle()
+    here = threading.main_thread()
+    assert graded == [here] * 2
+    assert [thread is here for thread in drawn] == [True, False, False]
+
+    # In a process of its own a reward has a main thread there, and no need to wait for ours.
+    finish = replace(loop, rewards=Rewards((length,), seconds=60.0))._ahead_of(state.params, state.key, 2)()
+    monkeypatch.setattr(Rewards, "grade", None)
+    assert finish().rewards.tolist() == [float(len(text)) for text in finish().completions]
 
 
 def test_a_run_that_was_told_to_stop_begins_no_rollout(tmp_path, monkeypatch):

@@ -45,7 +45,8 @@ class GRPOConfig(PolicyConfig):
       rollouts_ahead: 1: the next rollout is drawn while the learner takes its steps on this one, with the parameters
         before them, see `smd_jax.train.rollout_ahead`; it takes room for the parameters once more. The ratio of the
         loss, with its clipping, corrects what is off-policy by age; what is off-policy by eviction stays exact under
-        the shadow mask. 0: every rollout is drawn with the newest parameters.
+        the shadow mask. Rewards that have processes of their own are computed ahead, too; others when the rollout is
+        taken, in the thread that takes it. 0: every rollout is drawn with the newest parameters.
     """
 
     advantages: Estimator = "group_relative"
@@ -114,7 +115,7 @@ class GRPOLoop(PolicyLoop):
         signal. Groups that are still without are there, but do not count."""
         if self.samples_ahead:
             assert state.behind is not None, "checked by `step`"
-            return self.ahead.take(index, state.behind, self._drawing(state.behind, state.key, index))
+            return self.ahead.take(index, state.behind, self._ahead_of(state.behind, state.key, index))()
         if self.config.dynamic_sampling is None:
             return super().collect(state, index)
         most = 1 + self.config.dynamic_sampling
@@ -136,15 +137,26 @@ class GRPOLoop(PolicyLoop):
         return self.config.rollouts_ahead == 1
 
     @cached_property
-    def ahead(self) -> Ahead[Samples]:
+    def ahead(self) -> Ahead[Callable[[], Samples]]:
         return Ahead()
 
     def settle(self) -> None:
         if self.samples_ahead:
             self.ahead.wait()
 
-    def _drawing(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
-        return lambda: self.graded_rollout(params, jax.random.fold_in(key, index), index)
+    def _ahead_of(self, params: Params, key: jax.Array, index: int) -> Callable[[], Callable[[], Samples]]:
+        """What the thread does for a rollout, and returns what is left to do for whoever takes it."""
+
+        def draw() -> Callable[[], Samples]:
+            own_key = jax.random.fold_in(key, index)
+            if self.rewards is None or self.rewards.seconds is None:
+                # Graded in this process, and so by whoever takes it: the main thread is the only one in which
+                # math-verify and its like can set a clock.
+                return self.drawn_rollout(params, own_key, index)
+            samples = self.graded_rollout(params, own_key, index)
+            return lambda: samples
+
+        return draw
 
     def check(self, state: TrainState) -> None:
         super().check(state)
@@ -166,7 +178,7 @@ class GRPOLoop(PolicyLoop):
         # Python waits for threads before a process ends: a rollout that nobody asks for would hold it up.
         if follows():
             following = int(state.step) // self.config.steps_per_rollout + 1
-            self.ahead.begin(following, now, self._drawing(now, jnp.copy(state.key), following))
+            self.ahead.begin(following, now, self._ahead_of(now, jnp.copy(state.key), following))
         state, metrics = self.learn(state, samples)
         return state.replace(behind=now), metrics
 

@@ -48,7 +48,7 @@ from smd_jax.sharding import (
     tree_shardings,
 )
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import SteppedTask, Task, batch_columns, rows_of_step
+from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import (
     Tokenizer,
     check_vocabulary,
@@ -59,7 +59,7 @@ from smd_jax.train.grading import part_metrics
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import order_of_pass
 from smd_jax.train.refused import never_finite, not_one_policy
-from smd_jax.train.responder import Responder
+from smd_jax.train.responder import Drawn, Responder
 from smd_jax.train.samples import Samples
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory
@@ -307,17 +307,28 @@ class Loop:
 
     def graded_rollout(self, params: Params, key: jax.Array, index: int) -> Samples:
         """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
+        rows, draw = self._drawing(params, key, index)
+        return self._graded(rows, draw)
+
+    def drawn_rollout(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
+        """`graded_rollout` in two parts, which two threads may do: its completions, drawn now, and their rewards, which
+        the function asks for that it returns. For one process alone."""
+        rows, draw = self._drawing(params, key, index)
+        drawn = draw()
+        return lambda: self._graded(rows, lambda: drawn)
+
+    def _drawing(self, params: Params, key: jax.Array, index: int) -> tuple[list[Row], Callable[[], Drawn]]:
+        """The task's rows of a rollout, and what draws this process's part of the responses to them."""
         config = self.config
         rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
-        own, (completions, graded, took) = self.responder.graded(
-            self.responder.sampler_copy(self.policy_params(params)),
-            rows,
-            key,
-            self.rewards or self._own_reward,
-            config.policy,
-            config.rollout,
-            config.group_size,
-        )
+        own = self.responder.sampler_copy(self.policy_params(params))
+        sizes = (config.policy, config.rollout, config.group_size)
+        return rows, lambda: self.responder.drawn(own, rows, key, *sizes)
+
+    def _graded(self, rows: list[Row], draw: Callable[[], Drawn]) -> Samples:
+        config = self.config
+        rewards = self.rewards or self._own_reward
+        own, (completions, graded, took) = self.responder.graded(draw, rows, rewards, config.group_size)
         trajectory = self.responder.place.whole(own)
         metrics = {name: jnp.float32(number) for name, number in took.items()}
         metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)

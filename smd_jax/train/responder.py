@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,13 @@ def sampler_copy(model: LanguageModel, params: Params, place: Place) -> Params:
     return place.params(params)
 
 
+class Drawn(NamedTuple):
+    """A process's responses before they are graded, and numbers about how they were sampled."""
+
+    trajectory: Trajectory
+    took: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Responder:
     """What draws completions for a loop. Its attributes are the loop's."""
@@ -79,32 +86,40 @@ class Responder:
         """The policy's parameters, where the sampler reads them; all processes must call it."""
         return sampler_copy(self.model, params, self.place)
 
-    def graded(
+    def drawn(
         self,
         params: Params,
         rows: Sequence[Row],
         key: jax.Array,
-        rewards: Rewards,
         policy: EvictionPolicy,
         config: RolloutConfig,
         group_size: int,
-    ) -> tuple[Trajectory, Told]:
-        """This process's part of `group_size` responses to the prompts of all rows, and what is told of all of them;
-        all processes must call it.
+    ) -> Drawn:
+        """This process's part of `group_size` responses to the prompts of all rows.
 
         Args:
           params: a `sampler_copy`. rows: of all processes. key: consumed.
         """
+        began = time.perf_counter()
+        # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
+        own, took = self.respond(params, rows, key, policy, config, group_size)
+        return Drawn(own, {"time/rollout": time.perf_counter() - began} | took)
+
+    def graded(
+        self, draw: Callable[[], Drawn], rows: Sequence[Row], rewards: Rewards, group_size: int
+    ) -> tuple[Trajectory, Told]:
+        """This process's part of the responses, and what is told of all of them; all processes must call it.
+
+        Args:
+          draw: gives what `drawn` gave, now or before. rows: of all processes.
+        """
 
         def sample() -> tuple[Trajectory, Told]:
+            own, took = draw()
             began = time.perf_counter()
-            # Its log-probabilities were read when `respond` returns: the rollout is over, on the device, too.
-            own, took = self.respond(params, rows, key, policy, config, group_size)
-            responded = time.perf_counter()
             repeated = repeat_each(rows[self.place.feeders.part(len(rows))], group_size)
             completions, graded = grade(rewards, self.tokenizer, repeated, own)
-            times = {"time/rollout": responded - began, "time/grading": time.perf_counter() - responded}
-            return own, Told(completions, graded, times | took)
+            return own, Told(completions, graded, took | {"time/grading": time.perf_counter() - began})
 
         return shared(self.place.feeders, sample)
 
