@@ -370,6 +370,10 @@ def test_parameters_without_a_value_head():
             r"an advantage for every token, as PPO has them; got Chain\(.*OPSM",
         ),
         (
+            {"update": UpdateConfig(value=CRITIC, eviction_coef=0.5)},
+            "expected eviction_coef 0 with PPO, because .*; got 0.5",
+        ),
+        (
             {"update": UpdateConfig(value=CRITIC, loss=gspo())},
             "expected ratio_level 'token' with PPO, because .*; got 'geometric'",
         ),

@@ -69,6 +69,11 @@ class PPOConfig(PolicyConfig):
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
             )
+        if self.update.eviction_coef:
+            raise ValueError(
+                "expected eviction_coef 0 with PPO, because an eviction is paid by the advantage of its response, and "
+                f"PPO's belong to tokens; got {self.update.eviction_coef}. GRPO and RLOO train a gate"
+            )
         if self.update.loss.ratio_level != "token":
             raise ValueError(
                 "expected ratio_level 'token' with PPO, because under the ratio of a response all its tokens have one "
