@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections.importance import TIS
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner import packed
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
@@ -167,6 +168,8 @@ def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
         config = replace(toy_loop.CONFIG, rollout=replace(toy_loop.ROLLOUT, **options), update=update)
         with pytest.raises(ValueError, match="expected rollouts without quant and min_new_tokens, .* with pack_colu"):
             toy_loop.own_loop(config)
+    with pytest.raises(ValueError, match="expected pack_columns None with LearnedGate, .*; got 28"):
+        toy_loop.own_loop(replace(toy_loop.CONFIG, policy=LearnedGate(), update=update))
 
 
 def test_columns_that_do_not_fit():

@@ -59,7 +59,7 @@ class PolicyLoop(Loop):
         else:
             self._check_columns(config.update.pack_columns)
             check_sequence(config.update.pack_columns, self.model.shape.num_heads, self.mesh)
-            _check_packable(config.rollout)
+            _check_packable(config)
         rows = config.update.rows_per_prompt
         if config.group_size % rows:
             raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
@@ -223,13 +223,19 @@ class PolicyLoop(Loop):
         return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
 
 
-def _check_packable(config: RolloutConfig) -> None:
+def _check_packable(config: PolicyConfig) -> None:
     """Raises ValueError for rollouts that `smd_jax.learner.packed.check_packable` would refuse when they are there."""
-    if config.quant is not None or config.mask_storage == "boolean" or config.min_new_tokens:
+    rollout = config.rollout
+    if rollout.quant is not None or rollout.mask_storage == "boolean" or rollout.min_new_tokens:
         raise ValueError(
             "expected rollouts without quant and min_new_tokens, and with mask_storage 'compact', with pack_columns, "
-            f"which moves tokens; got quant {config.quant}, min_new_tokens {config.min_new_tokens} and mask_storage "
-            f"{config.mask_storage!r}"
+            f"which moves tokens; got quant {rollout.quant}, min_new_tokens {rollout.min_new_tokens} and mask_storage "
+            f"{rollout.mask_storage!r}"
+        )
+    if config.policy.gate is not None:
+        raise ValueError(
+            f"expected pack_columns None with {type(config.policy).__name__}, whose draws name columns that packing "
+            f"would move; got {config.update.pack_columns}"
         )
 
 
