@@ -13,11 +13,12 @@ from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signa
 from smd_jax.losses.pairs import best_worst
 from smd_jax.metrics import reward_metrics
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from smd_jax.tasks.task import Row
 from smd_jax.train.grading import part_metrics
-from smd_jax.train.grpo import fullest
+from smd_jax.train.grpo import GRPOLoop, fullest
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
-from tests.toy_loop import TASK, new_loop, new_state
+from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, new_state, optimizer
 
 # Of the first group the third has no reward, of the second all but one, of the last all.
 NAN = float("nan")
@@ -215,6 +216,43 @@ def test_a_reward_that_asks_for_too_much_is_refused_before_anything_is_sampled()
 
     with pytest.raises(ValueError, match="expected reward 'greedy' to ask for some of .*'metadata'.*trainer_state"):
         loop_of(greedy)
+
+
+class FieldsOfTheirOwn:
+    """Every second row has an answer, the others tests."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Row:
+        return {"prompt": "12=", "answer": "12"} if index % 2 else {"prompt": "12=", "tests": "x"}
+
+    def reward(self, prompts, completions, **columns):
+        raise AssertionError("graded by `rewards`")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_with_fields_of_their_own(seed):
+    seen = []
+
+    def by_tests(completions, tests):
+        seen.append(tests)
+        return [None if one is None else 1.0 for one in tests]
+
+    def by_answer(completions, answer, **columns):
+        assert columns.keys() == {"prompts", "completion_ids", "tests"}, "also where no row of a batch has any"
+        return [None if one is None else 2.0 for one in answer]
+
+    rewards = Rewards((by_tests, by_answer), seconds=None)
+    config = dataclasses.replace(CONFIG, seed=seed)
+    loop = GRPOLoop(MODEL, FieldsOfTheirOwn(), TOKENIZER, optimizer(), config, rewards=rewards)
+    for index in range(2):
+        rewarded = loop.collect(new_state(), index)
+        assert rewarded.rewards.tolist() == [2.0 if "answer" in row else 1.0 for row in rewarded.task_rows]
+    assert {type(one) for tests in seen for one in tests} == {str, type(None)}
+    # A batch without any.
+    graded = rewards.grade(["12="], ["1"], [[1]], {"answer": ["12"]})
+    assert graded.rewards.tolist() == [2.0] and seen[-1] == [None]
 
 
 def test_dynamic_sampling_keeps_groups_with_what_is_left():

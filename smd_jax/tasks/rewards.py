@@ -29,6 +29,8 @@ from smd_jax.tasks.task import Prompt, completion_of
 
 RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
 
+GIVEN = ("prompts", "completions", "completion_ids")  # of every rollout, whatever its rows have
+
 SEARCH_LIMITS = 10  # row by row, a function may take this many times its limit in all
 
 
@@ -109,18 +111,29 @@ class Rewards:
         """(function, kind) of the failures that were reported."""
         return set()
 
+    @functools.cached_property
+    def _known(self) -> set[str]:
+        """Names of the fields that rows may have, as `prepare` was told."""
+        return set()
+
+    def lacks(self, columns: Iterable[str]) -> list[str]:
+        """What a function asks for and neither a rollout has nor rows of these fields."""
+        given = {*GIVEN, *columns}
+        return [name for function in self.functions for name in required_names(function) if name not in given]
+
     def prepare(self, columns: Iterable[str]) -> None:
         """Starts the functions' processes, and does not wait for them: call it before what takes long.
 
         Args:
-          columns: names of the rows' fields other than the prompt.
+          columns: names of the rows' fields other than the prompt. A batch none of whose rows has one of them gives
+            None for it.
 
         Raises:
           ValueError: a function asks for something that no rollout gives.
         """
-        given = {"prompts", "completions", "completion_ids", *columns}
+        self._known.update(columns)
         for name, function in zip(self.logged_names, self.functions, strict=True):
-            accepted_names(name, function, given)
+            accepted_names(name, function, {*GIVEN, *self._known})
         for caller in self._callers.values():
             caller.start()
 
@@ -143,7 +156,9 @@ class Rewards:
           ValueError: arguments of different lengths; a function that asks for what is not there.
         """
         shaped = [completion_of(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        arguments = {**columns, "prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
+        absent = {name: [None] * len(completions) for name in self._known}
+        of_rollout = {"prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
+        arguments = {**absent, **columns, **of_rollout}
         _check_lengths(arguments, len(completions))
         calls = {
             name: {accepted: arguments[accepted] for accepted in accepted_names(name, function, arguments)}
@@ -251,10 +266,7 @@ def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) ->
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if nameless:
         raise ValueError(f"expected reward {name!r} to take its arguments by name; got {nameless} in front of a slash")
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    missing = [parameter for parameter in required if parameter not in given]
+    missing = [parameter for parameter in required_names(function) if parameter not in given]
     if missing:
         raise ValueError(
             f"expected reward {name!r} to ask for some of {sorted(given)}; got {missing} among its parameters, which "
@@ -264,6 +276,13 @@ def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) ->
         return given
     named = {p.name for p in parameters}
     return [argument for argument in given if argument in named]
+
+
+def required_names(function: RewardFunction) -> list[str]:
+    """The arguments without which a function cannot be called."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in named]
 
 
 def compute_rewards(

@@ -11,8 +11,9 @@ from smd_jax.learner.state import Metrics
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.tasks.graded import Graded
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, batch_columns, prompt_text
+from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, encode_prompts, wants_special_tokens
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.trajectory import Trajectory
 
 
@@ -45,6 +46,20 @@ def grade(
     completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
     prompts = [row["prompt"] for row in rows]
     return completions, rewards.grade(prompts, completions, completion_ids, batch_columns(rows))
+
+
+def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfig) -> list[str]:
+    """Names of the rows' fields other than the prompt, as far as the reward functions ask for them.
+
+    The first row has them all, in nearly every task. Where a function asks for more, all rows are looked at, because
+    each may have fields of its own; of a stream, those of the first step.
+    """
+    names = dict.fromkeys(batch_columns(rows_of_step(task, 1, 0, config.seed)))
+    if not rewards.lacks(names):
+        return list(names)
+    if isinstance(task, SteppedTask):
+        return list(batch_columns(rows_of_step(task, config.prompts_per_step, 0, config.seed)))
+    return list(batch_columns([task[index] for index in range(len(task))]))
 
 
 def part_metrics(name: str, part: np.ndarray) -> Metrics:

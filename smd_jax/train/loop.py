@@ -48,14 +48,14 @@ from smd_jax.sharding import (
     tree_shardings,
 )
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, rows_of_step
+from smd_jax.tasks.task import Row, SteppedTask, Task, rows_of_step
 from smd_jax.text.prompts import (
     Tokenizer,
     check_vocabulary,
     repeat_each,
 )
 from smd_jax.train.ahead import compiling, rows_on
-from smd_jax.train.grading import part_metrics
+from smd_jax.train.grading import part_metrics, reward_columns
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import order_of_pass
 from smd_jax.train.refused import never_finite, not_one_policy
@@ -108,7 +108,7 @@ class Loop:
         check_sequence(self.config.columns, self.model.shape.num_heads, self.mesh)
         if self.rewards is not None:
             # It starts beside what is compiled first.
-            self.rewards.prepare(batch_columns(rows_of_step(self.task, 1, 0, self.config.seed)))
+            self.rewards.prepare(reward_columns(self.rewards, self.task, self.config))
 
     @cached_property
     def responder(self) -> Responder:
