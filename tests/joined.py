@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from smd_jax import processes
 from smd_jax.commands import launch, prepare, train
 from smd_jax.commands.arguments import LaunchArgs
+from smd_jax.commands.errors import UserError
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import init_state
@@ -35,10 +37,12 @@ from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.train import checkpoint, run
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
+from smd_jax.train.run import RunConfig
 from smd_jax.train.samples import Samples
 
 EOS, PAD = 258, 256
@@ -146,13 +150,16 @@ def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[i
     return [sorted(range(len(group)), key=lambda i: (len(group[i]), group[i])) for group in completions]
 
 
-RUNS = {run.__name__: run for run in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
+RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
 
 
-def refusals(index: int) -> dict[str, np.ndarray]:
+def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
     """What several processes say of a process that was told something else, and of one that fails."""
     said = dict[str, np.ndarray]()
     for name, body in (
+        ("only one resumes", lambda: command(folder, out, "--debug", *["--resume"][index:])),
+        ("one that resumes fails", lambda: _resumes_without_rows(index, folder, out)),
+        ("other checkpoints", lambda: _trains_with_fewer_checkpoints(index, out)),
         ("other seed", lambda: processes.check_same({"run": {"seed": index, "steps": 4}})),
         ("other version", lambda: _with_version(f"0.{index}.0")),
         ("failure", lambda: _fails_in_last(index)),
@@ -161,7 +168,7 @@ def refusals(index: int) -> dict[str, np.ndarray]:
     ):
         try:
             body()
-        except (OtherProcessError, ValueError, KeyError) as error:
+        except (OtherProcessError, UserError, ValueError, KeyError) as error:
             said[f"refused: {name}"] = np.array(str(error))
     return said
 
@@ -169,6 +176,20 @@ def refusals(index: int) -> dict[str, np.ndarray]:
 def _with_version(version: str) -> None:
     with mock.patch.object(processes, "versions", lambda: {"jax": version}):
         processes.check_same({})
+
+
+def _resumes_without_rows(index: int, folder: Path, out: Path) -> None:
+    """The others come as far as the checkpoint that they resume."""
+    broken = mock.patch.object(train, "prepare", side_effect=OSError("expected rows on this host; got none"))
+    with broken if index else nullcontext():
+        command(folder, out, "--debug", "--resume", "--max-steps", "3")
+
+
+def _trains_with_fewer_checkpoints(index: int, out: Path) -> None:
+    fewer = mock.patch.object(checkpoint, "all_steps", return_value=[1])
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    with fewer if index else nullcontext():
+        run.train(loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(3), out, config=1, resume=True)
 
 
 def _fails_in_last(index: int) -> None:
@@ -191,13 +212,13 @@ def command(folder: Path, out: Path, *more: str) -> None:
 
 
 def arrays() -> dict[str, np.ndarray]:
-    return {f"{run}: {name}": value for run, take in RUNS.items() for name, value in take().items()}
+    return {f"{of}: {name}": value for of, take in RUNS.items() for name, value in take().items()}
 
 
 def main(folder: str, coordinator: str, count: str, index: str) -> None:
     launch.join(LaunchArgs(coordinator, int(count), int(index)))
     place, out = Path(folder), Path(folder) / count
-    found = arrays() | refusals(int(index))
+    found = arrays() | refusals(int(index), place, out)
     command(place, out, "--max-steps", "3", "--resume")
     if processes.is_first():
         np.savez(place / f"{count}.npz", **found)  # pyright: ignore[reportArgumentType]

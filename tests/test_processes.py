@@ -75,9 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
 
 def start(folder: Path) -> list[subprocess.Popen[str]]:
     """Two processes of `tests.joined` with a device each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     flags = " ".join(word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word)
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, "2"]
@@ -86,6 +84,12 @@ def start(folder: Path) -> list[subprocess.Popen[str]]:
         subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, stdout=quiet, stderr=heard)
         for index in range(2)
     ]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs"])
@@ -148,6 +152,9 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        ("only one resumes", "process 1: arguments.run.resume: expected true, got false"),
+        ("one that resumes fails", "process 1 ended with UserError: expected rows on this host; got none"),
+        ("other checkpoints", "process 1: checkpoints: expected [1, 2], got [1]"),
         ("other seed", "process 1: run.seed: expected 0, got 1"),
         ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
         ("failure", "process 1 ended with KeyError: 'no such row'"),

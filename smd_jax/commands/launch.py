@@ -40,9 +40,9 @@ def join(launch: LaunchArgs) -> None:
         raise UserError(str(error)) from error
 
 
-def check_same(algorithm: str, args: Common, config: LoopConfig) -> None:
-    """Refuses processes that were told something else, have other versions, or made other plans, such as with less
-    memory; in all of them.
+def check_told_the_same(algorithm: str, args: Common) -> None:
+    """Refuses processes that were told something else, have other versions or another number of devices; in all of
+    them, and before they do anything that one of them would not.
 
     Raises:
       UserError: names every difference.
@@ -54,10 +54,21 @@ def check_same(algorithm: str, args: Common, config: LoopConfig) -> None:
             {
                 "algorithm": algorithm,
                 "arguments": to_jsonable(replace(args, launch=LaunchArgs()), "arguments"),
-                "loop": to_jsonable(config, "loop"),
                 "devices of a process": jax.local_device_count(),
             }
         )
+
+
+def check_same_plan(config: LoopConfig) -> None:
+    """Refuses processes that made other plans of the same flags, such as with less memory; in all of them.
+
+    Raises:
+      UserError: names every difference.
+    """
+    if jax.process_count() == 1:
+        return
+    with together():
+        processes.check_same({"loop": to_jsonable(config, "loop")})
 
 
 def check_shared(file: Path) -> None:

@@ -26,7 +26,7 @@ from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
-from smd_jax.commands.launch import check_same, check_shared, join, together
+from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, with_parts
@@ -115,6 +115,8 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     # Kept and compared as a number, so that later defaults change nothing.
     args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
     directory = args.run.output_dir
+    # First, so that a process without --resume is named for that, and not for what it then finds in the directory.
+    check_told_the_same(algorithm, args)
     with together(), all_or_none(), users_mistakes(), troubles():
         check_numbers(args)
         settings = run_config(args)
@@ -125,7 +127,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             check_config(directory, run_settings(args, ready.loop)[0])
-    check_same(algorithm, args, ready.loop.config)
+    check_same_plan(ready.loop.config)
     if is_first():
         print_plan(args, ready)
     if args.run.dry_run:

@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.options import MultiprocessingOptions
 
 from smd_jax.train.checksums import CHECKSUMS, check_files, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure
@@ -313,7 +314,7 @@ def latest_step(directory: str | Path) -> int | None:
 
 def check_config(directory: str | Path, config: object) -> None:
     """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as
-    `restore_newest` does, before anything is read that takes long."""
+    `restore_newest` does, before anything is read that takes long. It waits for no other process."""
     if latest_step(directory) is not None:
         _check_config(saved_config(directory), to_jsonable(config), ())
 
@@ -429,7 +430,9 @@ def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
     with _DamageNamed(directory, step):
         _check_not_emptied(_folder(directory, step))
         check_files(_folder(directory, step), _ITEMS)
-        meta = _read_item(directory, step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        # By each process for itself: where one fails, and never comes to read, nobody waits for it.
+        with _reader(directory, alone=True) as manager:
+            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         _check_keys(meta)
     _check_format(meta, _folder(directory, step))
     return meta
@@ -548,7 +551,10 @@ def _manager(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointMa
     return ocp.CheckpointManager(Path(directory).resolve(), options=options)
 
 
-def _reader(directory: str | Path) -> ocp.CheckpointManager:
+def _reader(directory: str | Path, alone: bool = False) -> ocp.CheckpointManager:
+    """A manager that reads. Of several processes all must read together, unless each is to do it `alone`."""
+    own = jax.process_index()
+    who = MultiprocessingOptions(own, {own}) if alone else MultiprocessingOptions()
     # Looking for checkpoints must not make a directory.
-    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False, multiprocessing_options=who)
     return ocp.CheckpointManager(Path(directory).resolve(), options=options)

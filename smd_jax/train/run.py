@@ -23,7 +23,7 @@ from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.panel import training_panel
 from smd_jax.monitor.progress import Report
-from smd_jax.processes import all_or_none, is_first
+from smd_jax.processes import all_or_none, check_same, is_first
 from smd_jax.sharding import shard_tree
 from smd_jax.text.visible_text import visible
 from smd_jax.train import checkpoint
@@ -118,6 +118,7 @@ def train(
       loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
 
     Raises:
+      OtherProcessError: of several processes one was given something else, or sees other checkpoints.
       FileExistsError: a new run in a directory that has one.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
       ValueError: a resume whose configuration differs, or the base that adapters stand on; an objective that names no
@@ -132,6 +133,10 @@ def train(
         config, of_loop = split_settings(loop.config)
         noted = of_loop if noted is None else noted
     evaluates = evaluate is not None and run.evaluate_every > 0
+    if jax.process_count() > 1:
+        # Before what only some of them would do, or not as often: the others would wait for them.
+        same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
+        check_same(same | {"checkpoints": checkpoint.all_steps(directory / CHECKPOINTS)})
     with all_or_none():  # before the first process writes anything there
         check_directory(directory, resume)
         check_room(directory, stored_bytes(without_base(state)), run)
