@@ -234,6 +234,27 @@ def test_a_run_does_not_keep_who_took_part():
     assert "host0" not in kept_config(algorithm, args) and "process_id: null" in kept_config(algorithm, args)
 
 
+JOINS = """
+import jax
+from smd_jax import processes
+processes.join()
+print(jax.process_count(), jax._src.xla_bridge.CUDA_VISIBLE_DEVICES.value)
+"""
+
+
+@pytest.mark.parametrize(("own", "devices"), [({}, "3"), ({"JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1")])
+def test_accelerators_of_a_process_under_slurm(own: dict[str, str], devices: str):
+    """A task has the one of its own number on the node, unless it is told which: docs/many_hosts.md counts on it."""
+    # The fourth task of its node, in a step that has no other task.
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_LOCALID": "3", "JAX_COORDINATOR_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS], env=os.environ | slurm | own, text=True, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", devices]
+
+
 def test_without_flags_nobody_is_joined():
     launch.join(LaunchArgs())
     assert jax.process_count() == 1
