@@ -37,7 +37,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import smd_jax as smd
 from passages import PASSAGES
 from provenance import provenance
-from smd_jax.commands.arguments import PolicyName, SamplerArgs
+from smd_jax.commands.arguments import SamplerArgs
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.masks import dense_mask, positions
@@ -68,7 +68,7 @@ class Args:
 class Case:
     """How a text is written."""
 
-    eviction: PolicyName
+    eviction: str
     sinks: int = 0
     budget: int | None = None
     buffer: int | None = None
@@ -107,7 +107,7 @@ def cases(args: Args) -> list[Case]:
     found = [Case("dense")]
     for budget in args.budget:
         buffer = args.buffer or min(usual.buffer, budget // 2)
-        names: tuple[PolicyName, ...] = ("snapkv", "streaming_llm")
+        names: tuple[str, ...] = ("snapkv", "streaming_llm")
         for name in names:
             found += [Case(name, sinks, budget, buffer) for sinks in (usual.sinks, 0)]
     return found

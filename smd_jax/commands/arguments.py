@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-PolicyName = Literal["snapkv", "rkv", "h2o", "tova", "keydiff", "knorm", "streaming_llm", "random", "gate", "dense"]
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
 CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
@@ -75,7 +74,8 @@ class EvaluationArgs:
     eval_source: str | None = None  # as --dataset-source
     eval_split: str | None = None  # as --dataset-split
     eval_seed: int | None = None  # of a procedural dataset's rows, so that runs of all seeds share them; None: --seed
-    eval_decode: tuple[str, ...] = ("sampler", "dense")  # sampler: as in training; dense; or policy:budget[+buffer]
+    # Ways of decoding: sampler, as in training; dense; or policy:budget[+buffer], as 'snapkv(window=16):512+128'
+    eval_decode: tuple[str, ...] = ("sampler", "dense")
     eval_temperature: float | None = None  # 0: greedy; None: the sampler's
     metric_for_best_model: str | None = None  # a metric such as eval/dense/reward, whose best checkpoint is kept
     early_stopping_patience: int | None = None  # evaluations without a gain of that metric after which the run ends
@@ -94,7 +94,9 @@ class SamplerArgs:
     top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
     min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end a completion, and stay in it
-    eviction: PolicyName = "snapkv"  # which keys the cache drops; gate: reward trains which; dense keeps all
+    # Which keys the cache drops: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; gate: reward
+    # trains which; dense keeps all. With parameters as 'snapkv(window=16)'; your own class as path/to/file.py:Class
+    eviction: str = "snapkv"
     budget: int = 512  # keys kept per layer and KV head
     buffer: int = 128  # tokens between two compressions
     sinks: int = 4  # first keys that are always kept, as models look at them for want of others; in --eval-decode, too

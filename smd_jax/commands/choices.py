@@ -25,7 +25,9 @@ from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import POLICIES
+from smd_jax.eviction.named import own_place, parse_policy
+from smd_jax.eviction.statistics import CacheShape
+from smd_jax.eviction.trial import check_score
 from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
@@ -34,9 +36,11 @@ from smd_jax.losses import named
 from smd_jax.losses.distillation import Direction, DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.model.decoder import Decoder, Remat
+from smd_jax.model.protocol import ModelShape
 from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampling import SamplingConfig
+from smd_jax.train.decoding import Decode, parse_decode, policy_text
 
 CORRECTIONS: Mapping[CorrectionName, Correction] = {
     "shadow": Shadow(),
@@ -81,12 +85,40 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
     """The policy that was named, with what is protected from it and how its budget is spread over the layers.
 
     Raises:
-      ValueError: sinks or a pyramid for a policy without a choice of keys; a pyramid for a gate.
+      ValueError: as `named_policy`; a gate without chance, from which nothing is learnt.
     """
-    policy = with_sinks(POLICIES[args.eviction], args.sinks)
-    if args.pyramid and isinstance(policy, LearnedGate):
+    policy = named_policy(args.eviction, args.sinks, args.pyramid)
+    if isinstance(policy, LearnedGate) and policy.greedy:
+        raise ValueError(f"expected a gate whose evictions are draws, which is what is trained; got {args.eviction!r}")
+    return policy
+
+
+def named_policy(text: str, sinks: int, pyramid: bool) -> EvictionPolicy:
+    """The policy of a text, which always keeps the first `sinks` keys of a sequence, with budgets that fall with depth
+    if it is a pyramid.
+
+    Raises:
+      ValueError: as `parse_policy`; sinks that are said twice; a pyramid for a gate.
+    """
+    found = parse_policy(text)
+    if isinstance(found.policy, policies.StreamingLLM) and "sinks" in found.given:
+        raise ValueError(f"expected the sinks of streaming_llm by --sinks alone; got {text!r}")
+    policy = with_sinks(found.policy, sinks)
+    if pyramid and isinstance(policy, LearnedGate):
         raise ValueError("expected no pyramid with the policy 'gate', whose draws would not be recorded; got one")
-    return wrappers.Pyramid(policy) if args.pyramid and policy.evicts else policy
+    return wrappers.Pyramid(policy) if pyramid and policy.evicts else policy
+
+
+def way_of_decoding(text: str, sinks: int, pyramid: bool = False) -> Decode:
+    """What `parse_decode` reads, with its policy as `named_policy` makes it; raises as both."""
+    return replace(parse_decode(text), policy=named_policy(policy_text(text), sinks, pyramid))
+
+
+def try_policy(text: str, shape: ModelShape, budget: int, buffer: int) -> None:
+    """Raises ValueError for an eviction policy of the user's own that does not score keys as the sampler needs it."""
+    if own_place(text) is not None:
+        sizes = CacheShape(1, shape.num_heads, shape.num_kv_heads, budget + buffer, shape.head_dim, shape.dtype)
+        check_score(parse_policy(text).policy, sizes, budget)
 
 
 def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
@@ -96,7 +128,7 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     if isinstance(policy, policies.StreamingLLM):
         return policies.StreamingLLM(sinks)  # its own, so that they are protected once
     if isinstance(policy, LearnedGate):
-        return LearnedGate(LinearGate(sinks))  # its own, because the learner must know what no draw takes
+        return replace(policy, weights=LinearGate(sinks))  # its own: the learner must know what no draw takes
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 

@@ -13,13 +13,16 @@ import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError
+from smd_jax.eviction.named import own_place
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.functions import is_file_name
 from smd_jax.tasks.presets import PRESETS
+from smd_jax.train.decoding import policy_text, split_decodes
 from smd_jax.train.disk import written
 
 PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source", "output_dir")
 FUNCTIONS = ("map_function", "reward")
+POLICIES = ("eviction", "eval_decode")
 LOCK = "process.lock"
 
 
@@ -40,6 +43,10 @@ def _spelled(group: Any) -> Iterator[tuple[str, Any]]:
             yield name, function_from_the_root(value)
         elif name in FUNCTIONS and isinstance(value, tuple):
             yield name, tuple(map(function_from_the_root, value))
+        elif name in POLICIES and isinstance(value, str):
+            yield name, policy_from_the_root(value)
+        elif name in POLICIES and isinstance(value, tuple):
+            yield name, tuple(",".join(map(policy_from_the_root, split_decodes(words))) for words in value)
 
 
 def path_from_the_root(name: str) -> str:
@@ -54,6 +61,12 @@ def function_from_the_root(where: str) -> str:
     """`path/to/file.py:function`; `package.module:function` stays."""
     place, colon, name = where.rpartition(":")
     return f"{path_from_the_root(place)}{colon}{name}" if is_file_name(place) else where
+
+
+def policy_from_the_root(text: str) -> str:
+    """`path/to/file.py:Class(parameter=value)`, alone or as a way of decoding; what the library has stays."""
+    place = own_place(policy_text(text))
+    return text.replace(place, path_from_the_root(place), 1) if place is not None and is_file_name(place) else text
 
 
 @contextmanager

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
-from smd_jax.commands.choices import decoder, eviction_policy, rollout_config, update_config, with_sinks
+from smd_jax.commands.choices import (
+    decoder,
+    eviction_policy,
+    rollout_config,
+    try_policy,
+    update_config,
+    way_of_decoding,
+)
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices
@@ -31,7 +38,7 @@ from smd_jax.model.weights import read_config
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.decoding import Decode, as_trained, parse_decode
+from smd_jax.train.decoding import Decode, as_trained, policy_text, split_decodes
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
@@ -139,6 +146,7 @@ def check_platform(wanted: str) -> None:
 def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
     """The loop of the algorithm."""
     policy = eviction_policy(args.sampler)
+    try_policy(args.sampler.eviction, model.shape, args.sampler.budget, args.sampler.buffer)
     if policy.gate is not None and not isinstance(args, Grpo | Rloo):
         raise UserError(
             "expected grpo or rloo with --eviction gate, whose draws are judged by one advantage a response; "
@@ -228,7 +236,7 @@ def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: in
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
     """The optimizer of the whole run."""
     config = optimizer_config(args.optimizer, learning_rate(args))
-    if args.sampler.eviction == "gate":
+    if eviction_policy(args.sampler).gate is not None:
         config = replace(config, gate_speed=args.optimizer.gate_speed)
     return make_optimizer(config, args.run.max_steps * steps_per_rollout)
 
@@ -262,7 +270,7 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         return None
     config = loop.config
     rows = config.decode_rows or config.completions_per_step
-    ways = tuple(decoding(args, text, loop) for text in args.evaluation.eval_decode)
+    ways = tuple(decoding(args, text, loop) for text in split_decodes(",".join(args.evaluation.eval_decode)))
     length = args.sampler.max_completion_length
     name = args.evaluation.eval_dataset or args.data.dataset
     return Evaluator(
@@ -279,12 +287,13 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
 
 
 def decoding(args: Common, text: str, loop: Loop) -> Decode:
-    """One way of decoding: "sampler", or what `parse_decode` reads."""
+    """One way of decoding: "sampler", or what `way_of_decoding` reads."""
     config = loop.config
-    if text == "sampler":
+    if text.strip() == "sampler":
         found = as_trained(config.policy, config.rollout)
     else:
-        found = parse_decode(text)
-        found = replace(found, policy=with_sinks(found.policy, args.sampler.sinks))
+        found = way_of_decoding(text, args.sampler.sinks)
+        shape, rollout = loop.model.shape, found.rollout(config.rollout)
+        try_policy(policy_text(text), shape, rollout.budget, rollout.buffer)
     temperature = args.evaluation.eval_temperature
     return found if temperature is None else replace(found, sampling=SamplingConfig(temperature))

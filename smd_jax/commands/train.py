@@ -31,6 +31,7 @@ from smd_jax.commands.limits import check_numbers, unused_devices, without_evict
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, with_parts
 from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.named import own_place
 from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
@@ -228,6 +229,9 @@ def print_plan(args: Common, ready: Prepared) -> None:
         summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
     if ready.chosen is not None:
         print(ready.chosen)
+    policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
+    kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
+    print(f"eviction policy: {policy}{kept}")
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     available = device_memory()
@@ -300,13 +304,16 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     runs, how it is reported, and how it fits into memory."""
     compared, noted = split_settings(loop.config)
     # A path is the same however it is spelled.
-    model = from_the_root(args).model
+    rooted = from_the_root(args)
     optimizer = args.optimizer
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
     rewards, limits = taken_out(to_jsonable(args.rewards, "rewards"), ("reward_timeout", "max_failed_rewards"))
-    same = {"model": model, "data": args.data, "rewards": rewards, "optimizer": optimizer, "loop": compared}
+    same = {"model": rooted.model, "data": args.data, "rewards": rewards, "optimizer": optimizer, "loop": compared}
+    # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
+    place = own_place(rooted.sampler.eviction)
+    same |= {} if place is None else {"eviction": place}
     run = replace(args.run, resume=False, dry_run=False, debug=False)
     free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits}
     return same | {"steps": run.max_steps if to_the_end else None}, free
