@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from smd_jax.pytrees import any_leaves
 from smd_jax.quantization import packed_size, unpack
-from smd_jax.sampling import among
+from smd_jax.sampling import among, is_one_of
 
 # In place of -inf, which makes NaN of a difference and of a product with 0. exp() of it is 0 in every dtype.
 OUTSIDE = -1e30
@@ -25,13 +25,13 @@ class DrawableTokens(struct.PyTreeNode):
     Attributes:
       sets: what filters left, see `smd_jax.sampling.drawable_form`: int32 ids `[batch, R, k]`, -1 where there are
         fewer; or bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
-      min_new_tokens: the end token is in no set of the first so many columns. Static.
-      eos_token_id: the end token; None without one. Static.
+      min_new_tokens: no end token is in the sets of the first so many columns. Static.
+      eos_token_id: the end token, or several; None without one. Static.
     """
 
     sets: Int[Array, "batch R k"] | UInt8[Array, "batch R bytes"] | None
     min_new_tokens: int = struct.field(pytree_node=False, default=0)
-    eos_token_id: int | None = struct.field(pytree_node=False, default=None)
+    eos_token_id: int | tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
 
     def first_columns(self, columns: int) -> DrawableTokens:
         """The sets of the first `columns` columns of the response alone."""
@@ -51,7 +51,7 @@ class DrawableTokens(struct.PyTreeNode):
         if self.eos_token_id is None or self.min_new_tokens == 0:
             return drawable
         # Without filters there are no sets, and the minimum length is all that takes a token out.
-        ends = jnp.arange(vocab)[None, None] == self.eos_token_id
+        ends = is_one_of(jnp.arange(vocab)[None, None], self.eos_token_id)
         return drawable & ~(ends & (columns < self.min_new_tokens)[None, :, None])
 
     def apply(

@@ -18,7 +18,9 @@ transformers and vLLM leave more than k in the first case, and tear them apart i
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,11 +135,17 @@ def _greedy(logits: Float[Array, "batch vocab"]) -> Sampled:
 
 
 def forbid(
-    logits: Float[Array, "batch vocab"], token_id: int, where: Bool[Array, " batch"]
+    logits: Float[Array, "batch vocab"], token_ids: int | tuple[int, ...], where: Bool[Array, " batch"]
 ) -> Float[Array, "batch vocab"]:
-    """-inf for a token in the rows `where`: the end token, before the minimum length."""
-    here = jnp.arange(logits.shape[-1])[None] == token_id
+    """-inf for a token, or several, in the rows `where`: what ends a response, before the minimum length."""
+    here = is_one_of(jnp.arange(logits.shape[-1])[None], token_ids)
     return jnp.where(where[:, None] & here, -jnp.inf, logits)
+
+
+def is_one_of(tokens: Int[Array, "*shape"], token_ids: int | tuple[int, ...]) -> Bool[Array, "*shape"]:
+    """Which tokens are this one, or one of these."""
+    ids = token_ids if isinstance(token_ids, tuple) else (token_ids,)
+    return functools.reduce(operator.or_, [tokens == token_id for token_id in ids])
 
 
 def token_logprobs(logits: Float[Array, "... vocab"], tokens: Int[Array, ...], temperature: float) -> Float[Array, ...]:

@@ -94,6 +94,7 @@ class SamplerArgs:
     top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
     min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end a completion, and stay in it
+    eos_token: tuple[str, ...] = ()  # tokens that end one; by default those of tokenizer and generation_config.json
     # Which keys the cache drops: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; gate: reward
     # trains which; dense keeps all. With parameters as 'snapkv(window=16)'; your own class as path/to/file.py:Class
     eviction: str = "snapkv"

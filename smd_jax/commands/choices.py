@@ -132,12 +132,13 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 
-def rollout_config(args: SamplerArgs, eos: int, pad: int) -> RolloutConfig:
+def rollout_config(args: SamplerArgs, eos: tuple[int, ...], pad: int) -> RolloutConfig:
     return RolloutConfig(
         args.max_completion_length,
         args.budget,
         args.buffer,
-        eos,
+        # A single one as ever, so that runs which were begun with it go on.
+        eos[0] if len(eos) == 1 else eos,
         pad,
         args.min_completion_length,
         args.prefill_chunk,

@@ -48,6 +48,7 @@ FLAGS: Mapping[str, str] = {
     "microbatches": "--microbatch",
     "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
+    "eos_token_id": "--eos-token",
     "learning_rate": "--learning-rate",
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",
@@ -59,6 +60,7 @@ EVALUATION_FLAGS: Mapping[str, str] = {
     "buffer": "--decode",
     "seconds=None": "--reward-timeout",
     "stop_strings": "--stop",
+    "eos_token_id": "--eos-token",
 }
 
 

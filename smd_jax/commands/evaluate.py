@@ -23,7 +23,7 @@ from smd_jax.commands.choices import decoder, with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context, check_devices
-from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, shown_tokens
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import parameter, rewards_of
 from smd_jax.eviction.base import EvictionPolicy
@@ -41,7 +41,8 @@ from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
-from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.text.prompts import pad_token_id
+from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, parse_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
@@ -71,6 +72,7 @@ class Args:
     max_prompt_length: int | None = None  # tokens; longer prompts are dropped. By default those of the longest
     max_completion_length: int = 256  # tokens
     stop: tuple[str, ...] = ()  # texts that end a completion
+    eos_token: tuple[str, ...] = ()  # tokens that end one; by default those of tokenizer and generation_config.json
     batch: int = 64  # completions decoded at once
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: float32 on a CPU, else bfloat16
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another one
@@ -100,10 +102,13 @@ def run(args: Args) -> list[Evaluated]:
         tokenizer = load_tokenizer(directory, args.tokenizer)
         model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
-        evaluator, dropped = make_evaluator(args, model, tokenizer, gate)
+        ends = end_token_ids(directory, tokenizer, args.eos_token)
+        stop_table(tokenizer, args.stop, model.config.vocab_size)  # for its errors, before weights are read
+        evaluator, dropped = make_evaluator(args, model, tokenizer, gate, ends)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)
         params = params | parts
     print(dropped, file=sys.stderr)
+    print(f"a completion ends with: {shown_tokens(tokenizer, ends)}", file=sys.stderr)
     found = list[Evaluated]()
     for result in evaluator.each(params, say_progress):
         found.append(result)
@@ -140,7 +145,9 @@ def policy_of(decode: Decode, args: Args, gate: LearnedGate | None) -> EvictionP
     return gate
 
 
-def make_evaluator(args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None) -> tuple[Evaluator, str]:
+def make_evaluator(
+    args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None, ends: tuple[int, ...]
+) -> tuple[Evaluator, str]:
     """The evaluator, and a line on the prompts that were dropped."""
     choice = TaskChoice(
         args.task,
@@ -168,7 +175,7 @@ def make_evaluator(args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate
         args.max_completion_length,
         budget=args.max_completion_length,  # and buffer: where a way of decoding names none
         buffer=128,
-        eos_token_id=eos_token_id(tokenizer),
+        eos_token_id=ends,
         pad_token_id=pad_token_id(tokenizer),
         sampling=sampling,
     )

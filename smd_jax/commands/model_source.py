@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from smd_jax.commands.errors import UserError
+from smd_jax.text.prompts import eos_token_id
+from smd_jax.text.visible_text import visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Weights of other formats are neither read nor fetched.
@@ -85,3 +89,49 @@ def load_tokenizer(model: Path, name: str | None = None) -> Any:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str]) -> tuple[int, ...]:
+    """The tokens that end a completion, ascending: those that are named, or else the tokenizer's and those of
+    generation_config.json, which lists what a chat model ends its turns with. With one of them missing, the sampler
+    would go on behind the end of a turn.
+
+    Args:
+      model: its directory, which may have a generation_config.json.
+      named: tokens as the tokenizer writes them, such as "<|im_end|>".
+
+    Raises:
+      UserError: a name that is no token of the tokenizer; a generation_config.json that cannot be read.
+      ValueError: none named, and a tokenizer without one.
+    """
+    if named:
+        vocabulary = tokenizer.get_vocab()
+        unknown = [token for token in named if token not in vocabulary]
+        if unknown:
+            there = [*map(str, tokenizer.added_tokens_decoder.values())][:16]
+            raise UserError(
+                f"expected --eos-token as tokens of the tokenizer, whose special ones are {there}; got {unknown}"
+            )
+        return tuple(sorted({vocabulary[token] for token in named}))
+    return tuple(sorted({eos_token_id(tokenizer), *_generation_ends(model / "generation_config.json")}))
+
+
+def _generation_ends(file: Path) -> list[int]:
+    """`eos_token_id` of a generation_config.json, which is an id, a list of them, null or left out."""
+    if not file.is_file():
+        return []
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"expected JSON in {file}; {error}") from error
+    found = config.get("eos_token_id") if isinstance(config, dict) else config
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    # True and False would pass for 1 and 0.
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise UserError(f"expected eos_token_id in {file} as an id, or a list of ids; got {found!r:.80}")
+    return ids
+
+
+def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Tokens with their ids, for the plan."""
+    return ", ".join(f"{visible(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in ids)

@@ -20,7 +20,7 @@ from smd_jax.commands.choices import (
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices
-from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
@@ -37,7 +37,8 @@ from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import read_config
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
-from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.text.prompts import pad_token_id
+from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, as_trained, policy_text, split_decodes
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
@@ -82,7 +83,10 @@ def prepare(args: Common) -> Prepared:
     data = load_data(args, tokenizer)
     check_context(data.width, args.sampler.max_completion_length, config)
     model = decoder(config, args.device.attention, args.model.gradient_checkpointing)
-    loop = make_loop(args, model, data, tokenizer)
+    ends = end_token_ids(directory, tokenizer, args.sampler.eos_token)
+    # Also where it is compiled only with the first rollout: a mistake in it must not wait for that.
+    stop_table(tokenizer, args.sampler.stop, config.vocab_size)
+    loop = make_loop(args, model, data, tokenizer, ends)
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
         return Prepared(directory, config, tokenizer, data, loop, None, None, make_evaluator(args, loop, data))
@@ -143,8 +147,8 @@ def check_platform(wanted: str) -> None:
         )
 
 
-def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
-    """The loop of the algorithm."""
+def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tuple[int, ...]) -> Loop:
+    """The loop of the algorithm; `ends` are the tokens that end a response."""
     policy = eviction_policy(args.sampler)
     try_policy(args.sampler.eviction, model.shape, args.sampler.budget, args.sampler.buffer)
     if policy.gate is not None and not isinstance(args, Grpo | Rloo):
@@ -154,7 +158,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any) -> Loop:
         )
     if isinstance(args, Grpo | Rloo) and args.ahead.rollouts_ahead:
         check_ahead(args.model)
-    shared = loop_options(args, policy, tokenizer, data.width)
+    shared = loop_options(args, policy, tokenizer, data.width, ends)
     device = args.device
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
@@ -218,7 +222,9 @@ def check_ahead(model: ModelArgs) -> None:
         raise UserError("expected no --rollouts-ahead with --lora-r, nor with several processes")
 
 
-def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: int) -> dict[str, Any]:
+def loop_options(
+    args: Common, policy: EvictionPolicy, tokenizer: Any, width: int, ends: tuple[int, ...]
+) -> dict[str, Any]:
     """What the configurations of all loops have, by their names there."""
     sampler = args.sampler
     return {
@@ -226,7 +232,7 @@ def loop_options(args: Common, policy: EvictionPolicy, tokenizer: Any, width: in
         "group_size": sampler.num_generations,
         "prompt_width": width,
         "policy": policy,
-        "rollout": rollout_config(sampler, eos_token_id(tokenizer), pad_token_id(tokenizer)),
+        "rollout": rollout_config(sampler, ends, pad_token_id(tokenizer)),
         "decode_rows": sampler.decode_rows,
         "stop_strings": sampler.stop,
         "seed": args.run.seed,

@@ -28,6 +28,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
+from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, with_parts
 from smd_jax.eviction.learned import LearnedGate
@@ -232,6 +233,9 @@ def print_plan(args: Common, ready: Prepared) -> None:
     policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
     kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
     print(f"eviction policy: {policy}{kept}")
+    ends = sizes.eos_token_id
+    if ends is not None:
+        print(f"a completion ends with: {shown_tokens(ready.tokenizer, ends if isinstance(ends, tuple) else (ends,))}")
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     available = device_memory()

@@ -28,7 +28,7 @@ class RolloutConfig:
       max_new_tokens: R, columns of the response.
       budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
       buffer: queries between two compressions; the cache has `budget + buffer` slots.
-      eos_token_id: ends a response; None never does. pad_token_id: fills what follows.
+      eos_token_id: ends a response; of several ids each does, None never does. pad_token_id: fills what follows.
       min_new_tokens: tokens of a response before its end may come; stop strings count from there on.
       prefill_chunk: columns of a prompt that are read at once. After each chunk the cache is compressed, so that the
         memory of a prompt does not depend on its length; the mask records it. None reads prompts whole and densely.
@@ -41,7 +41,7 @@ class RolloutConfig:
     max_new_tokens: int
     budget: int
     buffer: int
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int = 0
     min_new_tokens: int = 0
     prefill_chunk: int | None = None
@@ -51,6 +51,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.eos_token_id == ():
+            raise ValueError("expected eos_token_id as one id, several, or None without any; got ()")
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("budget", self.budget, 1)
         check_whole("buffer", self.buffer, 1)

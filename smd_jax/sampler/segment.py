@@ -17,7 +17,7 @@ from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import drawable_form, forbid, sample
+from smd_jax.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.text.stop_strings import StopTable, advance
 
 
@@ -144,7 +144,7 @@ def _draw(
         logits = forbid(logits, config.eos_token_id, ~may_end)
     sampled = sample(logits, uniforms, config.sampling)
     token = jnp.where(live, sampled.tokens, config.pad_token_id)
-    ended = jnp.zeros_like(live) if config.eos_token_id is None else token == config.eos_token_id
+    ended = jnp.zeros_like(live) if config.eos_token_id is None else is_one_of(token, config.eos_token_id)
     if stop is not None:
         found, stopped = advance(stop, state.stop, token)
         # Back to the start until then, so that no stop string begins among the tokens that have to come.

@@ -81,7 +81,9 @@ class Sampler:
         if self.policy.gate is not None:
             self._check_recordable()
         vocab_size = self.model.shape.vocab_size
-        for name, token in (("eos_token_id", self.config.eos_token_id), ("pad_token_id", self.config.pad_token_id)):
+        ends = self.config.eos_token_id
+        named = [("eos_token_id", end) for end in (ends if isinstance(ends, tuple) else (ends,))]
+        for name, token in (*named, ("pad_token_id", self.config.pad_token_id)):
             if token is not None and not 0 <= token < vocab_size:
                 raise ValueError(f"expected {name} from 0 to {vocab_size - 1}, the model's vocabulary; got {token}")
 

@@ -1,0 +1,112 @@
+"""Several tokens may end a response: in the sampler, in the learner's sets, and where commands take them from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.commands.errors import UserError
+from smd_jax.commands.model_source import end_token_ids, shown_tokens
+from smd_jax.commands.train import main
+from smd_jax.drawable_tokens import DrawableTokens
+from smd_jax.eviction.policies import Knorm
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.engine import Engine
+from smd_jax.sampler.fixed_batch import rollout
+from smd_jax.sampling import forbid
+from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from tests.under_test import left_padded, make_params
+
+TINY = tiny_model_config(vocab_size=16, num_layers=1, tie_embeddings=False)
+ENDING = RolloutConfig(40, budget=8, buffer=4, eos_token_id=(3, 1), pad_token_id=1)
+PROMPTS = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
+
+
+def of_config(folder: Path, **values: object) -> Path:
+    """A folder with a generation_config.json as checkpoints on the Hub have it."""
+    text = {"bos_token_id": 256, "do_sample": True, "temperature": 0.7, "transformers_version": "4.37.0", **values}
+    (folder / "generation_config.json").write_text(json.dumps(text))
+    return folder
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_each_of_them_ends_a_response(engine: bool):
+    """One of them pads, too, as in checkpoints whose list has the padding token."""
+    model, params, key = Decoder(TINY), make_params(TINY), jax.random.key(2)
+    if engine:
+        ended = Engine(model, Knorm(), ENDING, 3).run(params, PROMPTS, key).trajectory
+    else:
+        ended = rollout(model, params, PROMPTS, key, policy=Knorm(), config=ENDING)
+    # Without ends the same rows draw the same tokens, and go on.
+    endless = rollout(model, params, PROMPTS, key, policy=Knorm(), config=replace(ENDING, eos_token_id=None))
+    lasts = set()
+    for row in range(6):
+        tokens = np.asarray(endless.response[row])
+        (ends,) = np.nonzero((tokens == 3) | (tokens == 1))
+        length = ends[0] + 1 if len(ends) else 40
+        np.testing.assert_array_equal(ended.response[row, :length], tokens[:length])
+        assert ended.response_mask[row].tolist() == [True] * length + [False] * (40 - length)
+        assert bool(ended.terminated[row]) == bool(len(ends))
+        lasts |= {int(tokens[length - 1])} if len(ends) else set()
+    assert lasts == {1, 3}, "choose another key: rows should end with either"
+
+
+def test_none_comes_before_the_minimum():
+    logits = jnp.zeros((2, 4))
+    got = forbid(logits, (1, 3), jnp.array([False, True]))
+    np.testing.assert_array_equal(got, [[0, 0, 0, 0], [0, -np.inf, 0, -np.inf]])
+    drawable = DrawableTokens(None, min_new_tokens=1, eos_token_id=(1, 3))
+    np.testing.assert_array_equal(drawable.to_boolean(4, jnp.arange(2))[0], [[1, 0, 1, 0], [1, 1, 1, 1]])
+    config = replace(ENDING, min_new_tokens=9)
+    ended = rollout(Decoder(TINY), make_params(TINY), PROMPTS, jax.random.key(2), policy=Knorm(), config=config)
+    assert not np.isin(ended.response[:, :9], (1, 3)).any() and ended.terminated.any()
+
+
+def test_ids_that_cannot_be():
+    with pytest.raises(ValueError, match=r"expected eos_token_id as one id, several, or None without any; got \(\)"):
+        replace(ENDING, eos_token_id=())
+    with pytest.raises(ValueError, match="expected eos_token_id from 0 to 15, the model's vocabulary; got 16"):
+        config = replace(ENDING, eos_token_id=(3, 16))
+        rollout(Decoder(TINY), make_params(TINY), PROMPTS, jax.random.key(2), policy=Knorm(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("there", "ends"), [(258, (258,)), (256, (256, 258)), ([258, 256], (256, 258)), ([], (258,)), (None, (258,))]
+)
+def test_the_union_of_both_files(there: object, ends: tuple[int, ...], tmp_path: Path):
+    assert end_token_ids(of_config(tmp_path, eos_token_id=there), byte_tokenizer(), ()) == ends
+    assert end_token_ids(tmp_path, byte_tokenizer(), ("<|im_start|>",)) == (257,)
+
+
+def test_files_and_names_that_cannot_be(tmp_path: Path):
+    tokenizer = byte_tokenizer()
+    assert end_token_ids(tmp_path, tokenizer, ()) == (258,)
+    assert end_token_ids(of_config(tmp_path), tokenizer, ()) == (258,)
+    assert shown_tokens(tokenizer, (256, 258)) == "<|endoftext|> (256), <|im_end|> (258)"
+    with pytest.raises(UserError, match=r"as tokens of the tokenizer, whose special ones are .*im_end.*; got \['</s>'"):
+        end_token_ids(tmp_path, tokenizer, ("<|im_end|>", "</s>"))
+    for wrong in ("a", [True], [1.5]):
+        with pytest.raises(UserError, match="expected eos_token_id in .*generation_config.json as an id, or a list of"):
+            end_token_ids(of_config(tmp_path, eos_token_id=wrong), tokenizer, ())
+
+
+def test_the_plan_names_them_and_special_stops_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=1, max_positions=2048))
+    of_config(tmp_path / "model", eos_token_id=[258, 256])
+    words = ["grpo", "--model", f"{tmp_path}/model", "--dataset", "reasoning_gym:basic_arithmetic", "--dataset-size"]
+    words += ["20", "--budget", "96", "--output-dir", f"{tmp_path}/run", "--dry-run"]
+    main(words)
+    assert "a completion ends with: <|endoftext|> (256), <|im_end|> (258)" in capsys.readouterr().out
+    main([*words, "--eos-token", "<|im_end|>"])
+    assert "a completion ends with: <|im_end|> (258)\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--stop", "<|im_end|>"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "special token '<|im_end|>'" in said and "eos_token_id is --eos-token" in said
