@@ -119,6 +119,18 @@ def test_numbers_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "more", [[], ["--map-function", "FILE:same"], ["--dataset-streaming", "--max-prompt-length", "9"]]
+)
+def test_rows_without_a_prompt(more: list[str], place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n' * 2)
+    (tmp_path / "same.py").write_text("def same(row):\n    return row\n")
+    more = [word.replace("FILE", f"{tmp_path}/same.py") for word in more]
+    given = ["grpo", "--model", f"{place}/model", "--dataset", f"{tmp_path}/rows.jsonl", "--reward", "format", *more]
+    said = said_by([*given, "--output-dir", f"{tmp_path}/run"], capsys)
+    assert "prompt_column is --prompt-column" in said and "'question', 'result'" in said
+
+
 def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else there(name))

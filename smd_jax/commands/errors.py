@@ -49,6 +49,7 @@ FLAGS: Mapping[str, str] = {
     "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
     "eos_token_id": "--eos-token",
+    "prompt_column": "--prompt-column",
     "learning_rate": "--learning-rate",
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",

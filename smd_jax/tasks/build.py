@@ -18,7 +18,7 @@ from smd_jax.tasks.presets import PRESETS, Preset
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFormat, RowFunction
-from smd_jax.tasks.sources import DataSource, Rows, load_rows
+from smd_jax.tasks.sources import DataSource, MissingColumnError, Rows, load_rows
 from smd_jax.tasks.task import SteppedTask, Task
 
 PROCEDURAL = "reasoning_gym:"
@@ -80,7 +80,10 @@ def build_task(choice: TaskChoice) -> Task | SteppedTask:
     row_format = RowFormat(choice.prompt_column or "prompt", choice.system_prompt, choice.map_row)
     # A map function may make the prompt's column, and anything else.
     columns = () if choice.map_row is not None else (row_format.prompt_column,)
-    return _task(choice, source, row_format, choice.reward, columns)
+    try:
+        return _task(choice, source, row_format, choice.reward, columns)
+    except MissingColumnError as error:
+        raise MissingColumnError(f"{error}; prompt_column says which one has the prompt") from error
 
 
 def _preset(choice: TaskChoice, preset: Preset) -> Task | SteppedTask:

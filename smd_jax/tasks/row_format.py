@@ -47,7 +47,8 @@ class RowFormat:
         mapped = self._mapped(dict(raw), where)
         if self.prompt_column not in mapped:
             raise ValueError(
-                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {[*mapped]}"
+                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {[*mapped]}; "
+                "prompt_column says which one has the prompt"
             )
         columns = {name: value for name, value in mapped.items() if name != self.prompt_column}
         prompt = checked_prompt(mapped[self.prompt_column], where)

@@ -268,11 +268,15 @@ def _chosen_split(there: Sequence[str], source: DataSource) -> str:
     return source.split
 
 
+class MissingColumnError(ValueError):
+    """Rows without a column that they must have."""
+
+
 def check_columns(there: Sequence[str] | Mapping[str, Any], wanted: Sequence[str], where: str) -> None:
-    """Raises ValueError for a column that rows don't have, listing those that they have."""
+    """Raises MissingColumnError for a column that rows don't have, listing those that they have."""
     missing = [name for name in wanted if name not in there]
     if missing:
-        raise ValueError(f"{where}: expected the columns {list(wanted)}; got {[*there]}, without {missing}")
+        raise MissingColumnError(f"{where}: expected the columns {list(wanted)}; got {[*there]}, without {missing}")
 
 
 def _json_lines(path: str, columns: Sequence[str]) -> Iterator[Row]:
