@@ -17,7 +17,8 @@ Setups     bfloat16 compute. `sampling`: weights in bfloat16, no learner. `full`
            base in bfloat16, adapters of rank 16 and their AdamW in float32. `full, fsdp 8`: eight devices; rows are
            those of all eight together.
 Rows       `rows`: completions that are decoded at the same time, all of one rollout, prompts (512 tokens) read one by
-           one; 0 where not one fits. `ratio`: to the whole cache in bfloat16, null where that has none.
+           one; 0 where not one fits. `budget`: keys, null where none goes. `ratio`: to the whole cache in bfloat16,
+           null where that has none.
            `limit`: which phase, and which part of it, is largest when one row more does not fit.
 """
 
@@ -198,6 +199,7 @@ def rows_of(name: str, shape: ModelConfig, learner: Learner, memory: str, length
                 "model": name,
                 "learner": learner,
                 "cache": cache.name,
+                "budget": cache.budget if cache.policy.evicts else None,
                 "length": length,
                 "prompt": prompt,
                 "devices": 1 if work.mesh is None else work.mesh.size,
