@@ -278,5 +278,5 @@ def test_a_data_set_that_is_a_program(tmp_path: Path):
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = write_file(tmp_path, "parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"needs datasets.*pip install smd_jax\["):
+    with pytest.raises(ImportError, match=r"needs datasets.*pip install -e '\.\["):
         load_rows(DataSource(str(path)))

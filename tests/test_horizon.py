@@ -135,10 +135,15 @@ def test_evicted_share_by_hand():
 
 
 def test_solved_questions_in_front():
-    task = Gsm8kTask([{"question": f"q{i}", "answer": f"a{i} #### {i}"} for i in range(4)])
-    [row, _] = mismatch.prompts_of(task, 2, 1)
-    assert [turn["content"].split("\n")[0] for turn in row["prompt"]] == ["q2", "a2 #### 2", "q0"]
-    assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+    first = mismatch.EXAMPLES
+    task = Gsm8kTask([{"question": f"q{i}", "answer": f"a{i} #### {i}"} for i in range(first + 3)])
+    rows = mismatch.prompts_of(task, first + 2, 1)
+    for row in rows:
+        assert [turn["content"].split("\n")[0] for turn in row["prompt"][:2]] == [f"q{first}", f"a{first} #### {first}"]
+        assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+    # The question that stands solved is never asked.
+    asked = [row["prompt"][-1]["content"].split("\n")[0] for row in rows]
+    assert asked == [f"q{i}" for i in range(first + 3) if i != first]
 
 
 def test_a_kept_row_of_other_settings_is_refused():
