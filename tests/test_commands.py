@@ -45,6 +45,7 @@ from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from smd_jax.train import checkpoint
 from smd_jax.train.policy_loop import PolicyLoop
+from tests.command_errors import error_of
 from tests.hub_files import questions, write_lines
 
 NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
@@ -247,15 +248,6 @@ def test_errors_are_said_in_flags():
     assert with_flags("expected a GPU") == "expected a GPU"
 
 
-def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says of its mistake, in one line; it must end with status 2 and without a traceback."""
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "Traceback" not in said, said
-    return " ".join(said.replace("│", " ").split())
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -385,9 +377,7 @@ def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[st
     dense, sparse = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (dense["decode"], sparse["decode"]) == ("dense", "h2o-12-2")
     assert dense["prompts"] == 4 and dense["cache_bytes_per_sequence"] > sparse["cache_bytes_per_sequence"]
-    with pytest.raises(SystemExit):
-        smd_eval([*words, "--decode", "snapkv:12+2"])
-    said = capsys.readouterr().err
+    said = error_of([*words, "--decode", "snapkv:12+2"], capsys, smd_eval)
     assert "budget is --decode" in said and "--budget" not in said
 
 

@@ -22,6 +22,7 @@ from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.sampling import forbid
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from tests.command_errors import error_of
 from tests.under_test import left_padded, make_params
 
 TINY = tiny_model_config(vocab_size=16, num_layers=1, tie_embeddings=False)
@@ -106,7 +107,5 @@ def test_the_plan_names_them_and_special_stops_are_refused(tmp_path: Path, capsy
     assert "a completion ends with: <|endoftext|> (256), <|im_end|> (258)" in capsys.readouterr().out
     main([*words, "--eos-token", "<|im_end|>"])
     assert "a completion ends with: <|im_end|> (258)\n" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*words, "--stop", "<|im_end|>"])
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    said = error_of([*words, "--stop", "<|im_end|>"], capsys)
     assert "special token '<|im_end|>'" in said and "eos_token_id is --eos-token" in said

@@ -27,6 +27,7 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
+from tests.command_errors import error_of
 
 SIZES = ["--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "4", "--budget", "12", "--buffer"]
 SIZES += ["2", "--eviction", "h2o", "--max-steps", "1", "--distill", "none", "--reward-timeout", "None"]
@@ -55,15 +56,6 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
     return ["grpo", *files, *SIZES, "--output-dir", str(run), *more]
 
 
-def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of its mistake, in one line; it must end with status 2 and without a traceback."""
-    with pytest.raises(SystemExit) as end:
-        main(given)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "Traceback" not in said, said
-    return " ".join(said.replace("│", " ").split())
-
-
 # --- flags
 
 
@@ -87,12 +79,12 @@ def test_flags_of_trl_are_answered_with_ours():
     ],
 )
 def test_a_command_line_that_cannot_be(given: list[str], said: str, capsys: pytest.CaptureFixture[str]):
-    assert said in said_by(given, capsys)
+    assert said in error_of(given, capsys)
 
 
 def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "run.yaml").write_text("algorithm: grpo\nmodel_name_or_path: m\n")
-    assert "TRL's model_name_or_path is --model here" in said_by(["--config", str(tmp_path / "run.yaml")], capsys)
+    assert "TRL's model_name_or_path is --model here" in error_of(["--config", str(tmp_path / "run.yaml")], capsys)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +107,7 @@ def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_numbers_that_cannot_be(
     more: list[str], said: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert said in said_by(words(place, tmp_path / "run", *more), capsys)
+    assert said in error_of(words(place, tmp_path / "run", *more), capsys)
     assert not (tmp_path / "run").exists()
 
 
@@ -127,7 +119,7 @@ def test_rows_without_a_prompt(more: list[str], place: Path, tmp_path: Path, cap
     (tmp_path / "same.py").write_text("def same(row):\n    return row\n")
     more = [word.replace("FILE", f"{tmp_path}/same.py") for word in more]
     given = ["grpo", "--model", f"{place}/model", "--dataset", f"{tmp_path}/rows.jsonl", "--reward", "format", *more]
-    said = said_by([*given, "--output-dir", f"{tmp_path}/run"], capsys)
+    said = error_of([*given, "--output-dir", f"{tmp_path}/run"], capsys)
     assert "prompt_column is --prompt-column" in said and "'question', 'result'" in said
 
 
@@ -150,7 +142,7 @@ def test_nothing_is_said_before_the_help():
 
 
 def test_only_what_is_a_flags_business_is_translated(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    said = said_by(words(place, tmp_path / "run", "--model", "no/such/place"), capsys)
+    said = error_of(words(place, tmp_path / "run", "--model", "no/such/place"), capsys)
     assert "expected a checkpoint directory" in said and "--output-dir" not in said
 
 
@@ -159,7 +151,7 @@ def test_a_template_that_refuses_the_messages(place: Path, tmp_path: Path, capsy
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
     given = words(place, tmp_path / "run", "--model", f"{tmp_path}/model", "--system-prompt", "Add.")
-    assert "got those of ['system', 'user'], and it says: System role not supported" in said_by(given, capsys)
+    assert "got those of ['system', 'user'], and it says: System role not supported" in error_of(given, capsys)
 
 
 # --- files of rewards
@@ -180,7 +172,7 @@ def test_a_file_that_is_no_reward(
 ):
     (tmp_path / "rewards.py").write_text(code)
     given = words(place, tmp_path / "run", "--reward", f"{tmp_path}/rewards.py:reward", "--dry-run")
-    assert said in said_by(given, capsys)
+    assert said in error_of(given, capsys)
 
 
 def test_a_tasks_own_reward_has_the_limits_of_any(place: Path, tmp_path: Path):
@@ -226,7 +218,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     monkeypatch.chdir("/")
     refused = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", "--learning-rate", "0.5"]
     for more in ([], ["--dry-run"]):
-        assert "optimizer.learning_rate: expected 1e-06, got 0.5" in said_by([*refused, *more], capsys)
+        assert "optimizer.learning_rate: expected 1e-06, got 0.5" in error_of([*refused, *more], capsys)
         assert (run / "config.yaml").read_text() == kept
     link = tmp_path / "link.jsonl"
     link.symlink_to(place / "rows.jsonl")
@@ -236,7 +228,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     # A folder that was moved is no new run under its old name.
     shutil.move(run, tmp_path / "moved")
     moved = ["--config", str(tmp_path / "moved" / "config.yaml"), "--resume", "--max-steps", "3", "--dry-run"]
-    assert "a run that was moved needs its new --output-dir" in said_by(moved, capsys)
+    assert "a run that was moved needs its new --output-dir" in error_of(moved, capsys)
     assert not run.exists()
     main([*moved, "--output-dir", str(tmp_path / "moved")])
 
@@ -246,7 +238,7 @@ def test_two_processes_do_not_share_a_run(place: Path, tmp_path: Path, capsys: p
     with only_process(run), (run / LOCK).open() as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert "expected no other process that trains in" in said_by(words(place, run), capsys)
+        assert "expected no other process that trains in" in error_of(words(place, run), capsys)
     assert not (run / "config.yaml").exists()
 
 

@@ -22,6 +22,7 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.gate import LinearGate
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
+from tests.command_errors import error_of
 
 FADING = '''
 """Keys that received attention, the later the more."""
@@ -72,15 +73,6 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
     return ["grpo", "--model", f"{place}/model", *SORT, *SIZES, "--output-dir", str(run), *more]
 
 
-def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of its mistake, in one line; it must end with status 2 and without a traceback."""
-    with pytest.raises(SystemExit) as end:
-        main(given)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "Traceback" not in said, said
-    return " ".join(said.replace("│", " ").split())
-
-
 def test_a_text_becomes_a_policy_with_sinks():
     assert eviction_policy(SamplerArgs(eviction="snapkv(window=16)")) == Protect(SnapKV(window=16), sinks=4)
     assert eviction_policy(SamplerArgs(eviction="recent", sinks=0)) == Recent()
@@ -128,10 +120,10 @@ def test_a_policy_that_cannot_be_is_one_box(
 ):
     flag = flag.replace("FILE", f"{place}/my_policies.py")
     given = words(place, tmp_path / "run")
-    assert said in said_by([*given, "--eviction", flag], capsys)
+    assert said in error_of([*given, "--eviction", flag], capsys)
     way = f"{flag}:8+2"
     if "protects" not in said:  # whose sizes are the same mistake
-        assert said in said_by([*given, "--eval-steps", "1", "--eval-decode", way], capsys)
+        assert said in error_of([*given, "--eval-steps", "1", "--eval-decode", way], capsys)
     assert not (tmp_path / "run").exists()
 
 
@@ -171,7 +163,7 @@ def test_a_run_with_a_policy_of_ones_own(
         (f"{place}/other/my_policies.py:FadingH2O(half_life=16)", f'eviction: expected "{place}/my_policies.py"'),
     ):
         # Long lines are folded in the box.
-        assert difference.replace(" ", "") in said_by([*again, other], capsys).replace(" ", "")
+        assert difference.replace(" ", "") in error_of([*again, other], capsys).replace(" ", "")
     main([*again, f"{place}/other/../my_policies.py:FadingH2O(half_life=16.0)"])
     assert len(read_metrics(run / "metrics.jsonl")) == 2
     export([str(run), "--out", str(tmp_path / "model")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,5 +62,5 @@ def _view(policy: EvictionPolicy, shape: CacheShape, budget: int) -> CacheView:
 
 
 def _line_of(error: BaseException, file: str) -> str:
-    lines: list[Any] = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]} of {file}" if lines else ""

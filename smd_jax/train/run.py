@@ -143,20 +143,7 @@ def train(
         _check_objective(run.objective, evaluates)
     state = shard_tree(state, loop.mesh)
     here = machine(loop.mesh)
-    # Without `resume` there is none: `check_directory` has seen to that.
-    if checkpoint.latest_step(directory / CHECKPOINTS) is not None:
-        # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
-        restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
-        state = with_base(restored.state, state)
-        for line in restored.damaged:
-            _say(f"warning: {line}; the run goes on from step {restored.step}")
-        # The run will save these steps again, and never behind them.
-        checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
-        _say_differences("with another setting", restored.noted, noted)
-        _say_differences("elsewhere, which may change rounding", restored.machine, here)
-    else:
-        # A run that was killed before its first checkpoint may have left a best one, which this run goes on to compare.
-        checkpoint.check_config(directory / BEST, config)
+    state = _start(directory, state, config, noted, here)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = saved = int(state.step) // loop.config.steps_per_rollout
     # Metrics of a rollout that is finished, until they are written.
@@ -260,6 +247,26 @@ def train(
     if now.has_ended and done < run.steps:
         _say(journal.why_ended())
     return jax.block_until_ready(state)
+
+
+def _start(directory: Path, state: TrainState, config: object, noted: object, here: Json) -> TrainState:
+    """The state of the newest checkpoint that can be read, or `state` where there is none; says what is otherwise than
+    it was, and that a checkpoint is damaged. Arguments are those of `train`; `here` is its machine."""
+    # Without `resume` there is none: `check_directory` has seen to that.
+    if checkpoint.latest_step(directory / CHECKPOINTS) is None:
+        # A run that was killed before its first checkpoint may have left a best one, which this run goes on to compare.
+        checkpoint.check_config(directory / BEST, config)
+        return state
+    # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
+    restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
+    state = with_base(restored.state, state)
+    for line in restored.damaged:
+        _say(f"warning: {line}; the run goes on from step {restored.step}")
+    # The run will save these steps again, and never behind them.
+    checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
+    _say_differences("with another setting", restored.noted, noted)
+    _say_differences("elsewhere, which may change rounding", restored.machine, here)
+    return state
 
 
 @contextmanager
