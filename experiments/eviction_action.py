@@ -3,10 +3,10 @@
 Tasks      Running sums and sorting of 12 digits (experiments/study/problems.py). They want opposite things: sums need a
            digit once, in order, so that the oldest may go; sorting looks at all digits at every step, so that what
            was written may go.
-Budget     14 + 2 slots for 26 positions, the map's cruel one, for all policies: a complete answer loses nine keys per
-           layer and KV head while it is written, in five compressions that its tokens feel, and the prompt of 13 none.
-           (Of 12 + 2 or less, the prompt would be compressed, too, once for all responses of its group: a draw that
-           advantages within a group teach nothing about.)
+Budget     14 + 2 slots for 26 positions, of the map's two budgets the crueller for sums and the milder for sorting: a
+           complete answer loses nine keys per layer and KV head while it is written, in five compressions that its
+           tokens feel, and the prompt of 13 none. (Of 12 + 2 or less, the prompt would be compressed, too, once for all
+           responses of its group: a draw that advantages within a group teach nothing about.)
 Start      Supervised with the full cache until 97 % of the steps are right at temperature 1, as in the map.
 Arms       untrained     under every policy, and under two fixed rules that happen to fit: `recent`, `oldest`
            shadow        tokens trained under Random, H2O and SnapKV
@@ -23,13 +23,14 @@ Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every cell the one with the 
            reward on the pilot seeds.
 Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy.
            `sparse_decided` in a row's curve: neither tokens nor evictions by chance.
+Found      Reward finds what a task needs, and tokens need not move for it. The fixed rule that fits is as good in
+           sums, and not in sorting. REPORT.md has the table.
 Command    python experiments/eviction_action.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
            python experiments/eviction_action.py --choose-speed
 Cost       1.3 CPU hours for 182 runs, on one core of an Intel Xeon (family 6, model 207)
 Result     experiments/results/eviction_action.json, a row a run, pilot included; those that chose the speed are in
-           eviction_action_speed.json beside it. REPORT.md has the table: reward finds what a task needs, tokens need
-           not move for it; the fixed rule that fits is as good in sums, and not in sorting.
+           eviction_action_speed.json beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ import smd_jax as smd
 from smd_jax.gate import EVICTION_GATE, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape, Params
 from study.arms import Arm, arms_of
-from study.command import StudyArgs, grid_of, run, stopping
+from study.command import StudyArgs, as_written, grid_of, run, stopping
 from study.files import RESULTS, write_rows
 from study.grid import PILOT_SEEDS, Cell, Grid, one_core_each
 from study.problems import problem_of
@@ -164,4 +165,4 @@ def main(args: EvictionArgs) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(EvictionArgs, description=__doc__))
+    main(tyro.cli(EvictionArgs, description=as_written(__doc__)))

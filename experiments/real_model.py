@@ -3,6 +3,9 @@
 Question   The learner of SmolLM2, whose sampler forgets a third of its keys, either ignores it (naive), weights tokens
            (TIS), or replays what the sampler saw (shadow; with a frozen dense teacher: shadow-anchor). What is gained,
            with the budget and with the full cache, beside a sampler that forgets nothing (full-cache)?
+Found      Two seeds, so that few differences are established. Under SnapKV, which loses much, shadow masks end above
+           TIS and naive with the budget, greedy above all, and a frozen teacher adds to them; under TOVA of each
+           head, which loses little, naive is as good as anything.
 Command    make smollm2                                               the model, once
            python experiments/real_model.py                           everything; the same line goes on after a stop
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts

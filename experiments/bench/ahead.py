@@ -41,6 +41,7 @@ from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.rollout_ahead import one_behind
+from study.command import as_written
 from study.files import write_rows
 
 MODEL = smd.Decoder(
@@ -132,4 +133,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=as_written(__doc__)))

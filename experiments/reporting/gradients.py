@@ -86,14 +86,16 @@ def section(rows: Sequence[Row], decisive: Place) -> Section:
     best = max(HELPS, key=lambda arm: here[arm]["alignment_reward"])
     helped, taught, teacher = (here[arm]["alignment_reward"] for arm in (best, "shadow-anchor", "anchor"))
     # Arms of the same rollouts, so that a count over cells says more than their intervals.
-    better = {arm: sum(ahead(arms[place, arm], arms[place, "shadow"]) for place in places) for arm in HELPS}
+    better = {arm: sum(gain(arms[place, arm], arms[place, "shadow"]) > 0 for place in places) for arm in HELPS}
     steadiest = max(HELPS, key=lambda arm: better[arm])
+    gains = [gain(arms[place, steadiest], arms[place, "shadow"]) for place in places]
     answer = (
         f"In the showdown's cell a rollout's gradient is aligned with that of the sparse reward by {shadow:.3f} with "
         f"shadow masks, and by {tis:.3f} with TIS. Of nine ways to lower the noise on top of the masks the best, "
         f"`{best}`, comes to {helped:.3f}; a frozen teacher beside them to {taught:.3f}, and alone to {teacher:.3f}. "
         f"Over all cells the steadiest of the nine, `{steadiest}`, is ahead of the masks alone in "
-        f"{better[steadiest]} of {len(places)}."
+        f"{better[steadiest]} of {len(places)}, and by {max(gains):.3f} at most, so that none is an option of the "
+        "library."
     ) + of_steps(steps, decisive)
     return Section(
         "Gradients, before any training",
@@ -150,9 +152,10 @@ def of_steps(steps: Sequence[Row], decisive: Place) -> str:
     return f" Realised over predicted slope of a step that should give 0.01: {'; '.join(said)}." if said else ""
 
 
-def ahead(ours: Row, theirs: Row) -> bool:
+def gain(ours: Row, theirs: Row) -> float:
+    """In alignment with the sparse reward's gradient; 0 where one of them has none that is known."""
     mine, their = ours["alignment_reward"], theirs["alignment_reward"]
-    return mine is not None and their is not None and mine > their
+    return 0.0 if mine is None or their is None else mine - their
 
 
 def with_half(row: Row, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +99,12 @@ def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
 def run(grid: Grid, args: StudyArgs) -> list[dict[str, object]]:
     """The rows: made, or with `--collect` those that are kept."""
     return grid.collect() if args.collect else grid.run()
+
+
+def as_written(header: str | None) -> str:
+    """A script's header for --help, line by line: tyro joins lines that begin with a letter."""
+    assert header is not None, "every script has one"
+    return textwrap.indent(header, " ")
 
 
 @contextmanager

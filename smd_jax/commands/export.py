@@ -1,9 +1,9 @@
 """smd-export: the model of any checkpoint of a run, for transformers, vLLM or PEFT.
 
-smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
-smd-export runs/train --out my-model --step 40 --dtype bfloat16
-smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
-smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
+    smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
+    smd-export runs/train --out my-model --step 40 --dtype bfloat16
+    smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
+    smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
 """
 
 from __future__ import annotations
