@@ -37,8 +37,9 @@ def section(rows: Sequence[Row], map_rows: Sequence[Row], decisive: Sequence[Row
         f"In the showdown's cell shadow masks end from TIS with the budget by {', '.join(leads)}.",
         f"{ends(map_rows, grid)}\n\nGains over the start, paired by seed: rates of the grid as they were chosen there, "
         "and one beyond either end.\n\n" + table(["arm", "rate", "seeds", *(f"gain, {kind}" for kind in KINDS)], lines),
-        "python experiments/map.py --tasks sorting-12 --samplers tova-heads:11+2 --arms naive tis shadow shadow-anchor "
-        "--learning-rates 1e-5 --results experiments/results/map_rates.json",
+        "for rate in 1e-5 1e-3; do python experiments/map.py --tasks sorting-12 --samplers tova-heads:11+2 --arms "
+        "untrained naive tis shadow shadow-anchor --learning-rates $rate --results experiments/results/map_rates.json; "
+        "done",
         cost(rows),
         ("map_rates.json", "map.json"),
     )
