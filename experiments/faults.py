@@ -59,6 +59,7 @@ from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint_leaves import OtherStateError
 from study.files import read_rows, write_rows
 
 
@@ -101,7 +102,7 @@ KINDS: dict[str, Fault] = {
         FileExistsError, ("expected no earlier run", "got one"), somewhere_else(lambda directory: directory)
     ),
     "checkpoint of another model": refused(
-        checkpoint.OtherStateError,
+        OtherStateError,
         ("expected float32[50000], got float32[", "params/w"),
         with_state(10),
         with_state(60_000),

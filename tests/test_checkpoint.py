@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from smd_jax.config import LinearRope, ModelConfig
 from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint_folder import FORMAT, OtherFormatError
 from smd_jax.train.checksums import write_checksums
 from smd_jax.train.jsonable import config_differences, to_jsonable
 from tests.bitwise import assert_bitwise_equal
@@ -381,14 +382,14 @@ def test_an_emptied_checkpoint_with_none_of_ours_beside_it_is_refused(tmp_path, 
     save(tmp_path, 6)
     empty(tmp_path / "6", but=left)
     (tmp_path / "3" / "default").mkdir(parents=True)
-    with pytest.raises(checkpoint.OtherFormatError, match=r"expected a checkpoint of smd_jax at .*6, with state and"):
+    with pytest.raises(OtherFormatError, match=r"expected a checkpoint of smd_jax at .*6, with state and"):
         checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
 
 
 def test_a_checkpoint_of_somebody_else_beside_ours_is_refused(tmp_path):
     save(tmp_path, 3)
     (tmp_path / "6" / "default").mkdir(parents=True)
-    with pytest.raises(checkpoint.OtherFormatError, match=r"got \['default'\]"):
+    with pytest.raises(OtherFormatError, match=r"got \['default'\]"):
         checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
 
 
@@ -407,10 +408,10 @@ def test_another_format_is_refused(tmp_path):
     save(tmp_path, 6)
     meta = tmp_path / "6" / "meta" / "metadata"
     content = json.loads(meta.read_text())
-    assert content["format"] == checkpoint.FORMAT
+    assert content["format"] == FORMAT
     meta.write_text(json.dumps(content | {"format": 7, "shards": []}))
     (tmp_path / "6" / "checksums.json").unlink()
-    with pytest.raises(checkpoint.OtherFormatError, match=r"expected a checkpoint of format 1 at .*6; got format 7"):
+    with pytest.raises(OtherFormatError, match=r"expected a checkpoint of format 1 at .*6; got format 7"):
         checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
 
 
@@ -418,7 +419,7 @@ def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(4, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
     with pytest.raises(
-        checkpoint.OtherFormatError,
+        OtherFormatError,
         match=r"expected a checkpoint of smd_jax at .*4, with state and meta; got .*default",
     ):
         checkpoint.restore_newest(tmp_path, {"w": jnp.zeros(3)}, config=CONFIG)

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from breaking.left import same
 from breaking.outcome import Fault, Outcome, refusal
 from breaking.plain import PlainLoop, plain_left, plain_state, plain_whole, quietly
-from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint_folder import FORMAT, OtherFormatError
 from smd_jax.train.run import CHECKPOINTS
 
 
@@ -71,7 +71,7 @@ def foreign(write: Callable[[Path], None]) -> Fault:
         quietly(directory, 4)
         write(directory / CHECKPOINTS)
         before = files_of(directory)
-        message = refusal(lambda: quietly(directory), checkpoint.OtherFormatError)
+        message = refusal(lambda: quietly(directory), OtherFormatError)
         yield Outcome("expected a checkpoint of" in message and "got" in message and files_of(directory) == before)
 
     return fault
@@ -85,5 +85,5 @@ def of_another_program(folder: Path) -> None:
 
 def of_a_later_format(folder: Path) -> None:
     meta = folder / "4" / "meta" / "metadata"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": checkpoint.FORMAT + 1}))
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": FORMAT + 1}))
     (folder / "4" / "checksums.json").unlink()

@@ -4,6 +4,8 @@
     smd-export runs/train --out my-model --step 40 --dtype bfloat16
     smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
     smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
+
+The run stays as it is.
 """
 
 from __future__ import annotations

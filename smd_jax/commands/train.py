@@ -58,12 +58,9 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
-from smd_jax.train.checkpoint import (
-    DamagedCheckpointError,
-    OtherConfigError,
-    OtherFormatError,
-    OtherStateError,
-)
+from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
+from smd_jax.train.checkpoint_folder import OtherFormatError
+from smd_jax.train.checkpoint_leaves import OtherStateError
 from smd_jax.train.disk import check_export, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.jsonable import to_jsonable

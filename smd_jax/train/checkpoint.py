@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,33 +33,20 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from smd_jax.train.checksums import CHECKSUMS, check_files, write_checksums
+from smd_jax.train.checkpoint_folder import FORMAT, ITEMS, check_format, check_keys, check_not_emptied, check_ours
+from smd_jax.train.checkpoint_leaves import check_leaves, leaf_table, placed
+from smd_jax.train.checksums import check_files, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure
-from smd_jax.train.jsonable import ABSENT, Json, config_differences, to_jsonable
+from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 
-# Of what a checkpoint holds, and where. Those from before there was a number have this one, without notes and machine.
-FORMAT = 1
-
-_ITEMS = ("state", "meta")
-# What a delete or a write that was cut off may leave of a checkpoint, and that does not say whose it was.
-_REMAINS = {"_CHECKPOINT_METADATA", f"{CHECKSUMS}.tmp"}
 _Read = TypeVar("_Read")
 
 
 class OtherConfigError(ValueError):
     """A checkpoint was made under another configuration than the one that would go on from it."""
-
-
-class OtherStateError(ValueError):
-    """A checkpoint holds the state of another model or optimizer."""
-
-
-class OtherFormatError(ValueError):
-    """What lies there was not written by this library, or by a later version of it."""
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -120,7 +106,7 @@ class Writer:
         # Whatever can be refused is refused before a file is written.
         meta = {
             "format": FORMAT,
-            "leaves": _leaf_table(state),
+            "leaves": leaf_table(state),
             "data_position": _checked_position(data_position),
             "config": to_jsonable(config),
             "noted": to_jsonable(noted, "noted"),
@@ -175,7 +161,7 @@ class Writer:
     def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
         manager.wait_until_finished()
         if jax.process_index() == 0:
-            write_checksums(_folder(self.directory, step), _ITEMS)
+            write_checksums(_folder(self.directory, step), ITEMS)
 
     def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -245,8 +231,8 @@ def restore(
     meta = _read_meta(directory, step)
     # Both before any array is read: they name the difference where orbax would fail on a shape.
     _check_config(meta["config"], to_jsonable(config), may_differ)
-    _check_leaves(meta["leaves"], _leaf_table(like))
-    target = jax.tree.map(_placed, like)
+    check_leaves(meta["leaves"], leaf_table(like))
+    target = jax.tree.map(placed, like)
     # The sharding fits, so what fails here is the file: of a checkpoint whose checksums were never written.
     with _DamageNamed(directory, step):
         state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
@@ -291,8 +277,8 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
     step = _existing_step(directory, step)
     meta = _read_meta(directory, step)
     saved = {name: what for name, what in meta["leaves"].items() if name.partition("/")[0] in like}
-    _check_leaves(saved, _leaf_table(like))
-    target = jax.tree.map(_placed, like)
+    check_leaves(saved, leaf_table(like))
+    target = jax.tree.map(placed, like)
     part = ocp.args.PyTreeRestore(
         item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
     )
@@ -342,52 +328,12 @@ def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
     return plain
 
 
-def _leaf_table(tree: Any) -> dict[str, str]:
-    """Path -> `dtype[shape]`. A typed key's dtype names its implementation, such as `key<fry>`."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {_leaf_name(path): _described(_leaf_name(path), leaf) for path, leaf in leaves}
-
-
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _described(name: str, leaf: Any) -> str:
-    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"state leaf {name!r} must be an array; got {type(leaf).__name__} {leaf!r}")
-    if math.prod(leaf.shape) == 0:
-        raise ValueError(f"state leaf {name!r} must have at least one element; got shape {leaf.shape}")
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _placed(leaf: Any) -> Any:
-    """The restore target of one leaf, always with a sharding: orbax would otherwise repeat the saved placement."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    sharding.shard_shape(leaf.shape)  # raises ValueError if it does not divide the array
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
     lines = config_differences(saved, given, may_differ)
     if lines:
         raise OtherConfigError(
             "the checkpoint was made under another configuration; expected is what it holds, got is what this run "
             "has:\n  " + "\n  ".join(lines)
-        )
-
-
-def _check_leaves(saved: dict[str, str], given: dict[str, str]) -> None:
-    lines = [
-        f"{name}: expected {saved.get(name, ABSENT)}, got {given.get(name, ABSENT)}"
-        for name in saved | given
-        if saved.get(name) != given.get(name)
-    ]
-    if lines:
-        raise OtherStateError(
-            "the state has another structure than the checkpoint; expected is what the checkpoint holds, got is what "
-            "this run has:\n  " + "\n  ".join(lines)
         )
 
 
@@ -426,15 +372,15 @@ def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tup
 
 def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
     """What lies beside the arrays of a checkpoint whose files are as they were written."""
-    _check_ours(directory, step)
+    check_ours(_folder(directory, step), [_folder(directory, other) for other in all_steps(directory) if other != step])
     with _DamageNamed(directory, step):
-        _check_not_emptied(_folder(directory, step))
-        check_files(_folder(directory, step), _ITEMS)
+        check_not_emptied(_folder(directory, step))
+        check_files(_folder(directory, step), ITEMS)
         # By each process for itself: where one fails, and never comes to read, nobody waits for it.
         with _reader(directory, alone=True) as manager:
             meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        _check_keys(meta)
-    _check_format(meta, _folder(directory, step))
+        check_keys(meta)
+    check_format(meta, _folder(directory, step))
     return meta
 
 
@@ -490,50 +436,6 @@ def _said_once(record: logging.LogRecord) -> bool:
     """Keeps orbax's threads from printing the error of the disk, which is raised, each with its traceback."""
     error = record.exc_info[1] if record.exc_info else None
     return OS_ERROR not in f"{record.getMessage()} {error}"
-
-
-def _check_ours(directory: str | Path, step: int) -> None:
-    """Raises OtherFormatError for a step's directory that has neither item: somebody else's checkpoint.
-
-    One that was emptied passes if another of the steps is ours: then it was, too, and is damaged.
-    """
-    folder = _folder(directory, step)
-    if _is_ours(folder):
-        return
-    found = _names_in(folder)
-    others = [_folder(directory, other) for other in all_steps(directory) if other != step]
-    if _REMAINS.issuperset(found) and any(_is_ours(other) for other in others):
-        return
-    raise OtherFormatError(f"expected a checkpoint of smd_jax at {folder}, with {' and '.join(_ITEMS)}; got {found}")
-
-
-def _is_ours(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (*_ITEMS, CHECKSUMS))
-
-
-def _names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def _check_not_emptied(folder: Path) -> None:
-    """Raises ValueError for what a process leaves that was killed while it deleted, or a power cut."""
-    if not _is_ours(folder):
-        raise ValueError(f"expected {' and '.join(_ITEMS)}; got {_names_in(folder)}")
-
-
-def _check_format(meta: dict[str, Any], folder: Path) -> None:
-    if meta.get("format", FORMAT) != FORMAT:
-        raise OtherFormatError(
-            f"expected a checkpoint of format {FORMAT} at {folder}; got format {meta['format']!r}, which another "
-            "version of smd_jax wrote"
-        )
-
-
-def _check_keys(meta: dict[str, Any]) -> None:
-    expected = {"leaves", "data_position", "config"}
-    # Older checkpoints have no others; those of a later format may have more.
-    if not expected <= set(meta):
-        raise ValueError(f"meta: expected the keys {sorted(expected)}; got {sorted(meta)}")
 
 
 def _folder(directory: str | Path, step: int) -> Path:
