@@ -24,9 +24,10 @@ from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.state import init_state
+from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.value_head import add_value_head
@@ -42,6 +43,7 @@ from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
+from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.run import RunConfig
 from smd_jax.train.samples import Samples
 
@@ -153,6 +155,36 @@ def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[i
 RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
 
 
+WRONG_ROW, WRONG_HEAD = 7, 1
+
+
+class OneRowWrong(GRPOLoop):
+    """Records of one row, which the last process has sampled, that a head evicts a query later than it does."""
+
+    def collect(self, state: TrainState, index: int) -> Samples:
+        samples = super().collect(state, index)
+        mask = samples.trajectory.mask
+        assert isinstance(mask, ShadowMask)
+        wrong = mask.replace(evicted_at=one_query_late(mask.evicted_at), segments=())
+        return samples._replace(trajectory=samples.trajectory.replace(mask=wrong))
+
+
+@jax.jit
+def one_query_late(evicted_at: jax.Array) -> jax.Array:
+    own = evicted_at[WRONG_ROW, :, WRONG_HEAD]
+    return evicted_at.at[WRONG_ROW, :, WRONG_HEAD].add((own > 0) & (own < NEVER))
+
+
+def refused_rollout() -> dict[str, np.ndarray]:
+    """What each process says of a rollout in which sampler and learner part in one row of the last."""
+    loop = OneRowWrong(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    try:
+        loop.step(init_state(shard_tree(params(), loop.mesh), loop.optimizer, jax.random.key(3)))
+    except RefusedRolloutError as error:
+        return {"said": np.array(processes.gather_texts(str(error)))}
+    raise AssertionError("expected a refused rollout; got a step")
+
+
 def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
     """What several processes say of a process that was told something else, and of one that fails."""
     said = dict[str, np.ndarray]()
@@ -212,7 +244,8 @@ def command(folder: Path, out: Path, *more: str) -> None:
 
 
 def arrays() -> dict[str, np.ndarray]:
-    return {f"{of}: {name}": value for of, take in RUNS.items() for name, value in take().items()}
+    runs = {**RUNS, "refused_rollout": refused_rollout}
+    return {f"{of}: {name}": value for of, take in runs.items() for name, value in take().items()}
 
 
 def main(folder: str, coordinator: str, count: str, index: str) -> None:

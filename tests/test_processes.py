@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -106,6 +107,17 @@ def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
         computed = name.split()[1] in ("logprobs", "metric", "params")
         assert computed, name
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_sampler_and_learner_part_is_said_in_every_process(found: dict[int, Found], count: int):
+    said = list(found[count].arrays["refused_rollout: said"])
+    assert len(said) == count and len(set(said)) == 1, said
+    row, layer, head = (
+        int(number) for number in re.findall(r"(?:row|likeliest layer|KV head) (\d+)", said[0].partition("first at")[2])
+    )
+    assert (row, layer, head) == (joined.WRONG_ROW, 0, joined.WRONG_HEAD)
+    assert "evicts a query earlier" in said[0] and re.search(r"position \d+ \(", said[0])
 
 
 def test_there_was_something_to_learn(found: dict[int, Found]):

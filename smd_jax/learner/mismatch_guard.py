@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.learner.forward import replay
 from smd_jax.masks import NEVER, ShadowMask
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
+from smd_jax.processes import on_host
 from smd_jax.trajectory import Trajectory
 from smd_jax.typed_fields import check_types
 
@@ -104,13 +105,20 @@ class Parting(NamedTuple):
 
 
 def find_parting(
-    model: LanguageModel, params: Params, trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float
+    model: LanguageModel,
+    params: Params,
+    trajectory: Trajectory,
+    logprobs: Float[Array, "batch R"],
+    bound: float,
 ) -> Parting | None:
     """The first position at which the learner is farther from the sampler than `bound`; None if it is nowhere.
 
+    Of several processes all must call it, with the same trajectory.
+
     Args:
       params: with which the trajectory was sampled.
-      logprobs: the learner's, under the recorded mask.
+      trajectory: with all its rows on devices of this process.
+      logprobs: the learner's, under the recorded mask; on devices of this process, too.
     """
     delta = np.where(trajectory.response_mask, np.asarray(logprobs) - np.asarray(trajectory.logprobs), 0.0)
     apart = ~(np.abs(delta) <= bound)
@@ -143,7 +151,9 @@ def _likeliest_head(
     # A whole number of batches, so that one program does for all.
     whole = np.concatenate([masks, np.repeat(masks[-1:], -len(masks) % AT_ONCE, axis=0)])
     parts = np.split(whole, len(whole) // AT_ONCE)
-    found = np.concatenate([_logprobs_under(model, params, one, jnp.asarray(part), column) for part in parts])
+    # Parameters may lie on several processes' devices; arrays of the host go to all of them.
+    one = jax.tree.map(np.asarray, one)
+    found = np.concatenate([on_host(_logprobs_under(model, params, one, part, column)) for part in parts])
     left = np.abs(found[: len(others)] - float(one.logprobs[0, column]))
     best = int(np.nanargmin(left))
     layer, head, explanation, _ = others[best]

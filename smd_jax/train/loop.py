@@ -204,10 +204,10 @@ class Loop:
         where sampler and learner part, and `state` is what it has left."""
         bound = self.max_difference
         if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
-            parting = None
-            if jax.process_count() == 1:  # of several, none has all rows
-                logprobs = self.replay(params, samples.trajectory)
-                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
+            logprobs = self.replay(params, samples.trajectory)
+            # Of several processes each looks at all rows, so that all find the same, by the same programs.
+            whole = jax.tree.map(lambda x: jnp.asarray(on_host(x)), (samples.trajectory, logprobs))
+            parting = find_parting(self.model, self.policy_params(params), *whole, bound)
             raise not_one_policy(index, samples, metrics, state, bound, parting)
         if metrics.get("update/skipped", 0.0) == 0:
             self._skipped.clear()
