@@ -1,6 +1,6 @@
-"""Runs that one process takes on two devices, or two processes with one device each; what they give is compared.
+"""Runs that one process takes on several devices, or as many processes on one each; what they give is compared.
 
-python -m tests.joined FILE COORDINATOR COUNT INDEX       the process with index 0 writes FILE
+python -m tests.joined FOLDER COORDINATOR COUNT INDEX       the process with index 0 writes FOLDER/COUNT.npz
 """
 
 from __future__ import annotations
@@ -117,6 +117,13 @@ def rewards() -> Rewards:
 def grpo() -> dict[str, np.ndarray]:
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
     return steps_of(loop, params())
+
+
+def on_four_devices() -> dict[str, np.ndarray]:
+    """A prompt for each of them."""
+    return steps_of(
+        GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, make_mesh(1, 4, 1), rewards=rewards()), params()
+    )
 
 
 def few_rows() -> dict[str, np.ndarray]:
@@ -251,8 +258,11 @@ def arrays() -> dict[str, np.ndarray]:
 def main(folder: str, coordinator: str, count: str, index: str) -> None:
     launch.join(LaunchArgs(coordinator, int(count), int(index)))
     place, out = Path(folder), Path(folder) / count
-    found = arrays() | refusals(int(index), place, out)
-    command(place, out, "--max-steps", "3", "--resume")
+    if int(count) == 2:
+        found = arrays() | refusals(int(index), place, out)
+        command(place, out, "--max-steps", "3", "--resume")
+    else:
+        found = on_four_devices()
     if processes.is_first():
         np.savez(place / f"{count}.npz", **found)  # pyright: ignore[reportArgumentType]
 

@@ -74,16 +74,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     return {1: Found(one, folder / "1"), 2: Found(two, folder / "2")}
 
 
-def start(folder: Path) -> list[subprocess.Popen[str]]:
-    """Two processes of `tests.joined` with a device each."""
+def start(folder: Path, count: int = 2) -> list[subprocess.Popen[str]]:
+    """Processes of `tests.joined` with a device each."""
     coordinator = f"localhost:{free_port()}"
     flags = " ".join(word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word)
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, "2"]
+    command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, str(count)]
     quiet, heard = subprocess.DEVNULL, subprocess.PIPE
     return [
         subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, stdout=quiet, stderr=heard)
-        for index in range(2)
+        for index in range(count)
     ]
 
 
@@ -93,20 +93,41 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names of the arrays that are not the same to the last bit."""
+    return [name for name in one if one[name].tobytes() != other[name].tobytes()]
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """What is drawn, and what follows from it alone, to the last bit; the rest but for rounding."""
+    for name in apart(one, other):
+        computed = {"logprobs", "metric", "params"} & set(name.split())
+        assert computed, name
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs"])
 def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
     """Tokens, masks, rewards, metrics and parameters: of GRPO; of the engine with dynamic sampling; of PPO with
     adapters, minibatches and a KL in the reward; of online DPO by a judge."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
-    apart = [name for name in one if one[name].tobytes() != two[name].tobytes()]
     if HAS_AVX512:
-        assert not apart
-    for name in apart:
-        # What is drawn and what follows from it alone is the same everywhere.
-        computed = name.split()[1] in ("logprobs", "metric", "params")
-        assert computed, name
-        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)
+        assert not apart(one, two)
+    assert_same(one, two)
+
+
+def test_four_processes_give_what_one_gives_on_four_devices(tmp_path: Path):
+    running = start(tmp_path, count=4)
+    one = joined.on_four_devices()
+    errors = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0] * 4, "\n".join(errors)
+    with np.load(tmp_path / "4.npz") as arrays:
+        four = {name: arrays[name] for name in arrays.files}
+    assert one.keys() == four.keys() and len(one) > 40
+    assert len(set(one["numbers 0"])) == 4, "each process feeds a prompt of its own"
+    # Sums over four devices have an order, which is another one between processes.
+    assert_same(one, four)
 
 
 @pytest.mark.parametrize("count", [1, 2])
