@@ -6,6 +6,7 @@ are made, so a wrong value fails before anything is compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -32,11 +33,28 @@ def check_whole(field: str, value: object, least: int, meaning: str = "") -> Non
         raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
+def _check_positive(rope: LinearRope | Llama3Rope | YarnRope, *fields: str) -> None:
+    """Raises ValueError for fields whose numbers are not finite and positive."""
+    for field in fields:
+        number = getattr(rope, field)
+        if not 0 < number < math.inf:
+            raise ValueError(f"expected a finite {field} > 0; got {number}")
+
+
 @dataclass(frozen=True)
 class LinearRope:
-    """Positions divided by `factor` (transformers `rope_type: linear`)."""
+    """Positions divided by `factor` (transformers `rope_type: linear`).
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless `factor` is finite and positive.
+    """
 
     factor: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_positive(self, "factor")
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,10 @@ class Llama3Rope:
 
     Frequencies whose wavelength is longer than `original_max_positions / low_freq_factor` are divided by `factor`,
     those shorter than `original_max_positions / high_freq_factor` are kept, those between are interpolated.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless all numbers are finite and positive, and high_freq_factor is above low_freq_factor.
     """
 
     factor: float
@@ -52,12 +74,25 @@ class Llama3Rope:
     high_freq_factor: float
     original_max_positions: int
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor")
+        check_whole("original_max_positions", self.original_max_positions, 1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"expected high_freq_factor > low_freq_factor {self.low_freq_factor}; got {self.high_freq_factor}"
+            )
+
 
 @dataclass(frozen=True)
 class YarnRope:
     """YaRN (arXiv:2309.00071) as in transformers `_compute_yarn_parameters`, used by long-context Qwen2.5 and Qwen3.
 
     `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless all numbers are finite and positive.
     """
 
     factor: float
@@ -65,6 +100,13 @@ class YarnRope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_positive(self, "factor", "beta_fast", "beta_slow")
+        check_whole("original_max_positions", self.original_max_positions, 1)
+        if self.attention_factor is not None:
+            _check_positive(self, "attention_factor")
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope

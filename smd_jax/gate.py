@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from smd_jax.typed_fields import check_types
+
 EVICTION_GATE = "eviction_gate"
 KEPT = 1e9  # logit of a key that no draw takes; finite, because differences of infinities would be NaN
 
@@ -72,11 +74,16 @@ class LinearGate(Gate):
     Attributes:
       sinks: first keys of a sequence that never go. Pretrained models need them (arXiv:2309.17453), and would need
         them while a fresh gate still learns that.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `sinks` is negative.
     """
 
     sinks: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.sinks < 0:
             raise ValueError(f"expected sinks >= 0; got {self.sinks}")
 

@@ -492,7 +492,7 @@ def test_the_base_class_has_no_terms():
         (lambda: DPPOTV(clip_max=0.0), "expected clip_max > 0; got 0.0"),
         (lambda: QuRL(0.0), "expected clip_max > 0; got 0.0"),
         (lambda: Chain((QuRL(), TIS())), "at most one .* weighs by xi in a Chain"),
-        (lambda: Chain(()), "expected at least one correction in a Chain; got none"),
+        (lambda: Chain(()), r"expected Chain\.parts with at least one correction; got \(\)"),
         (lambda: Chain((TIS(), IcePop())), r"at most one .* weighs by xi in a Chain; got \['TIS', 'IcePop'\]"),
         (lambda: Chain((SparseRL(), TIS())), "at most one .* weighs by xi in a Chain"),
         (lambda: Chain((Bypass(), TIS())), r"ratio to the sampler, which contains xi already; got \['Bypass', 'TIS'\]"),

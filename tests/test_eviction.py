@@ -325,6 +325,8 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
         (lambda: RKV(weight=1.01), r"RKV\.weight from 0 to 1.*; got 1\.01"),
         (lambda: Protect(Knorm(), recent=-4), r"Protect\.recent >= 0; got -4"),
         (lambda: Protect(Knorm(), sinks=-1), r"Protect\.sinks >= 0; got -1"),
+        (lambda: Protect(Dense(), sinks=1), r"Protect\.inner to be a policy that evicts; got Dense\(\)"),
+        (lambda: Pyramid(Dense()), r"Pyramid\.inner to be a policy that evicts; got Dense\(\)"),
         (lambda: Pyramid(Knorm(), beta=0.0), r"Pyramid\.beta >= 1; got 0.0"),
         (lambda: Pyramid(Knorm(), beta=float("nan")), r"Pyramid\.beta >= 1; got nan"),
     ],

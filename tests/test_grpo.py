@@ -547,7 +547,7 @@ def test_a_reference_that_is_missing(monkeypatch):
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (UpdateConfig(microbatch_size=3), "expected rows that divide into microbatches of 3; got 8 rows"),
+        (UpdateConfig(microbatch_size=3), "expected a microbatch_size that divides 8 rows; got 3"),
         (UpdateConfig(distill=DistillConfig(fraction=0.3)), r"a microbatch to be a whole number >= 1; got 0.3 \* 8"),
         (UpdateConfig(distill=DistillConfig(position_fraction=0.3)), r"to be a whole number >= 1; got 0.3 \* 5"),
     ],

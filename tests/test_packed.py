@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.trust_region import OPSM
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner import packed
 from smd_jax.learner.config import UpdateConfig
@@ -190,6 +191,10 @@ def test_columns_that_do_not_fit():
         (
             {"pack_columns": 24, "microbatch_size": 2, "loss": LossConfig(ratio_level="geometric")},
             "expected pack_columns None with ratios of whole responses",
+        ),
+        (
+            {"pack_columns": 24, "microbatch_size": 2, "correction": OPSM()},
+            "expected pack_columns None with .* a correction that judges them, .*; got 24 with .* and OPSM",
         ),
         (
             {"pack_columns": 24, "microbatch_size": 2, "distill": DistillConfig("forward", 0.5, fraction=0.5)},

@@ -1,6 +1,7 @@
 """Whatever a configuration, a file or a text holds: it is taken, or refused by an error that names it.
 
-3,000 cases by default, and nothing is compiled; HYPOTHESIS_PERCENT=1000 tries ten times as many.
+3,500 cases by default, and nothing is compiled; HYPOTHESIS_PERCENT=1000 tries ten times as many. Several fields of a
+configuration at once: `test_configurations.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from smd_jax import corrections
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.commands.command_line import ALGORITHMS
 from smd_jax.commands.config_file import as_flags, read_options
 from smd_jax.commands.errors import UserError
-from smd_jax.config import ModelConfig
+from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.eviction import policies
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.schedules import CoefSchedule
+from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.value import ValueConfig
+from smd_jax.losses.weighting import FixedLength
 from smd_jax.model.lora import LoraConfig
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.quantization import QuantConfig
@@ -76,7 +84,11 @@ CONFIGS: list[Any] = [
     *(LoopConfig(2, 4, 9, H2O, ROLLOUT), GRPOConfig(2, 4, 9, H2O, ROLLOUT), OnlineDPOConfig(2, 2, 9, H2O, ROLLOUT)),
     PPOConfig(2, 4, 9, H2O, ROLLOUT, update=UpdateConfig(value=ValueConfig())),
     *(policies.StreamingLLM(), policies.SnapKV(), policies.RKV(), policies.TOVA(), H2O),
-    *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O)),
+    *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O), LearnedGate(), LinearGate()),
+    *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),
+    *(corrections.TIS(), corrections.MIS(), corrections.QuRL(), corrections.OPSM(), corrections.DPPOTV()),
+    *(corrections.Rejection(), corrections.Veto(), corrections.Chain((corrections.TIS(),)), DenseLearner()),
+    *(Clip(), ClipWeight(), SoftGate(), FixedLength(), CoefSchedule(0.0, 1.0, 5)),
 ]
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 
@@ -100,7 +112,7 @@ def words_of(name: str) -> set[str]:
     return {name, name.replace("_", " "), name.removesuffix("s"), name.removeprefix("num_")}
 
 
-@cases(1800)
+@cases(2000)
 @given(field=st.sampled_from(FIELDS), value=VALUES)
 @example(field=FIELDS[0], value="a text")
 def test_a_field_of_a_configuration(field: tuple[Any, str], value: Any):

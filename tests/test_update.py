@@ -259,7 +259,7 @@ def test_a_trajectory_that_no_learner_can_replay():
 
 
 def test_rows_that_do_not_divide():
-    with pytest.raises(ValueError, match="expected rows that divide into microbatches of 3; got 8 rows"):
+    with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 3"):
         metrics_and_gradients(UpdateConfig(microbatch_size=3))
 
 

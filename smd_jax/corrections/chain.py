@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, CorrectionTraits, combine_terms
 from smd_jax.corrections.uncorrected import Naive
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,18 @@ class Chain(Correction):
     `Chain((TIS(), GeometricRejection()))` is verl's decoupled_geo_rs_token_tis.
 
     Raises:
-      ValueError: if xi would count twice: two parts weigh by it, or one does and the ratio to the sampler contains it.
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if there are no parts, or xi would count twice: two parts weigh by it, or one does and the ratio to
+        the sampler contains it.
     """
 
     parts: tuple[Correction, ...]
 
     def __post_init__(self) -> None:
+        check_types(self)
         names = [type(part).__name__ for part in self.parts]
         if not self.parts:
-            raise ValueError("expected at least one correction in a Chain; got none")
+            raise ValueError("expected Chain.parts with at least one correction; got ()")
         if sum(part.traits.weighs for part in self.parts) > 1:
             raise ValueError(f"expected at most one correction that weighs by xi in a Chain; got {names}")
         # The ratio to the sampler is r xi: a weight xi beside it would count the mismatch twice.

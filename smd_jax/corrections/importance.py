@@ -25,6 +25,7 @@ from smd_jax.corrections.base import (
     weighing,
 )
 from smd_jax.ratios import Level
+from smd_jax.typed_fields import check_types
 
 LEVELS: tuple[Level, ...] = ("token", "sequence")
 
@@ -38,6 +39,7 @@ class _ByRatio(Correction):
     clip_max: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("level", self.level, LEVELS)
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
@@ -59,6 +61,10 @@ class TIS(_ByRatio):
       batch_normalize: afterwards divide by the mean weight of the minibatch, which is what one optimizer step sees,
         over tokens ("token") or over responses that have tokens ("sequence"). verl has the mean of the whole rollout,
         Sparse-RL's release that of a microbatch.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `level` is neither "token" nor "sequence", or the bounds are not positive and ascending.
     """
 
     level: Level = "token"
@@ -87,6 +93,10 @@ class MIS(_ByRatio):
     TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask", the latter with clip_max 3 is its default. As
     there, a masked token still counts in the denominators. verl's Seq-MIS takes it out of them: that is
     `Chain((TIS("sequence"), Rejection("sequence", 0.5, 2.0)))`.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `level` is neither "token" nor "sequence", or the bounds are not positive and ascending.
     """
 
     level: Level = "sequence"
@@ -124,11 +134,16 @@ class QuRL(Correction):
     method: pi / pi_sampler, at least 0.5, in the place of s, and no weights. The paper takes clip_max from FlashRL: 2
     for GSM8K, 8 for DAPO (github.com/yaof20/Flash-RL, README.md). Its other half, which scales the model's weights
     before they are quantised, is no correction.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless clip_max > 0.
     """
 
     clip_max: float = 2.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive("clip_max", self.clip_max)
 
     @property

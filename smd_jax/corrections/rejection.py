@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import get_args
 
 import jax.numpy as jnp
 
-from smd_jax.config import check_choice
 from smd_jax.corrections.base import (
     Correction,
     CorrectionInputs,
@@ -25,6 +23,7 @@ from smd_jax.corrections.base import (
     rejecting,
 )
 from smd_jax.ratios import Level
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,10 @@ class Rejection(Correction):
 
     verl: rollout_rs "token_k1" | "seq_sum_k1" | "seq_mean_k1", for the first two with 0.5 to 2. verl bounds 1 / xi, so
     that its "low_high" is our [1 / high, 1 / low]; the same for bounds that are each other's reciprocal.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `level` is none of the three, or the bounds are not positive and ascending.
     """
 
     level: Level = "token"
@@ -40,7 +43,7 @@ class Rejection(Correction):
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        check_choice("level", self.level, get_args(Level))
+        check_types(self)
         check_bounds("low", self.low, "high", self.high)
 
     @property
@@ -64,11 +67,17 @@ class GeometricRejection(Rejection):
 
 @dataclass(frozen=True)
 class Veto(Correction):
-    """Rejects a response in which any token has xi < threshold. slime: rs_veto_threshold 1e-4, calculate_veto_mask."""
+    """Rejects a response in which any token has xi < threshold. slime: rs_veto_threshold 1e-4, calculate_veto_mask.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless threshold > 0.
+    """
 
     threshold: float = 1e-4
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive("threshold", self.threshold)
 
     @property

@@ -20,6 +20,7 @@ from smd_jax.corrections.base import (
     weighing,
 )
 from smd_jax.ratios import bounded_exp, log_ratio_inside, response_mean
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,16 @@ class OPSM(Correction):
 
     TRL: off_policy_mask_threshold (its documentation: e.g. 0.5), get_off_policy_mask; a masked response still counts in
     the denominators. slime: --opsm-delta 1e-4.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless threshold > 0.
     """
 
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive("threshold", self.threshold)
 
     @property
@@ -61,6 +67,10 @@ class DPPOTV(Correction):
 
     verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
     examples/dppo_trainer), clip_ratio_c 20. prime-rl: dppo_mask_low and _high 0.2.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless all three numbers are positive.
     """
 
     low: float = 0.15
@@ -68,6 +78,7 @@ class DPPOTV(Correction):
     clip_max: float = 20.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive("low", self.low)
         check_positive("high", self.high)
         check_positive("clip_max", self.clip_max)

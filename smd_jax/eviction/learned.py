@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores
 from smd_jax.eviction.policies import drawn_by_position
 from smd_jax.gate import Gate, LinearGate, gate_parameters
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,16 @@ class LearnedGate(EvictionPolicy):
 
     Attributes:
       greedy: whether the keys of the lowest logits go, without chance and so without anything to record.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
     """
 
     weights: Gate = field(default_factory=LinearGate)
     greedy: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def gate(self) -> Gate | None:

@@ -12,9 +12,19 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class _Wrapper(EvictionPolicy):
-    """A policy around another one."""
+    """A policy around another one.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if the inner policy never evicts, as `Dense`.
+    """
 
     inner: EvictionPolicy
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.inner.evicts:
+            raise ValueError(f"expected {type(self).__name__}.inner to be a policy that evicts; got {self.inner}")
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -35,13 +45,18 @@ class _Wrapper(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Protect(_Wrapper):
-    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them."""
+    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if the inner policy never evicts, or a number is negative.
+    """
 
     sinks: int = 0
     recent: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         check_at_least(self, "sinks", self.sinks, 0)
         check_at_least(self, "recent", self.recent, 0)
 
@@ -62,12 +77,16 @@ class Pyramid(_Wrapper):
 
     The first layer gets nearly twice the budget, however short the prompt. kvpress compresses prompts alone: it clamps
     the largest budget to the prompt's length and raises the smallest by as much, so that its budgets differ there.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if the inner policy never evicts, or `beta` is below 1.
     """
 
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         # Below 1 the last layer would get more than the first.
         check_at_least(self, "beta", self.beta, 1)
 

@@ -85,5 +85,5 @@ def count_parts(rows: int, size: int | None) -> int:
       ValueError: if the rows do not divide into them.
     """
     if size is not None and rows % size:
-        raise ValueError(f"expected rows that divide into microbatches of {size}; got {rows} rows")
+        raise ValueError(f"expected a microbatch_size that divides {rows} rows; got {size}")
     return 1 if size is None else rows // size

@@ -175,10 +175,12 @@ class UpdateConfig:
                 f"{self.pack_columns} and {self.microbatch_size}"
             )
         late = split_by_time(self.correction)[1]
-        if self.loss.ratio_level != "token" or (late is not None and late.traits.per_response):
+        of_responses = late is not None and (late.traits.per_response or late.traits.judges_responses)
+        if self.loss.ratio_level != "token" or of_responses:
             raise ValueError(
-                "expected pack_columns None with ratios of whole responses, because those that share a row have none "
-                f"of their own; got {self.pack_columns} with {self.loss} and {self.correction}"
+                "expected pack_columns None with ratios of whole responses, or a correction that judges them, because "
+                f"those that share a row have none of their own; got {self.pack_columns} with {self.loss} and "
+                f"{self.correction}"
             )
         if self.distill is not None and (self.distill.fraction < 1 or self.distill.position_fraction < 1):
             raise ValueError(f"expected distillation of all rows and columns with pack_columns; got {self.distill}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.importance import TIS
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,17 @@ class DenseLearner:
     Attributes:
       share: of its policy loss, between 0 and 1; the other one keeps the rest.
       correction: of its mismatch with the sampler.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless 0 < share < 1.
     """
 
     share: float = 0.5
     correction: Correction = TIS()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 < self.share < 1:
             raise ValueError(
                 "expected a share between 0 and 1: at the ends there is one learner alone, with visibility 'shadow' or "

@@ -51,6 +51,15 @@ class ReferenceSync:
         return cls(1 - decay, 1)
 
 
+def check_same_leaves(reference: Params, params: Params) -> None:
+    """Raises ValueError if the reference has other leaves than the policy, with which it is to be mixed."""
+    if jax.tree.structure(reference) != jax.tree.structure(params):
+        raise ValueError(
+            "expected reference parameters with the same leaves as the policy's, to mix the two (of PPO the value "
+            f"head, too); got {jax.tree.structure(reference)} and {jax.tree.structure(params)}"
+        )
+
+
 def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Array, ""], key: Key[Array, ""]) -> Params:
     """The reference after `step` optimizer steps: moved if a mixture is due, else as it was.
 
@@ -63,11 +72,7 @@ def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Arr
     Raises:
       ValueError: if the reference has other leaves than the policy.
     """
-    if jax.tree.structure(reference) != jax.tree.structure(params):
-        raise ValueError(
-            "expected reference parameters with the same leaves as the policy's, to mix the two (of PPO the value "
-            f"head, too); got {jax.tree.structure(reference)} and {jax.tree.structure(params)}"
-        )
+    check_same_leaves(reference, params)
 
     def mixed() -> Params:
         wide = jax.tree.map(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
-from smd_jax.learner.reference import ReferenceSync, follow
+from smd_jax.learner.reference import ReferenceSync, check_same_leaves, follow
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.storage import PARAMS, rounded, widened
 from smd_jax.learner.trained import check_followable, followed_params, trained_params, with_trained
@@ -68,6 +68,13 @@ def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainStat
     """The state after a step in which nothing counts. The parameters stay, as momentum and weight decay would not leave
     them; the step still counts, because rows and random numbers of later rollouts follow from it."""
     return synchronised(state.replace(step=state.step + 1), sync)
+
+
+def check_sync(state: TrainState, sync: ReferenceSync | None) -> None:
+    """Raises ValueError if the state has no reference that could follow the policy, as `sync` says it does."""
+    if sync is not None:
+        check_followable(state.reference, state.params)
+        check_same_leaves(state.reference, followed_params(state.params))
 
 
 def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:

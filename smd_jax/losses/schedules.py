@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import check_choice
+from smd_jax.typed_fields import check_types
 
 Shape = Literal["linear", "cosine"]
 
@@ -23,6 +23,10 @@ class CoefSchedule:
       end: the coefficient from step `steps` on.
       steps: optimizer steps from the one to the other.
       shape: "linear", or "cosine": half a wave, slow at both ends.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `steps` is below 1, or `shape` is none of the two.
     """
 
     start: float
@@ -31,9 +35,9 @@ class CoefSchedule:
     shape: Shape = "linear"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.steps < 1:
             raise ValueError(f"expected steps >= 1 from start to end; got {self.steps}")
-        check_choice("shape", self.shape, get_args(Shape))
 
     def at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The coefficient at an optimizer step, which may be traced."""

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
 
 
 @any_leaves
@@ -80,6 +81,10 @@ class Clip(Surrogate):
       epsilon_high: from above at `1 + epsilon_high`; None takes `epsilon`.
       delta: dual clip: where the advantage is negative, the ratio has no gradient above this (arXiv:1912.09729,
         INTELLECT-2 arXiv:2505.07291); None: no such bound.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless 0 < epsilon < 1, epsilon_high > 0, and `delta` is above the upper bound of the ratio.
     """
 
     epsilon: float = 0.2
@@ -87,6 +92,7 @@ class Clip(Surrogate):
     delta: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 < self.epsilon < 1:
             raise ValueError(f"expected 0 < epsilon < 1; got {self.epsilon}")
         if self.epsilon_high is not None and not self.epsilon_high > 0:
@@ -140,11 +146,16 @@ class ClipWeight(Surrogate):
     Attributes:
       epsilon_high: the weight is cut at `1 + epsilon_high`, as MiniMax-M1 writes it. TRL means the bound itself, so
         that its epsilon_high 5.0 is our 4.0.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless epsilon_high > 0.
     """
 
     epsilon_high: float = 0.2
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.epsilon_high > 0:
             raise ValueError(f"expected epsilon_high > 0; got {self.epsilon_high}")
 
@@ -168,12 +179,17 @@ class SoftGate(Surrogate):
     Attributes:
       temperature_pos, temperature_neg: tau of tokens with a positive advantage, and of the others, whose gate closes
         sooner because their gradients spread over the whole vocabulary (TRL: sapo_temperature_pos, …_neg).
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless both temperatures are positive.
     """
 
     temperature_pos: float = 1.0
     temperature_neg: float = 1.05
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, temperature in (("pos", self.temperature_pos), ("neg", self.temperature_neg)):
             if not temperature > 0:
                 raise ValueError(f"expected temperature_{name} > 0; got {temperature}")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,16 @@ class FixedLength(TokenWeighting):
     Attributes:
       max_length: longest response, in tokens; None: the columns of the mask, which in a rollout's Trajectory are the
         longest response allowed. A loop, whose learner runs over fewer, puts in that length itself.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `max_length` is below 1.
     """
 
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"expected max_length >= 1, or None for the columns of the mask; got {self.max_length}")
 

@@ -60,8 +60,9 @@ class Sampler:
       prompt_width: P, columns of the prompt; the response begins at column P.
 
     Raises:
-      ValueError: if the budget cannot hold what the policy protects, prompt and response exceed the model's context, or
-        the tokens that end and pad a response are not in its vocabulary.
+      ValueError: if the budget cannot hold what the policy protects, prompt and response exceed the model's context,
+        the tokens that end and pad a response are not in its vocabulary, the value_group of a quantised cache does
+        not divide head_dim, or draws of a gate could not be recomputed from what is recorded.
     """
 
     model: LanguageModel
@@ -74,12 +75,13 @@ class Sampler:
         plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
         if self.prompt_width + self.config.max_new_tokens > self.model.shape.max_positions:
             raise ValueError(
-                f"expected prompt + response within the model's context of {self.model.shape.max_positions} tokens; "
-                f"got {self.prompt_width} + {self.config.max_new_tokens}"
+                "expected prompt_width + max_new_tokens within the model's context of "
+                f"{self.model.shape.max_positions} tokens; got {self.prompt_width} + {self.config.max_new_tokens}"
             )
-
         if self.policy.gate is not None:
             self._check_recordable()
+        if self.config.quant is not None:
+            self.config.quant.channels(self.model.shape.head_dim)  # called for its error
         vocab_size = self.model.shape.vocab_size
         ends = self.config.eos_token_id
         named = [("eos_token_id", end) for end in (ends if isinstance(ends, tuple) else (ends,))]

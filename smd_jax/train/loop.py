@@ -35,6 +35,7 @@ from smd_jax.process_rows import (
 )
 from smd_jax.processes import is_first, on_host
 from smd_jax.sampler.engine import Progress
+from smd_jax.sampler.static import Sampler
 from smd_jax.sharding import (
     check_rows,
     check_sampled_rows,
@@ -80,6 +81,10 @@ class Loop:
       watch_every: rollouts between two calls of `watch`; rollout 0 has one.
       guard: how far the learner may be from the sampler where it promises to be the same policy; None: however far.
       max_skipped: rollouts in a row whose updates were left out, wholly or in part, with which the run ends.
+
+    Raises:
+      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh cannot do what the configuration
+        says.
     """
 
     model: LanguageModel
@@ -100,6 +105,9 @@ class Loop:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         check_prompts_divide(self.config.prompts_per_step, self.responder.place.feeders)
+        # Made for their errors, before anything is compiled: what the model or the tokenizer cannot do.
+        Sampler(self.model, self.config.policy, self.config.rollout, self.config.prompt_width)
+        _ = self.responder.stop_table
         if self.config.decode_rows is not None:
             # Raises if it cannot be.
             self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
@@ -299,7 +307,9 @@ class Loop:
         """Waits for whatever goes on beside the steps, so that devices and reward functions are free."""
 
     def check(self, state: TrainState) -> None:
-        """Raises ValueError for a state that `learn` cannot use."""
+        """Raises ValueError for a state that `learn` or the sampler cannot use."""
+        # Called for its error: the parameters have what the eviction policy reads of them, such as a gate.
+        self.config.policy.parameters(self.policy_params(state.params), 0)
 
     def collect(self, state: TrainState, index: int) -> Samples:
         """What rollout number `index` gives the learner: by default one rollout, of prompts that no other has."""

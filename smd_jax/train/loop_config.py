@@ -28,6 +28,10 @@ class LoopConfig:
       update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
         each is compiled when it is first needed. 1: always over `max_new_tokens`.
       seed: order of the task's rows.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if a number is out of range, tokens are chosen greedily, or prompts do not divide into minibatches.
     """
 
     prompts_per_step: int
@@ -45,10 +49,13 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        sizes = ("prompts_per_step", "group_size", "prompt_width", "minibatches", "num_iterations", "update_widths")
-        for name in sizes:
+        sizes = ("prompts_per_step", "group_size", "prompt_width", "prefill_rows", "update_widths")
+        passes = ("minibatches", "num_iterations")
+        for name in sizes + passes:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"expected seed >= 0; got {self.seed}")
         if not self.rollout.sampling.trainable:
             raise ValueError(
                 "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "

@@ -22,6 +22,7 @@ from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, ch
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.step import check_sync
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
@@ -99,7 +100,9 @@ class OnlineDPOLoop(Loop):
         return make_replay(self.model, config.update.visibility, rows)
 
     def check(self, state: TrainState) -> None:
+        super().check(state)
         check_reference(state)
+        check_sync(state, self.config.update.reference_sync)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """The optimizer steps of one rollout."""

@@ -16,7 +16,7 @@ from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.packs import rows_at_once
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
-from smd_jax.learner.step import skip_step
+from smd_jax.learner.step import check_sync, skip_step
 from smd_jax.learner.update import Update, make_update
 from smd_jax.losses.distillation import has_whole_share
 from smd_jax.losses.kl import kl_penalty
@@ -46,7 +46,12 @@ class PolicyConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class PolicyLoop(Loop):
-    """What GRPO, RLOO and PPO share: the update of `smd_jax.learner.update`."""
+    """What GRPO, RLOO and PPO share: the update of `smd_jax.learner.update`.
+
+    Raises:
+      ValueError: as `Loop`; for rows or columns that do not divide as the update needs them, and an eviction_coef or
+        pack_columns with a policy or a rollout that does not go with it.
+    """
 
     config: PolicyConfig
 
@@ -60,6 +65,11 @@ class PolicyLoop(Loop):
             self._check_columns(config.update.pack_columns)
             check_sequence(config.update.pack_columns, self.model.shape.num_heads, self.mesh)
             _check_packable(config)
+        if config.update.eviction_coef and config.policy.gate is None:
+            raise ValueError(
+                "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef; got "
+                f"{config.policy} and {config.update.eviction_coef}"
+            )
         rows = config.update.rows_per_prompt
         if config.group_size % rows:
             raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
@@ -171,7 +181,9 @@ class PolicyLoop(Loop):
         return jax.jit(compare)
 
     def check(self, state: TrainState) -> None:
+        super().check(state)
         check_reference(self.config.update, state)
+        check_sync(state, self.config.update.reference_sync)
 
     def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """The optimizer steps on what a whole rollout has to teach. A minibatch in which nothing counts leaves the

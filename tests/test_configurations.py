@@ -1,0 +1,392 @@
+"""Several fields of a configuration at once: it is refused by an error that names one of them, or it works.
+
+What is taken is traced: a rollout, what the learner makes of it, and an update, in shapes alone. Nothing is compiled.
+300 cases by default, always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts,
+3,500 cases: `test_properties.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from smd_jax import corrections
+from smd_jax.eviction import policies
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.gate import LinearGate, add_gate
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.dense_learner import DenseLearner
+from smd_jax.learner.objective import make_objective
+from smd_jax.learner.packed import Places, packed_part
+from smd_jax.learner.packs import rows_at_once
+from smd_jax.learner.prepare import prepare
+from smd_jax.learner.reference import ReferenceSync
+from smd_jax.learner.state import init_state, reference_params
+from smd_jax.learner.trained import of_trained, trained_params
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPOConfig
+from smd_jax.losses.schedules import CoefSchedule
+from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
+from smd_jax.losses.value import ValueConfig
+from smd_jax.losses.weighting import FixedLength, SequenceMean
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.value_head import add_value_head
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.fixed_batch import rollout_program
+from smd_jax.sharding import AXES, make_mesh
+from smd_jax.tasks.dataset_task import DatasetTask
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PPOConfig, PPOLoop
+
+Fields = dict[str, st.SearchStrategy[Any]]
+
+TIMES = int(os.environ.get("HYPOTHESIS_PERCENT", "100")) / 100
+
+
+@pytest.fixture(autouse=True)
+def without_jaxtyping() -> Iterator[None]:
+    """As users have it: the shape checks of the tests would refuse what the library takes, in words of their own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def cases(count: int) -> settings:
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
+    return settings(max_examples=int(count * TIMES), deadline=None, derandomize=True, suppress_health_check=slow)
+
+
+# One layer: half of the time goes to tracing them.
+MODEL = Decoder(tiny_model_config(num_layers=1, max_positions=32))
+TOKENIZER = byte_tokenizer(chat=False)
+TASK = DatasetTask([{"prompt": "3 1 2"}, {"prompt": "2 1"}], lambda completions: [0.0 for _ in completions])
+STEPS = 3
+
+
+def several(*common: Any, rare: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """One of the values; the rare ones, which few configurations or none can have, a third as often as the others."""
+    return st.sampled_from([*common * 3, *rare])
+
+
+POLICIES = [
+    *(policies.Dense(), policies.H2O(), policies.H2O(1.0), policies.TOVA(), policies.TOVA(shared=False)),
+    *(policies.Recent(), policies.StreamingLLM(2), policies.StreamingLLM(0), policies.SnapKV(2, 3)),
+    *(policies.RKV(2, 3), policies.RKV(1, 40), policies.KeyDiff(), policies.Knorm(), policies.Random()),
+    *(LearnedGate(), LearnedGate(greedy=True), Protect(policies.H2O(), 1, 1), Protect(LearnedGate(), 1)),
+    *(Pyramid(policies.SnapKV(2)), Pyramid(policies.Knorm(), 2.0), Pyramid(LearnedGate())),
+    Pyramid(Protect(policies.TOVA(), 1, 2), 1.5),
+]
+QUANTS = [QuantConfig(8, 2), QuantConfig(4, 1, 4), QuantConfig(2, 2, 8, False), QuantConfig(8, 3), QuantConfig(4, 2, 3)]
+CORRECTIONS = [
+    *(corrections.Shadow(), corrections.Naive(), corrections.Bypass(), corrections.TIS(), corrections.MIS()),
+    *(corrections.TIS("sequence", batch_normalize=True), corrections.IcePop(), corrections.QuRL(), corrections.OPSM()),
+    *(corrections.DPPOTV(), corrections.Rejection("geometric"), corrections.Veto(), corrections.SparseRL()),
+    corrections.Chain((corrections.TIS(), corrections.OPSM())),
+    corrections.Chain((corrections.DPPOTV(), corrections.Veto())),
+    corrections.Chain((corrections.Shadow(), corrections.OPSM())),
+]
+DISTILLS = [
+    *(DistillConfig(), DistillConfig("reverse", estimator="k2"), DistillConfig("published"), DistillConfig("anchor")),
+    *(DistillConfig("ema"), DistillConfig(fraction=0.5), DistillConfig(position_fraction=0.5)),
+    DistillConfig("forward", CoefSchedule(0.0, 1.0, 5, "cosine"), 0.25, 0.2),
+]
+MODELS = {
+    "plain": MODEL,
+    "windows": Decoder(dataclasses.replace(MODEL.config, num_layers=2, sliding_windows=(4, None))),
+    "bfloat16": Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16", num_heads=2, num_kv_heads=1)),
+}
+
+LOOP: Fields = {
+    "prompts_per_step": several(1, 2, 4, rare=(3, 0)),
+    "group_size": several(2, 4, rare=(1, 3)),
+    "prompt_width": several(4, 9, rare=(1, 27, 60)),
+    "policy": st.sampled_from(POLICIES),
+    "decode_rows": several(None, 1, 3, rare=(0,)),
+    "prefill_rows": several(1, 8, rare=(0,)),
+    "stop_strings": several((), ("a",), rare=(("", "b"),)),
+    "minibatches": several(1, 2, rare=(4, 0)),
+    "num_iterations": several(1, 2),
+    "update_widths": several(1, 4, rare=(50,)),
+    "seed": several(0, 7, rare=(-1,)),
+    "rollout.max_new_tokens": several(1, 6, 8, rare=(0, 29)),
+    "rollout.budget": several(4, 6, 40, rare=(1, 2)),
+    "rollout.buffer": several(1, 2, 4, 9),
+    "rollout.eos_token_id": several(None, 5, 258, rare=(264, -1)),
+    "rollout.pad_token_id": several(0, 256, rare=(400, -2)),
+    "rollout.min_new_tokens": several(0, 2, rare=(7,)),
+    "rollout.prefill_chunk": several(None, 1, 3, 20),
+    "rollout.mask_storage": several("compact", "boolean"),
+    "rollout.quant": st.sampled_from([None, *QUANTS]),
+    "rollout.sampling.temperature": several(1.0, 0.7, rare=(0.0,)),
+    "rollout.sampling.top_k": several(0, 3, 500),
+    "rollout.sampling.top_p": several(1.0, 0.9),
+    "rollout.sampling.min_p": several(0.0, 0.1, rare=(1.0,)),
+}
+OF_UPDATE: Fields = {
+    "update.visibility": several("shadow", "dense"),
+    "update.policy_coef": several(1.0, 0.5, rare=(0.0,)),
+    "update.entropy_coef": several(0.0, 0.1),
+    "update.top_entropy_quantile": several(1.0, 0.2),
+    "update.eviction_coef": several(0.0, 1.0),
+    "update.correction": st.sampled_from(CORRECTIONS),
+    "update.distill": st.sampled_from([None, *DISTILLS]),
+    "update.dense_learner": st.sampled_from([None, *(DenseLearner(0.5, x) for x in CORRECTIONS[1:])]),
+    "update.reference_visibility": several(None, "shadow", "dense"),
+    "update.kl_in_reward": st.booleans(),
+    "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
+    "update.mask_truncated_completions": st.booleans(),
+    "update.microbatch_size": several(None, 1, 2, 4, rare=(3, 0)),
+    "update.pack_columns": several(None, 17, 24, rare=(2, 90)),
+    "update.rows_per_prompt": several(1, 2, rare=(3, 4, 0)),
+    "update.loss.weighting": st.sampled_from([SequenceMean(), FixedLength(), FixedLength(9)]),
+    "update.loss.surrogate": st.sampled_from([Clip(), Clip(0.1, 0.3, 3.0), ClipWeight(), SoftGate()]),
+    "update.loss.ratio_level": several("token", "geometric", rare=("sequence",)),
+    "update.loss.beta": several(0.0, 0.1),
+    "update.loss.kl_estimator": several("k3", "k1", rare=("k2",)),
+    "update.loss.use_bias_correction_kl": st.booleans(),
+}
+OF_GRPO: Fields = {
+    "advantages": several("group_relative", "leave_one_out"),
+    "scale_rewards": several("group", "batch", "none"),
+    "dynamic_sampling": several(None, 0, 2, rare=(-1,)),
+    "rollouts_ahead": several(0, 1, rare=(2,)),
+}
+OF_PPO: Fields = {
+    "gamma": several(1.0, 0.0, rare=(1.5,)),
+    "lam": several(0.95, 1.0, rare=(-1.0,)),
+    "whiten_advantages": st.booleans(),
+    "update.value": several(ValueConfig(), ValueConfig(1.0, None), rare=(None,)),
+}
+OF_DPO: Fields = {
+    "missing_eos_penalty": several(None, 1.0, rare=(0.0,)),
+    "update.visibility": several("shadow", "dense"),
+    "update.reference_visibility": several(None, "shadow", "dense"),
+    "update.loss": st.sampled_from([DPOConfig(), DPOConfig(0.5, "ipo")]),
+    "update.correction": st.sampled_from(CORRECTIONS),
+    "update.microbatch_size": several(None, 1, 2, rare=(3, 0)),
+    "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
+}
+OF_OPTIMIZER: Fields = {
+    "optimizer.optim": several("adamw", "adafactor"),
+    "optimizer.lr_scheduler_type": several("constant", "linear", "cosine"),
+    "optimizer.warmup_steps": several(0, 1, 0.5, rare=(40, 1.5)),
+    "optimizer.min_lr_rate": several(0.0, 0.1),
+    "optimizer.weight_decay": several(0.0, 0.1),
+    "optimizer.decay_embeddings": st.booleans(),
+    "optimizer.momentum_dtype": several("float32", "bfloat16"),
+    "optimizer.max_grad_norm": several(None, 1.0),
+    "optimizer.gate_speed": several(None, 10.0),
+}
+AROUND: Fields = {
+    "mesh": several((1, 1, 1), rare=((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 1, 2))),
+    "model": several("plain", "windows", "bfloat16"),
+    "lora": several(None, LoraConfig(rank=2), LoraConfig(rank=2, targets=("q_proj",), rank_stabilised=True)),
+    "gate": st.booleans(),
+    "reference": st.booleans(),
+}
+ROLLOUT = RolloutConfig(8, 6, 2)
+LOOPS: dict[str, tuple[Any, type, Fields]] = {
+    "grpo": (GRPOConfig(2, 4, 9, policies.H2O(), ROLLOUT), GRPOLoop, LOOP | OF_UPDATE | OF_GRPO),
+    "ppo": (
+        PPOConfig(2, 4, 9, policies.H2O(), ROLLOUT, update=UpdateConfig(value=ValueConfig())),
+        PPOLoop,
+        LOOP | OF_UPDATE | OF_PPO,
+    ),
+    "dpo": (OnlineDPOConfig(2, 4, 9, policies.H2O(), ROLLOUT), OnlineDPOLoop, LOOP | OF_DPO),
+}
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """An algorithm, and values for two to seven fields of its configuration and of what is around it."""
+    name = draw(st.sampled_from(["grpo", "grpo", "ppo", "dpo"]))
+    fields = LOOPS[name][2] | OF_OPTIMIZER | AROUND
+    paths = draw(st.lists(st.sampled_from(sorted(fields)), min_size=2, max_size=7, unique=True))
+    return name, {path: draw(fields[path]) for path in paths}
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The configuration with these values in the place of its own, `rollout.budget` inside of `rollout`; all at once,
+    so that no other configuration is made on the way."""
+    inner = dict[str, dict[str, Any]]()
+    own = dict[str, Any]()
+    for path, value in values.items():
+        first, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = value
+        else:
+            own[first] = value
+    own |= {first: with_values(getattr(config, first), below) for first, below in inner.items()}
+    return dataclasses.replace(config, **own)
+
+
+@functools.cache
+def shapes_of_params(model: str, lora: LoraConfig | None, gate: bool, critic: bool) -> Any:
+    config = MODELS[model].config
+
+    def made() -> Any:
+        params = random_params(config)
+        if gate:
+            params = add_gate(
+                params,
+                LinearGate(),
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+            )
+        if critic:
+            params = add_value_head(params, config)
+        return params if lora is None else add_lora(params, lora, jax.random.key(0))
+
+    return jax.eval_shape(made)
+
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> Any:
+    """The shape of an array, in its place."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def built(name: str, values: dict[str, Any]) -> tuple[Loop, Any]:
+    """The loop, and the shapes of its state; what a user makes before the first step."""
+    around = {path: value for path, value in values.items() if path in AROUND}
+    ours = {p.removeprefix("optimizer."): value for p, value in values.items() if p.startswith("optimizer.")}
+    config = with_values(LOOPS[name][0], {p: x for p, x in values.items() if p in LOOPS[name][2]})
+    model = around.get("model", "plain")
+    optimizer = make_optimizer(OptimizerConfig(**ours), STEPS * config.steps_per_rollout)
+    loop = LOOPS[name][1](MODELS[model], TASK, TOKENIZER, optimizer, config, make_mesh(*around.get("mesh", (1, 1, 1))))
+    params = shapes_of_params(model, around.get("lora"), around.get("gate", False), name == "ppo")
+    referred = around.get("reference", True)
+    state = jax.eval_shape(lambda p, k: init_state(p, optimizer, k, p if referred else None), params, KEY)
+    if getattr(config, "rollouts_ahead", 0):
+        state = state.replace(behind=params)
+    loop.check(state)
+    return loop, state
+
+
+def part_of(batch: Any, parts: int) -> Any:
+    """One of so many minibatches."""
+    return jax.tree.map(lambda x: array(x.shape[0] // parts, *x.shape[1:], dtype=x.dtype), batch)
+
+
+def trace(loop: Loop, state: Any) -> None:
+    """A step, in shapes."""
+    config = loop.config
+    prompts, rows = config.prompts_per_step, config.completions_per_step
+    shape = (prompts, config.prompt_width)
+    tokens = PromptBatch(array(*shape, dtype=jnp.int32), array(*shape, dtype=bool))
+    with jax.set_mesh(loop.mesh):
+        draw = partial(
+            rollout_program,
+            loop.model,
+            policy=config.policy,
+            config=config.rollout,
+            group_size=config.group_size,
+            stop=loop.responder.stop_table,
+        )
+        trajectory = jax.eval_shape(draw, loop.policy_params(state.params), tokens, KEY)
+        drops = isinstance(loop, GRPOLoop) and loop.drops_rows
+        counted = array(rows, dtype=bool) if drops else None
+        batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array(rows), counted)
+        minibatch = part_of(batch, config.minibatches)
+        jax.eval_shape(loop.update, state, minibatch)
+        if isinstance(loop, PolicyLoop):
+            if loop.config.update.kl_in_reward:
+                jax.eval_shape(loop.reference_replay, reference_params(state), trajectory)
+            if loop.config.update.pack_columns is not None:
+                trace_packed(loop, state, minibatch)
+
+
+def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
+    """One microbatch of rows that sequences share; which ones does not matter to shapes."""
+    update = loop.config.update
+    rows, columns = update.microbatch_size, update.pack_columns
+    assert rows is not None and columns is not None
+    whole = dataclasses.replace(update, microbatch_size=rows_at_once(len(batch.advantages), update), pack_columns=None)
+    tokens, responses = array(rows, columns, dtype=jnp.int32), array(rows, columns, dtype=jnp.int32)
+
+    def of_part(state: Any, batch: Any, places: Places) -> Any:
+        prepared = prepare(loop.model, whole, state.params, batch)
+        objective = of_trained(make_objective(loop.model, update, state), state.params)
+        return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, places))
+
+    jax.eval_shape(of_part, state, batch, Places(tokens, tokens, tokens, responses, responses))
+
+
+def words_of(path: str, value: Any) -> set[str]:
+    """A field as a message may call it, or the kind of its value and what is inside."""
+    name = path.rpartition(".")[2]
+    if name == "mesh":
+        return set(AXES)
+    if dataclasses.is_dataclass(value):
+        inside = (words_of(field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name, type(value).__name__}.union(*inside)
+    return {name, name.replace("_", " "), name.removesuffix("s")}
+
+
+def check_names(error: Exception, values: Mapping[str, Any]) -> None:
+    """A refusal names a field that was drawn, or its value."""
+    said = str(error)
+    named = any(word in said for item in values.items() for word in words_of(*item))
+    assert named and "expected" in said and "got" in said, f"{values}: {type(error).__name__}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("grpo", {"seed": -1}, "expected seed >= 0; got -1"),
+        ("grpo", {"prefill_rows": 0}, "expected prefill_rows >= 1; got 0"),
+        ("grpo", {"prompt_width": 60}, r"expected prompt_width \+ max_new_tokens within .* 32 tokens; got 60 \+ 8"),
+        ("grpo", {"rollout.budget": 1, "policy": policies.SnapKV(2)}, "expected a budget of at least 2 keys .*; got 1"),
+        ("grpo", {"rollout.quant": QuantConfig(4, 2, 3)}, "expected a value_group that divides head_dim .*; got 3"),
+        ("grpo", {"stop_strings": ("",)}, "expected stop strings of at least one character of Unicode; got ''"),
+        ("grpo", {"update.eviction_coef": 1.0}, r"expected an eviction policy that records its draws.*; got H2O\("),
+        ("ppo", {"update.eviction_coef": 1.0}, "expected eviction_coef 0 with PPO, .*; got 1.0"),
+        ("grpo", {"policy": LearnedGate()}, "expected parameters with 'eviction_gate', .*; got "),
+        (
+            "dpo",
+            {"update.reference_sync": ReferenceSync(0.5, 2), "lora": LoraConfig(rank=2), "reference": False},
+            "expected adapters as the reference that follows adapters, .*; got their base",
+        ),
+    ],
+)
+def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        built(name, values)
+
+
+@cases(300)
+@given(runs())
+@example(("grpo", {}))
+@example(("ppo", {}))
+@example(("dpo", {}))
+def test_what_is_taken_works(run: tuple[str, dict[str, Any]]):
+    name, values = run
+    try:
+        loop, state = built(name, values)
+    except (ValueError, TypeError) as error:
+        check_names(error, values)
+        return
+    trace(loop, state)
