@@ -214,8 +214,8 @@ class Loop:
         if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
             logprobs = self.replay(params, samples.trajectory)
             # Of several processes each looks at all rows, so that all find the same, by the same programs.
-            whole = jax.tree.map(lambda x: jnp.asarray(on_host(x)), (samples.trajectory, logprobs))
-            parting = find_parting(self.model, self.policy_params(params), *whole, bound)
+            trajectory, logprobs = jax.tree.map(lambda x: jnp.asarray(on_host(x)), (samples.trajectory, logprobs))
+            parting = find_parting(self.model, self.policy_params(params), trajectory, logprobs, bound)
             raise not_one_policy(index, samples, metrics, state, bound, parting)
         if metrics.get("update/skipped", 0.0) == 0:
             self._skipped.clear()
