@@ -86,10 +86,13 @@ def all_or_none() -> Iterator[None]:
     raised, and OtherProcessError in the processes where it went well. All must come here; nobody leaves before the
     others have come. In the body nothing may wait for another process.
     """
+    went_well = False
     try:
         yield
+        went_well = True
     finally:
-        error = sys.exception()
+        # Where the body went well, it is one that the caller is handling, if there is any.
+        error = None if went_well else sys.exception()
         ended = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     for process, other in enumerate(ended):
         if other is not None:

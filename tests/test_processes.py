@@ -223,6 +223,15 @@ def test_one_process_talks_to_nobody():
     assert jax.process_count() == 1
 
 
+def test_an_error_that_is_being_handled_is_none_of_the_body():
+    try:
+        raise KeyError("handled")
+    except KeyError:
+        with processes.all_or_none():
+            went_well = True
+    assert went_well
+
+
 def test_differences_are_named():
     expected = {"seed": 0, "loop": {"rate": 1.0, "policy": "h2o"}, "versions": {"jax": "0.10.2"}}
     got = {"seed": 0, "loop": {"rate": 1.5, "policy": "h2o"}, "versions": {"jax": "0.11.0"}, "more": None}
