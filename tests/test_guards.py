@@ -28,6 +28,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import ModelShape
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.train import checkpoint
@@ -155,6 +156,18 @@ def test_a_mask_that_is_one_query_late_is_found(sampled, layer, head):
     # The 8 columns of the prompt have as much padding as the row's number.
     assert found.position == 8 + first - found.row and abs(found.difference) == pytest.approx(delta[found.row, first])
     assert f"layer {layer}, KV head {head}" in str(found) and f"position {found.position}" in str(found)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2}])
+def test_a_wrong_mask_is_found_where_weights_and_columns_are_split(sampled, axes):
+    params, trajectory = sampled
+    wrong = with_mask(trajectory, lambda x: one_late(x, 1, 0))
+    one, mesh = parting(params, wrong), make_mesh(**axes)
+    with jax.set_mesh(mesh):
+        split = parting(shard_tree(params, mesh), shard_batch(wrong, mesh))
+    assert one is not None and split is not None
+    assert split._replace(difference=0.0, left=0.0) == one._replace(difference=0.0, left=0.0)
+    assert split.difference == pytest.approx(one.difference, abs=1e-5) and split.left < 1e-5
 
 
 def test_what_no_head_explains_is_said(sampled):

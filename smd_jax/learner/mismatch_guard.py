@@ -105,31 +105,29 @@ class Parting(NamedTuple):
 
 
 def find_parting(
-    model: LanguageModel,
-    params: Params,
-    trajectory: Trajectory,
-    logprobs: Float[Array, "batch R"],
-    bound: float,
+    model: LanguageModel, params: Params, trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float
 ) -> Parting | None:
     """The first position at which the learner is farther from the sampler than `bound`; None if it is nowhere.
 
-    Of several processes all must call it, with the same trajectory.
+    Of several processes all must call it, and all find the same: the log-probabilities of all rows go to every host,
+    and the mask of the one row that is named.
 
     Args:
       params: with which the trajectory was sampled.
-      trajectory: with all its rows on devices of this process.
-      logprobs: the learner's, under the recorded mask; on devices of this process, too.
+      logprobs: the learner's, under the recorded mask.
     """
-    delta = np.where(trajectory.response_mask, np.asarray(logprobs) - np.asarray(trajectory.logprobs), 0.0)
+    counted, sampled, learned = map(on_host, (trajectory.response_mask, trajectory.logprobs, logprobs))
+    delta = np.where(counted, learned - sampled, 0.0)
     apart = ~(np.abs(delta) <= bound)
     if not apart.any():
         return None
     # The earliest column of any row; of the rows that part there, the one that is farthest.
     column = int(np.argmax(apart.any(axis=0)))
     row = int(np.argmax(np.where(apart[:, column], np.abs(delta[:, column]), -1.0)))
-    position = int(trajectory.positions[row, trajectory.prompt_width + column])
+    position = int(on_host(trajectory.positions)[row, trajectory.prompt_width + column])
     difference = float(delta[row, column])
-    found = _likeliest_head(model, params, jax.tree.map(lambda x: x[row : row + 1], trajectory), column)
+    one = jax.tree.map(lambda x: on_host(x[row : row + 1]), trajectory)
+    found = _likeliest_head(model, params, one, column)
     # Half of it is no explanation: a mistake elsewhere may be made good by chance.
     if found is None or found[3] > abs(difference) / 2:
         return Parting(row, position, difference, None, None, abs(difference), "")
@@ -140,7 +138,8 @@ def find_parting(
 def _likeliest_head(
     model: LanguageModel, params: Params, one: Trajectory, column: int
 ) -> tuple[int, int, str, float] | None:
-    """Layer, KV head, what it would have to see, and how far the learner then is from the sampler; of one row."""
+    """Layer, KV head, what it would have to see, and how far the learner then is from the sampler; of one row, which
+    is on the host."""
     if not isinstance(one.mask, ShadowMask):
         return None  # a pattern of the user's own: nobody knows which mistakes would be usual
     shape = model.shape
@@ -152,7 +151,6 @@ def _likeliest_head(
     whole = np.concatenate([masks, np.repeat(masks[-1:], -len(masks) % AT_ONCE, axis=0)])
     parts = np.split(whole, len(whole) // AT_ONCE)
     # Parameters may lie on several processes' devices; arrays of the host go to all of them.
-    one = jax.tree.map(np.asarray, one)
     found = np.concatenate([on_host(_logprobs_under(model, params, one, part, column)) for part in parts])
     left = np.abs(found[: len(others)] - float(one.logprobs[0, column]))
     best = int(np.nanargmin(left))

@@ -212,10 +212,10 @@ class Loop:
         where sampler and learner part, and `state` is what it has left."""
         bound = self.max_difference
         if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
-            logprobs = self.replay(params, samples.trajectory)
-            # Of several processes each looks at all rows, so that all find the same, by the same programs.
-            trajectory, logprobs = jax.tree.map(lambda x: jnp.asarray(on_host(x)), (samples.trajectory, logprobs))
-            parting = find_parting(self.model, self.policy_params(params), trajectory, logprobs, bound)
+            # Of several processes all come here, because metrics are the same in all.
+            with jax.set_mesh(self.mesh):
+                logprobs = self.replay(params, samples.trajectory)
+                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
             raise not_one_policy(index, samples, metrics, state, bound, parting)
         if metrics.get("update/skipped", 0.0) == 0:
             self._skipped.clear()
