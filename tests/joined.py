@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
+import safetensors.numpy
 from jax.sharding import Mesh
 
 from smd_jax import processes
@@ -24,6 +25,7 @@ from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
@@ -162,7 +164,7 @@ def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[i
 RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
 
 
-WRONG_ROW, WRONG_HEAD = 7, 1
+WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0
 
 
 class OneRowWrong(GRPOLoop):
@@ -178,18 +180,25 @@ class OneRowWrong(GRPOLoop):
 
 @jax.jit
 def one_query_late(evicted_at: jax.Array) -> jax.Array:
-    own = evicted_at[WRONG_ROW, :, WRONG_HEAD]
-    return evicted_at.at[WRONG_ROW, :, WRONG_HEAD].add((own > 0) & (own < NEVER))
+    own = evicted_at[WRONG_ROW, WRONG_LAYER, WRONG_HEAD]
+    return evicted_at.at[WRONG_ROW, WRONG_LAYER, WRONG_HEAD].add((own > 0) & (own < NEVER))
 
 
-def refused_rollout() -> dict[str, np.ndarray]:
-    """What each process says of a rollout in which sampler and learner part in one row of the last."""
-    loop = OneRowWrong(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
-    try:
-        loop.step(init_state(shard_tree(params(), loop.mesh), loop.optimizer, jax.random.key(3)))
-    except RefusedRolloutError as error:
-        return {"said": np.array(processes.gather_texts(str(error)))}
-    raise AssertionError("expected a refused rollout; got a step")
+def refused_rollout(folder: Path) -> dict[str, np.ndarray]:
+    """What each process says of a run in which sampler and learner part in one row of the last; and what it says where
+    process 0 has no room for that rollout. The runs are in folders of these names."""
+    model = Decoder(tiny_model_config(max_positions=32, num_layers=2))
+    loop = OneRowWrong(model, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    full = mock.patch.object(safetensors.numpy, "save_file", side_effect=OSError("No space left on device"))
+    said = dict[str, np.ndarray]()
+    for name, disk in (("refused", nullcontext()), ("no_room", full if processes.is_first() else nullcontext())):
+        state = init_state(shard_tree(random_params(model.config), loop.mesh), loop.optimizer, jax.random.key(3))
+        try:
+            with disk:
+                run.train(loop, state, RunConfig(2), folder / name)
+        except (RefusedRolloutError, OtherProcessError, OSError) as error:
+            said[f"{name}: said"] = np.array(processes.gather_texts(f"{type(error).__name__}: {error}"))
+    return said
 
 
 def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
@@ -199,6 +208,7 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("only one resumes", lambda: command(folder, out, "--debug", *["--resume"][index:])),
         ("one that resumes fails", lambda: _resumes_without_rows(index, folder, out)),
         ("other checkpoints", lambda: _trains_with_fewer_checkpoints(index, out)),
+        ("other bound", lambda: _resumes_under(MismatchGuard(0.25 * (1 + index)), out)),
         ("other seed", lambda: processes.check_same({"run": {"seed": index, "steps": 4}})),
         ("other version", lambda: _with_version(f"0.{index}.0")),
         ("failure", lambda: _fails_in_last(index)),
@@ -226,9 +236,13 @@ def _resumes_without_rows(index: int, folder: Path, out: Path) -> None:
 
 def _trains_with_fewer_checkpoints(index: int, out: Path) -> None:
     fewer = mock.patch.object(checkpoint, "all_steps", return_value=[1])
-    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
     with fewer if index else nullcontext():
-        run.train(loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(3), out, config=1, resume=True)
+        _resumes_under(MismatchGuard(), out)
+
+
+def _resumes_under(guard: MismatchGuard, out: Path) -> None:
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards(), guard=guard)
+    run.train(loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(3), out, config=1, resume=True)
 
 
 def _fails_in_last(index: int) -> None:
@@ -251,15 +265,14 @@ def command(folder: Path, out: Path, *more: str) -> None:
 
 
 def arrays() -> dict[str, np.ndarray]:
-    runs = {**RUNS, "refused_rollout": refused_rollout}
-    return {f"{of}: {name}": value for of, take in runs.items() for name, value in take().items()}
+    return {f"{of}: {name}": value for of, take in RUNS.items() for name, value in take().items()}
 
 
 def main(folder: str, coordinator: str, count: str, index: str) -> None:
     launch.join(LaunchArgs(coordinator, int(count), int(index)))
     place, out = Path(folder), Path(folder) / count
     if int(count) == 2:
-        found = arrays() | refusals(int(index), place, out)
+        found = arrays() | refused_rollout(place / f"{count}_refused") | refusals(int(index), place, out)
         command(place, out, "--max-steps", "3", "--resume")
     else:
         found = on_four_devices()

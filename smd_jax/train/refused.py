@@ -21,7 +21,7 @@ import safetensors.numpy
 from smd_jax.learner.mismatch_guard import DIFFERENCE, Parting
 from smd_jax.learner.state import TrainState
 from smd_jax.masks import ShadowMask
-from smd_jax.processes import is_first, on_host
+from smd_jax.processes import all_or_none, is_first, on_host
 from smd_jax.train.disk import written
 from smd_jax.train.samples import Samples
 
@@ -55,7 +55,7 @@ class RefusedRolloutError(RuntimeError):
 def not_one_policy(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, parting: Parting | None
 ) -> RefusedRolloutError:
-    """Sampler and learner differ by more than `bound` nats; `parting` says where, if somebody has looked."""
+    """Sampler and learner differ by more than `bound` nats; `parting` says where, if a replay finds it again."""
     said = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
     said += f"{metrics[DIFFERENCE]:.3g}" if parting is None else f"{metrics[DIFFERENCE]:.3g}, {parting}"
     return RefusedRolloutError(index, said, samples, metrics, state)
@@ -74,10 +74,11 @@ def never_finite(
 
 
 def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:
-    """Writes `refused_<number>.safetensors` and returns its path; of several processes all must call it.
+    """Writes `refused_<number>.safetensors` and returns its path; of several processes all must call it, and the first
+    writes.
 
     Raises:
-      OSError: the disk is full, or fails; in one line.
+      OSError: the disk is full, or fails; in one line. OtherProcessError: so it is in the first process.
     """
     path = directory / f"refused_{refused.index}.safetensors"
     arrays = refused_arrays(refused.samples)
@@ -86,9 +87,10 @@ def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:
         "metrics": json.dumps(refused.metrics),
         "completions": json.dumps(refused.samples.completions),
     }
-    if is_first():
-        with written(path):
-            safetensors.numpy.save_file(arrays, path, metadata=about)
+    with all_or_none():
+        if is_first():
+            with written(path):
+                safetensors.numpy.save_file(arrays, path, metadata=about)
     return path
 
 

@@ -136,6 +136,8 @@ def train(
     if jax.process_count() > 1:
         # Before what only some of them would do, or not as often: the others would wait for them.
         same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
+        # What decides whether a rollout is refused.
+        same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
         check_same(same | {"checkpoints": checkpoint.all_steps(directory / CHECKPOINTS)})
     with all_or_none():  # before the first process writes anything there
         check_directory(directory, resume)
@@ -203,7 +205,8 @@ def train(
                 try:
                     state, metrics = loop.step(state, follows)
                 except RefusedRolloutError as refused:
-                    journal.write_row(done + 1, refused.metrics)
+                    with all_or_none():
+                        journal.write_row(done + 1, refused.metrics)
                     file = write_refused(directory, refused)
                     # The state that was given to it may be gone. A rollout that was left out is finished, too.
                     state, done = refused.state, int(refused.state.step) // loop.config.steps_per_rollout
