@@ -127,12 +127,13 @@ def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
     assert_same(one, two)
 
 
-def test_four_processes_give_what_one_gives_on_four_devices_to_the_last_bit(tmp_path: Path):
-    # Sums over four devices have an order. The one, too, adds up with gloo, as a process that was joined does.
+def test_four_processes_give_what_one_gives_on_four_devices(tmp_path: Path):
+    # Sums over four devices have an order. The one, too, adds up with gloo, as a process that was joined does; so all
+    # was the same to the last bit on an AMD EPYC without AVX-512, which other CPUs need not repeat.
     together, alone = start(tmp_path, count=4), start(tmp_path, count=1, devices=4)
     four, one = wait_for(together, tmp_path / "4.npz"), wait_for(alone, tmp_path / "1.npz")
     assert one.keys() == four.keys() and len(one) > 40
-    assert not apart(one, four)
+    assert_same(one, four)
     assert len(set(one["numbers 0"])) == 4, "each process feeds a prompt of its own"
     assert one["metric 0 grad_norm"] > 0.01 and one["metric 1 grad_norm"] > 0.01
 

@@ -13,6 +13,7 @@ that the usual mistakes would have recorded, and the one that comes nearest to t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -145,17 +146,20 @@ def _likeliest_head(
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
     recorded = np.broadcast_to(np.asarray(one.mask.evicted_at), sides)[0]
-    others = list(_other_masks(recorded))
-    masks = np.stack([mask for *_, mask in others])
-    # A whole number of batches, so that one program does for all.
-    whole = np.concatenate([masks, np.repeat(masks[-1:], -len(masks) % AT_ONCE, axis=0)])
-    parts = np.split(whole, len(whole) // AT_ONCE)
-    # Parameters may lie on several processes' devices; arrays of the host go to all of them.
-    found = np.concatenate([on_host(_logprobs_under(model, params, one, part, column)) for part in parts])
-    left = np.abs(found[: len(others)] - float(one.logprobs[0, column]))
+    candidates = _other_masks(recorded)
+    names, logprobs = list[tuple[int, int, str]](), list[float]()
+    # A few at a time: of a large model and a long sequence all of them would be gigabytes.
+    while part := list(itertools.islice(candidates, AT_ONCE)):
+        masks = [mask for *_, mask in part]
+        # The last batch is filled up, so that one program does for all.
+        filled = np.stack(masks + masks[-1:] * (AT_ONCE - len(masks)))
+        # Parameters may lie on several processes' devices; arrays of the host go to all of them.
+        found = on_host(_logprobs_under(model, params, one, filled, column))
+        names += [(layer, head, explanation) for layer, head, explanation, _ in part]
+        logprobs += found[: len(part)].tolist()
+    left = np.abs(np.array(logprobs) - float(one.logprobs[0, column]))
     best = int(np.nanargmin(left))
-    layer, head, explanation, _ = others[best]
-    return layer, head, explanation, float(left[best])
+    return (*names[best], float(left[best]))
 
 
 def _other_masks(recorded: np.ndarray) -> Iterator[tuple[int, int, str, np.ndarray]]:
