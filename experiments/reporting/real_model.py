@@ -141,8 +141,8 @@ def cell(policy: str, reported: dict[str, list[Row]]) -> str:
         f"{some['task']}, {policy} with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
         f"{gone}. {some['evaluation_rows']} held-out sums, of which a share of 0.3 has a standard error of 0.05. "
         "Means, and in brackets the seeds one by one: an interval is 12.7 standard errors wide on either side with two "
-        "of them, and 4.3 with three, or of no width where they happen to be alike. Gains are over the one start, whose "
-        "own error is in none of the intervals.\n\n" + table(columns, lines)
+        "of them, and 4.3 with three, or of no width where they happen to be alike. Gains are over the one start, "
+        "whose own error is in none of the intervals.\n\n" + table(columns, lines)
     )
 
 
