@@ -39,8 +39,8 @@ class _ByRatio(Correction):
     clip_max: float | None = None
 
     def __post_init__(self) -> None:
+        check_choice("level", self.level, LEVELS)  # fewer than the type allows, so before it
         check_types(self)
-        check_choice("level", self.level, LEVELS)
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
     @property
