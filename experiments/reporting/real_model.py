@@ -104,7 +104,7 @@ def section(rows: Sequence[Row]) -> Section | None:
         "a teacher, and with an unlimited cache.",
         " ".join(said) or "Not all arms are there yet.",
         "\n\n".join(parts),
-        "python experiments/real_model.py",
+        "python experiments/real_model.py; … --arms naive tis shadow shadow-anchor --seeds 2; … --rule tova-heads",
         f"{training_hours(rows):.1f} hours of rollouts and updates, pilots included, on a core each; evaluations not "
         f"recorded; {machines(rows)}",
         ("real_model.json",),
