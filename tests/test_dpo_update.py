@@ -312,7 +312,7 @@ def test_trajectories_that_no_learner_can_replay(side):
 
 
 def test_pairs_that_do_not_divide():
-    with pytest.raises(ValueError, match="divide into microbatches of 4 pairs; got 6 pairs"):
+    with pytest.raises(ValueError, match="expected a microbatch_size that divides 6 pairs; got 4"):
         metrics_and_gradients(config_of(microbatch_size=4))
 
 

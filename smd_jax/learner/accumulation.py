@@ -78,12 +78,15 @@ def merge(tree: Any, together: int = 1) -> Any:
     return jax.tree.map(merge_leaf, tree)
 
 
-def count_parts(rows: int, size: int | None) -> int:
+def count_parts(rows: int, size: int | None, what: str = "rows") -> int:
     """How many microbatches of `size` rows there are; None is one of all.
+
+    Args:
+      what: they are, in the error.
 
     Raises:
       ValueError: if the rows do not divide into them.
     """
     if size is not None and rows % size:
-        raise ValueError(f"expected a microbatch_size that divides {rows} rows; got {size}")
+        raise ValueError(f"expected a microbatch_size that divides {rows} {what}; got {size}")
     return 1 if size is None else rows // size

@@ -170,12 +170,7 @@ def check_reference(state: TrainState) -> None:
 
 def _count(batch: PairBatch, config: DPOUpdateConfig) -> int:
     """Microbatches of a step."""
-    pairs = batch.signal.shape[0]
-    size = config.microbatch_size
-    # Checked here as well, because the error of `count_parts` speaks of rows.
-    if size is not None and pairs % size:
-        raise ValueError(f"expected pairs that divide into microbatches of {size} pairs; got {pairs} pairs")
-    return count_parts(pairs, size)
+    return count_parts(batch.signal.shape[0], config.microbatch_size, "pairs")
 
 
 def _rows(batch: PairBatch) -> Trajectory:

@@ -72,7 +72,7 @@ class OnlineDPOLoop(Loop):
         config = self.config
         minibatch = config.prompts_per_step // config.minibatches
         # Called for its error, here before anything is sampled.
-        count_parts(minibatch, config.update.microbatch_size)
+        count_parts(minibatch, config.update.microbatch_size, "pairs")
         check_rows(minibatch, self.mesh, "the pairs of a minibatch")
         check_rows(config.update.microbatch_size or minibatch, self.mesh, "the pairs of a microbatch")
         if self.judge is not None and config.missing_eos_penalty is not None:
