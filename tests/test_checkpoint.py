@@ -175,6 +175,22 @@ def test_only_the_newest_are_kept(tmp_path):
         checkpoint.restore(tmp_path, like, config=CONFIG, step=4)
 
 
+def test_a_deletion_that_is_killed_leaves_no_checkpoint_that_does_not_load(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        # The process is killed before a file of a checkpoint is deleted, or after some of them are.
+        patch.setattr(checkpoint, "_delete_gone", lambda directory: None)
+        for step in (3, 6):
+            save(tmp_path, step, {"x": jnp.float32(step)}, max_to_keep=1)
+        assert checkpoint.all_steps(tmp_path) == [6] and list(tmp_path.glob("deleted/3/*"))
+        checkpoint.discard_after(tmp_path, 0)
+    assert checkpoint.all_steps(tmp_path) == [] and {path.name for path in tmp_path.glob("deleted/*")} == {"3", "6"}
+    # Steps of the same numbers are saved and deleted again.
+    for step in (3, 6, 9):
+        save(tmp_path, step, {"x": jnp.float32(step)}, max_to_keep=1)
+    assert checkpoint.all_steps(tmp_path) == [9] and not (tmp_path / "deleted").exists()
+    assert checkpoint.restore(tmp_path, {"x": jnp.float32(0)}, config=CONFIG).state["x"] == 9
+
+
 def test_no_checkpoint_is_said(tmp_path):
     assert checkpoint.latest_step(tmp_path) is None
     assert checkpoint.latest_step(tmp_path / "nowhere") is None

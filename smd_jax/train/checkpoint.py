@@ -42,6 +42,8 @@ from smd_jax.train.checksums import check_files, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure
 from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 
+# Where a checkpoint is moved before its files are deleted one by one: half a deletion must not look like a checkpoint.
+_GONE = "deleted"
 _Read = TypeVar("_Read")
 
 
@@ -162,6 +164,7 @@ class Writer:
         manager.wait_until_finished()
         if jax.process_index() == 0:
             write_checksums(_folder(self.directory, step), ITEMS)
+            _delete_gone(self.directory)
 
     def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -316,6 +319,8 @@ def discard_after(directory: str | Path, step: int) -> list[int]:
         with _manager(directory, max_to_keep=None) as manager:
             for found in later:
                 manager.delete(found)
+        if jax.process_index() == 0:
+            _delete_gone(directory)
     return later
 
 
@@ -442,13 +447,21 @@ def _folder(directory: str | Path, step: int) -> Path:
     return Path(directory) / str(step)
 
 
+def _delete_gone(directory: str | Path) -> None:
+    """Deletes what was moved there, by this run or by one that was killed before it could."""
+    shutil.rmtree(Path(directory) / _GONE, ignore_errors=True)
+
+
 def _manager(directory: str | Path, max_to_keep: int | None) -> ocp.CheckpointManager:
+    if jax.process_index() == 0:
+        _delete_gone(directory)  # a step of the same number could not be moved there
     options = ocp.CheckpointManagerOptions(
         # None keeps all: `discard_after` chooses for itself.
         preservation_policy=ocp.checkpoint_managers.LatestN(max_to_keep),
         enable_async_checkpointing=True,
         # What a killed save left behind is removed.
         cleanup_tmp_directories=True,
+        todelete_subdir=_GONE,
     )
     return ocp.CheckpointManager(Path(directory).resolve(), options=options)
 
