@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -57,23 +55,9 @@ from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
+from tests.drawn_cases import SLOW, cases, without_jaxtyping  # noqa: F401 - a fixture
 
 Fields = dict[str, st.SearchStrategy[Any]]
-
-TIMES = int(os.environ.get("HYPOTHESIS_PERCENT", "100")) / 100
-
-
-@pytest.fixture(autouse=True)
-def without_jaxtyping() -> Iterator[None]:
-    """As users have it: the shape checks of the tests would refuse what the library takes, in words of their own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def cases(count: int) -> settings:
-    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
-    return settings(max_examples=int(count * TIMES), deadline=None, derandomize=True, suppress_health_check=slow)
 
 
 # One layer: half of the time goes to tracing them.
@@ -280,7 +264,7 @@ def built(name: str, values: dict[str, Any]) -> tuple[Loop, Any]:
     params = shapes_of_params(model, around.get("lora"), around.get("gate", False), name == "ppo")
     referred = around.get("reference", True)
     state = jax.eval_shape(lambda p, k: init_state(p, optimizer, k, p if referred else None), params, KEY)
-    if getattr(config, "rollouts_ahead", 0):
+    if isinstance(config, GRPOConfig) and config.rollouts_ahead:
         state = state.replace(behind=params)
     loop.check(state)
     return loop, state
@@ -377,7 +361,7 @@ def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], 
         built(name, values)
 
 
-@cases(300)
+@settings(cases(300), derandomize=True, suppress_health_check=[*SLOW, HealthCheck.filter_too_much])
 @given(runs())
 @example(("grpo", {}))
 @example(("ppo", {}))

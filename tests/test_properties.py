@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterator
 from typing import Any, cast, get_type_hints
 
-import jaxtyping
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smd_jax import corrections
@@ -58,22 +55,7 @@ from smd_jax.train.optimizers import OptimizerConfig
 from smd_jax.train.ppo import PPOConfig
 from smd_jax.train.run import RunConfig
 from smd_jax.typed_fields import check_types
-
-TIMES = int(os.environ.get("HYPOTHESIS_PERCENT", "100")) / 100
-
-
-@pytest.fixture(autouse=True)
-def without_jaxtyping() -> Iterator[None]:
-    """As users have it: the shape checks of the tests would refuse wrong types in words of their own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def cases(count: int) -> settings:
-    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=int(count * TIMES), deadline=None, suppress_health_check=slow)
-
+from tests.drawn_cases import TIMES, cases, without_jaxtyping  # noqa: F401 - a fixture
 
 H2O = policies.H2O()
 ROLLOUT = RolloutConfig(8, 6, 2)

@@ -49,9 +49,8 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        sizes = ("prompts_per_step", "group_size", "prompt_width", "prefill_rows", "update_widths")
-        passes = ("minibatches", "num_iterations")
-        for name in sizes + passes:
+        sizes = ("prompts_per_step", "group_size", "prompt_width", "prefill_rows")
+        for name in (*sizes, "minibatches", "num_iterations", "update_widths"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
         if self.seed < 0:

@@ -1,0 +1,25 @@
+"""How many cases the property tests draw, and under which conditions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+from hypothesis import HealthCheck, settings
+
+TIMES = int(os.environ.get("HYPOTHESIS_PERCENT", "100")) / 100
+SLOW = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+
+
+@pytest.fixture(autouse=True)
+def without_jaxtyping() -> Iterator[None]:
+    """As users have it: the shape checks of the tests would refuse what the library takes, in words of their own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def cases(count: int) -> settings:
+    return settings(max_examples=int(count * TIMES), deadline=None, suppress_health_check=SLOW)
