@@ -51,7 +51,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.eos_token_id == ():
+        if isinstance(self.eos_token_id, tuple) and not self.eos_token_id:
             raise ValueError("expected eos_token_id as one id, several, or None without any; got ()")
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("budget", self.budget, 1)
