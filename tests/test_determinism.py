@@ -96,4 +96,6 @@ def test_the_committed_faults_were_all_survived():
     for row in rows:
         assert row["injected"] >= 1 and row["survived"] == row["injected"], row["fault"]
         assert row["unreadable_checkpoints"] == 0, row["fault"]
-        assert row["max_steps_lost"] <= 2, f"{row['fault']}: two rollouts are between two checkpoints"
+        # Two rollouts are between two checkpoints. Saves are asynchronous: one that fails is noticed a rollout later.
+        most_lost = 3 if row["fault"] == "disk full in a save" else 2
+        assert row["max_steps_lost"] <= most_lost, row["fault"]
