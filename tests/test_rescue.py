@@ -93,3 +93,19 @@ def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
         start(tmp_path, 6, PlainLoop(begins=raises_at(4)), new_state(size=100_000))
     assert re.match("what 4 rollouts taught could not be saved: checkpoint 4 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
+    with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
+        train(PlainLoop(), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
+    assert re.match("what [23] rollouts taught could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
+    with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
+        train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
+    assert re.match("what 2 rollouts taught could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
+    assert saved(tmp_path) == []

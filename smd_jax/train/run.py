@@ -10,7 +10,7 @@ directory/best/               the one with the best value of the objective, if t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +147,9 @@ def train(
     here = machine(loop.mesh)
     state = _start(directory, state, config, noted, here)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
-    start = done = saved = int(state.step) // loop.config.steps_per_rollout
+    start = done = int(state.step) // loop.config.steps_per_rollout
+    # Rollouts that are in a checkpoint which is whole, and in one that may still be on its way to the disk.
+    saved = begun = start
     # Metrics of a rollout that is finished, until they are written.
     unwritten: dict[str, float] | None = None
 
@@ -156,10 +158,27 @@ def train(
         trained = without_base(state)
         writer.save(done, trained, data_position=position, config=config, noted=noted, machine=here)
 
+    def save_newest() -> None:
+        nonlocal begun
+        save(newest)
+        begun = done
+
+    def wait_for_newest() -> None:
+        nonlocal saved, begun
+        try:
+            newest.wait()
+        except OSError:
+            begun = saved
+            raise
+        saved = begun
+
     def rescue() -> str:
         """Saves what an error leaves, and says so."""
         if jax.process_count() > 1:
             return f"the run goes on from its newest checkpoint in {directory} with resume, if there is one"
+        # One that cannot be written is tried again below.
+        with suppress(OSError):
+            wait_for_newest()
         if done == saved:
             return f"after {done} of {run.steps} rollouts; nothing is lost but the one under way"
         if not is_whole(state):
@@ -167,8 +186,8 @@ def train(
         try:
             if unwritten is not None:
                 journal.write_row(done, unwritten)
-            save(newest)
-            newest.wait()
+            save_newest()
+            wait_for_newest()
         except OSError as error:
             return f"what {done - saved} rollouts taught could not be saved: {error}"
         return f"saved after {done} of {run.steps} rollouts in {directory}; the run goes on with resume"
@@ -215,7 +234,7 @@ def train(
                 unwritten = metrics
                 # A save goes on beside one rollout and no longer: a killed run loses no more than what lies between two
                 # saves, and a disk that fails is noticed now.
-                newest.wait()
+                wait_for_newest()
                 best.wait()
                 if metrics.get("update/skipped", 0.0) > 0:
                     _say(_skipped(done - 1, metrics))
@@ -239,10 +258,9 @@ def train(
                     save_best()
                 # The last one is saved below, whether it is due or not.
                 if _due(done, run.checkpoint_every) and done < run.steps:
-                    save(newest)
-                    saved = done
-        if done > saved:
-            save(newest)
+                    save_newest()
+        if done > begun:
+            save_newest()
     if now.stopped is not None:
         raise RunStoppedError(now.stopped, done, run.steps, directory)
     # A rollout may have been begun before patience ended the run. Whoever called may evaluate next, on these devices.
