@@ -13,9 +13,10 @@ Weights    Without training (--weights): how far a dense learner is from the sam
 Rewards    On held-out rows, under the budget and with the full cache, at temperature 1 and greedy.
 Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every length, the best mean of sparse and dense greedy reward on a
            pilot seed, which is not reported and judged on rows of its own.
-Found      Weights of whole responses die with the length, as expected, and gain nothing at 64 tokens and more. Weights
-           of single tokens do not: under H2O shadow masks are ahead of TIS at 64 tokens, and level with it at 256 and
-           512. REPORT.md has the numbers.
+Found      Effective sample sizes die with the length, of whole responses sooner than of tokens; corrections with
+           weights of whole responses gain nothing at 64 tokens and more, where TIS with token weights does. Under H2O
+           shadow masks are ahead of TIS at 64 tokens, and level with it at 256 and 512, where a frozen teacher beside
+           them costs what they gain. REPORT.md has the numbers.
 Command    python experiments/horizon.py --weights
            python experiments/horizon.py [--tasks walk-64] [--arms …] [--seeds …] [--minutes …] [--workers 1]
            Runs that have ended are kept, and not made again when the study goes on. --collect prints the table.

@@ -18,7 +18,7 @@ Rewards    On 512 held-out rows: under the budget and with the full cache, at te
 Chosen     Budgets and the number of optimizer steps, on a few runs of seed 100: a cell should leave room to learn.
 Found      Under the budget shadow masks are ahead of TIS in nearly all cells, and clearly behind in none; with the
            full cache they lose where they gained most. A frozen teacher beside them ends highest in most cells where
-           somebody gains. In running sums nobody gains. REPORT.md has the numbers.
+           somebody gains, by what is established in none. In running sums nobody gains. REPORT.md has the numbers.
 Command    python experiments/map.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            Runs that have ended are kept, and not made again when the study goes on.
 Cost       2.9 CPU hours for the 633 runs, starts not counted, most of them on one core of an Intel Xeon (family 6,

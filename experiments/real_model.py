@@ -5,7 +5,7 @@ Question   The learner of SmolLM2, whose sampler forgets a third of its keys, ei
            with the budget and with the full cache, beside a sampler that forgets nothing (full-cache)?
 Found      Under SnapKV, which loses much, three seeds establish that shadow masks end above TIS with the budget, and
            at temperature 1 with the full cache; above naive they are in the mean, which is not established. Under
-           TOVA of each head, which loses little, naive is as good as anything (two seeds).
+           TOVA of each head, which loses little, two seeds establish nothing.
 Command    make smollm2                                               the model, once
            python experiments/real_model.py                           everything; the same line goes on after a stop
            python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
@@ -13,9 +13,9 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py --rule tova-heads         under another sampler
            python experiments/real_model.py --arms naive tis shadow shadow-anchor --seeds 2      a third seed
 Cost       a run 13 to 14 minutes on one core of an AMD EPYC (family 25, model 17): a rollout and its update 42 s; on
-           one of family 25, model 1, 51 s, of family 26, model 2, 24 s. A sampler has ten runs of the pilot, one
-           untrained, ten or fourteen that are reported. Two processes with other --arms and the same --runs do not
-           disturb each other; --collect then writes the rows of both.
+           one of family 25, model 1, 51 s, of family 26, model 2, 24 s. SnapKV has ten runs of the pilot, one untrained
+           and fourteen that are reported, TOVA eight, one and eight. Two processes with other --arms and the same
+           --runs do not disturb each other; --collect then writes the rows of both.
 Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
 
 Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on
@@ -33,7 +33,7 @@ Learner    GRPO, 4 prompts x 8 completions, one step a rollout, a prompt read on
            rate after 5 steps.
 Rate       of `RATES`, for every arm, the best mean of final sparse and dense greedy reward on a pilot seed, judged on
            validation rows. (The first plan was one rate for all arms, the best of the full-cache arm, and 24 rollouts.
-           With that rate, 1e-3, shadow masks learnt fast and then lost it all, their entropy gone.)
+           With that rate, 1e-3, shadow masks learnt fast and then lost it all.)
 Order      pilot, the untrained model, all arms of seed 0, all arms of seed 1. Every 4 rollouts a checkpoint. Seed 2 of
            the four arms with a budget came later, under SnapKV, when the report of two seeds was there.
 """

@@ -39,8 +39,15 @@ INTRODUCTION = """# What was measured
 Where replaying the sampler's masks pays, where correcting a dense learner does, and where neither: every study with its
 question, its answer, its rows and its command. What lost stands here in the same size as what won.
 
-*Sparse* rewards are decoded under the budget, as the sampler does, *dense* ones with the full cache. This page is made
-by `python experiments/report.py` from the rows, and a test compares the two.
+*Sparse* rewards are decoded under the budget, as the sampler does, *dense* ones with the full cache, both at
+temperature 1 where it does not say *greedy*. A *cell* is a task under one eviction policy and budget; the *showdown* is
+the cell of *All arms on one task*. Small models sort 12 digits (`sorting-12`), give 12 running sums modulo 10
+(`sums-12`), repeat 8 digits, each with the sum so far (`copy-8`), or walk 64 steps along the edges of a graph that
+stands in the prompt (`walk-64`); their reward is the share of steps that are right. `tova` chooses keys for all heads
+of a layer together, `tova-heads` for each head.
+
+± is half a 95 % t interval over seeds, of differences paired by seed. *Not established*: the interval contains 0, or
+there are two seeds. This page is made by `python experiments/report.py` from the rows, and a test compares the two.
 """
 
 

@@ -69,9 +69,10 @@ def test_a_page_of_other_rows_is_stale(
 def test_all_arms_on_one_task():
     part = showdown.section(rows_of(), "sorting-12", "tova-heads", 11)
     assert part.answer.startswith(
-        "Under the budget `shadow-anchor` ends highest (0.805); shadow masks end +0.180 ± 0.000"
+        "Under the budget `shadow-anchor` ends highest (0.805); shadow masks end 0.180 ± 0.000 "
+        "above TIS with the budget, and 0.150 ± 0.000 below it with the full cache; the frozen teacher adds "
+        "+0.100 ± 0.000 to shadow masks with the budget (not established), and"
     )
-    assert "from TIS with the budget, and −0.150 ± 0.000 from it with the full cache" in part.answer
     (line,) = [line for line in part.body.splitlines() if line.startswith("| `shadow`")]
     assert "| 0.0001 | 0.705 | 0.805 | 0.705 | 0.805 | 2.0e-05 | +0.180 ± 0.000 | −0.150 ± 0.000 |" in line
     assert part.cost == "8.0 CPU hours for 16 rows, a CPU, 2026-11-23"
@@ -101,15 +102,17 @@ def test_what_a_budget_costs():
     part = price.section(rows, gates, [row for row in real if row["arm"] != "untrained"])
     assert part is not None
     # 0.805 of the best learner less 0.975 of the start; 0.96 in both seeds less 0.97 and 0.98, t(0.975, 1) = 12.706.
-    assert "| sorting-12 | tova-heads, `shadow-anchor` | 50% | 0.975 | 0.505 | 0.805 | −0.170 ± 0.000 |" in part.body
-    assert "| sorting-12 | a gate, `gate-joint` | 50% | 0.975 | 0.405 | 0.960 | −0.015 ± 0.064 |" in part.body
+    assert (
+        "| sorting-12 | tova-heads, `shadow-anchor` | 50% | 0.975 | 0.505 | 0.805 | 2 | −0.170 ± 0.000 |" in part.body
+    )
+    assert "| sorting-12 | a gate, `gate-joint` | 50% | 0.975 | 0.405 | 0.960 | 2 | −0.015 ± 0.064 |" in part.body
     assert "SmolLM2" not in part.body, "waits for the untrained model and the full cache"
     one_start = [row for row in real if row["arm"] != "untrained" or row["seed"] == 0]
     full = [row | {"arm": "full-cache", "dense": 0.9} for row in real if row["arm"] == "naive"]
     with_real = price.section(rows, gates, one_start + full)
     assert with_real is not None
     # 0.80 and 0.81 less 0.9: the start counts for all seeds.
-    assert "`shadow-anchor` | 50% | 0.900 | 0.500 | 0.805 | −0.095 ± 0.064 |" in with_real.body
+    assert "`shadow-anchor` | 50% | 0.900 | 0.500 | 0.805 | 2 | −0.095 ± 0.064 |" in with_real.body
     assert price.section([], gates, []) is None
 
 
@@ -119,8 +122,8 @@ def test_choices():
     for name, other in (("tis", "tis-1-step"), ("shadow", "shadow-1-step"), ("shadow-anchor", "shadow-anchor-1")):
         made += [row | {"arm": other, "sparse": row["sparse"] - 0.05} for row in usual if row["arm"] == name]
     part = choices.section(made, usual)
-    assert "by +0.180 ± 0.000 with 1 step, +0.180 ± 0.000 with 4 steps a rollout." in part.answer
-    assert part.answer.endswith("under the budget: a weight of 0.1 on all rows (0.805).")
+    assert "shadow masks less TIS: +0.180 ± 0.000 with 1 step, +0.180 ± 0.000 with 4 steps a rollout." in part.answer
+    assert "under the budget: a weight of 0.1 on all rows (0.805); none of the 1 other" in part.answer
     assert "| 1 step a rollout in place of 4 | 2 | 0.0001 | 0.655 | 0.805 | −0.050 ± 0.000 |" in part.body
 
 
@@ -131,7 +134,8 @@ def test_learning_rates_beyond_the_grid():
     pilot = [row | {"pilot": True, "learning_rate": rate} for row in usual for rate in (3e-5, 1e-4, 3e-4)]
     part = rates.section(less, [*usual, *pilot], usual)
     # TIS ends at 0.62 with the smaller rate, shadow masks at their start.
-    assert "by +0.180 ± 0.000 at the rates of the map, −0.120 ± 0.000 at 1e-05." in part.answer
+    assert "with the budget: +0.180 ± 0.000 at the rates of the map, −0.120 ± 0.000 at 1e-05; with" in part.answer
+    assert "the full cache: −0.150 ± 0.000 at the rates of the map, −0.150 ± 0.000 at 1e-05." in part.answer
     assert "| `tis` | 1e-05, beyond | 2 | +0.120 ± 0.000 |" in part.body
     assert "| `tis` | 0.0001 | 2 | +0.020 ± 0.000 |" in part.body
     assert "Of the 8 choices of the map (a task and an arm each) 0 are 3e-05, 8 0.0001, 0 0.0003." in part.body
@@ -192,7 +196,15 @@ def rewards(sparse: float, dense: float) -> dict[str, float]:
 
 
 WALKER = {"policy": "tova-heads", "budget": 12, "buffer": 4}
-ORIGIN = {"cpu": "a CPU", "date": "2026-11-23", "cpu_seconds": 36.0, "pilot": False, "budget": 14, "buffer": 2}
+ORIGIN = {
+    "cpu": "a CPU",
+    "date": "2026-11-23",
+    "cpu_seconds": 36.0,
+    "pilot": False,
+    "budget": 14,
+    "buffer": 2,
+    "learning_rate": 1e-4,
+}
 
 
 def test_evictions_as_actions():
@@ -206,8 +218,8 @@ def test_evictions_as_actions():
             row = ORIGIN | rewards(sparse + 0.01 * seed, 0.9)
             made.append(row | {"task": "sorting-12", "policy": policy, "arm": arm, "seed": seed, "length": 26})
     part = evictions.section(made)
-    assert "+0.100 ± 0.000 from the best rule under which tokens alone were trained (h2o)" in part.answer
-    assert "and gates alone, on a model that stays as it is, −0.050 ± 0.000" in part.answer
+    assert "0.100 ± 0.000 above the best of 2 rules under which tokens alone were trained (h2o)" in part.answer
+    assert "and gates alone, on a model that stays as it is, 0.050 ± 0.000 below it and 0.145 ± 0.064" in part.answer
     assert part.answer.endswith("together they reach 0.905, and without any training the rule `oldest` 0.855.")
     assert "| `gate-joint` | 2 | 0.905 | 0.900 | 0.905 | 0.900 | +0.100 ± 0.000 |" in part.body
     assert "| `h2o, shadow` | 2 | 0.805 | 0.900 | 0.805 | 0.900 |  |" in part.body
@@ -223,13 +235,15 @@ def test_the_horizon():
     unfinished = [ORIGIN | WALKER | rewards(0.1, 0.9) | {"task": "walk-256", "arm": "tis", "seed": 0}]
     part = horizon.section([*made, *unfinished])
     assert (
-        "under tova-heads by +0.100 ± 0.000 at 16 tokens, +0.200 ± 0.000 at 64 tokens (beside the start" in part.answer
+        "under tova-heads: +0.100 ± 0.000 at 16 tokens, +0.200 ± 0.000 at 64 tokens (a frozen teacher beside the masks "
+        "changes their reward by +0.000 ± 0.000 at 16, −0.100 ± 0.000 at 64 tokens; with the full cache" in part.answer
     )
     assert "| `shadow` | **+0.200 ± 0.000** | +0.000 ± 0.000 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
     assert "| `naive` | **−0.100 ± 0.000** | +0.000 ± 0.000 | – | – |" in part.body, "what one length has is shown"
     assert "256 tokens" not in part.body, "a length whose arms are not there yet"
     both = horizon.section([*made, *({**row, "policy": "h2o"} for row in made)])
-    assert both.body.count("| `shadow` |") == 2 and "; under h2o by +0.100" in both.answer
+    assert both.body.count("| `shadow` | **+0.2") == 2 and "; under h2o: +0.100" in both.answer
+    assert "| `naive` | 0.0001 | – |" in part.body, "learning rates"
 
 
 def test_walks_stand_on_the_map_with_the_arms_they_have():
@@ -247,7 +261,7 @@ def test_importance_weights_against_the_length():
     made = []
     for tokens, share in ((16, 0.5), (512, 0.004)):
         row = {"policy": "h2o", "budget": 12, "tokens": tokens, "response_ess": share, "token_ess": 0.8}
-        made.append(ORIGIN | row | {"responses": 256, "shadow_max_abs_dlogp": 2e-5, "budget": 12})
+        made.append(ORIGIN | row | {"responses": 256, "shadow_max_abs_dlogp": 2e-5, "budget": 12, "seed": 0})
     part = horizon.weights_section(made)
     assert (
         "fall from 0.50 … 0.50 at 16 tokens to 0.00 … 0.00 at 512" in part.answer and "at most 2.0e-05" in part.answer
@@ -264,12 +278,12 @@ def test_a_real_model():
             made.append(row | {"policy": "snapkv", "evicted_share": 0.35, "length": 225, "evaluation_rows": 96})
     part = real_model.section(made)
     assert part is not None and real_model.section([row | {"pilot": True} for row in made]) is None
-    said = "Under snapkv shadow masks end +0.200 ± 0.000 from TIS with the budget (+0.200 ± 0.000 greedy), and +0.000 "
-    said += "± 0.000 with the full cache (+0.000 ± 0.000 greedy)."
+    said = "Under snapkv (2 seeds) shadow masks end 0.200 ± 0.000 above `tis` with the budget (0.200 ± 0.000 above it "
+    said += "greedy), and 0.000 ± 0.000 above it with the full cache (0.000 ± 0.000 above it greedy)."
     assert part.answer == said
     both = real_model.section(made + [row | {"policy": "tova-heads", "sparse": 0.5} for row in made])
     assert both is not None and both.answer.startswith(said) and both.body.count("| `shadow` |") == 2
-    assert "Under tova-heads shadow masks end +0.000" in both.answer
+    assert "Under tova-heads (2 seeds) shadow masks end 0.000" in both.answer
     assert "| `untrained` | 1 |  | 0.100 | 0.500 | 0.100 | 0.500 |  |  |" in part.body
     assert "| `shadow` | 2 | 0.0001 | 0.400 (0.400, 0.400) | 0.500 (0.500, 0.500) |" in part.body
     assert "0.35 of the keys are gone" in part.body

@@ -84,8 +84,10 @@ def section(rows: Sequence[Row], walks: Sequence[Row] = ()) -> Section:
     body = (
         f"![which method is ahead in which cell](experiments/results/{PICTURE})\n\n"
         f"{table(columns, lines)}\n\n"
-        f"Gains are over the start of the same seed; a field is grey where nobody gains {LEAST_GAIN:g}. Bold where the "
-        "95 % paired t interval is on one side of 0 and of three seeds or more. With two seeds that interval is 12.7 "
+        f"Gains are over the start of the same seed; a field is grey where nobody gains {LEAST_GAIN:g}, and pale where "
+        "the gain is not established. Bold where the 95 % paired t interval is on one side of 0 and of three seeds or "
+        "more. Every arm of a task has one learning rate, the best mean of sparse and dense greedy reward on pilot "
+        "seeds under TOVA's crueller budget; walks have one for each cell. With two seeds that interval is 12.7 "
         "standard errors wide on either side: cells of two seeds show where to look, the others decide. Walks are the "
         "horizon's, which has no `tis-anchor` and no `mixed-50`. "
         + ", ".join(f"`{name}`" for name in LEARNS_WHAT_TO_FORGET)
@@ -119,11 +121,14 @@ def answer(cells: Sequence[MapCell]) -> str:
             f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)}; of the {decided} with three "
             f"seeds or more the interval is above 0 in {sure} and below in {behind})"
         )
-    kept = [cell.best("sparse") for cell in cells if cell.anybody_gains("sparse")]
+    gaining = [cell for cell in cells if cell.anybody_gains("sparse")]
+    kept = [cell.best("sparse") for cell in gaining]
+    established = sum(cell.gain(best, "sparse").established for cell, best in zip(gaining, kept, strict=True))
     counts = ", ".join(f"`{arm}` {kept.count(arm)}" for arm in METHODS if kept.count(arm))
     dense = sum(cell.anybody_gains("dense") for cell in cells)
     text = (
-        f"{said[0]}, and {said[1]}. Under the budget somebody gains {LEAST_GAIN:g} or more in {len(kept)} cells, the "
+        f"{said[0]}, and {said[1]}. Somebody gains {LEAST_GAIN:g} or more under the budget in {len(gaining)} cells, "
+        f"established in {established}, and with the full cache in {dense or 'none'}; the highest mean under the "
+        f"budget has: {counts}."
     )
-    text += f"most: {counts}; with the full cache in {dense}."
     return text[0].upper() + text[1:]

@@ -38,7 +38,8 @@ def section(rows: Sequence[Row], decisive: Sequence[Row]) -> Section:
         "Choices that are the same for all arms",
         "Does the map's answer hang on four optimizer steps a rollout, or on the teacher's weight and share of rows?",
         answer(found, usual),
-        "The showdown's cell, starts, seeds and rates; differences paired by seed.\n\n" + table(columns, lines),
+        "The showdown's cell, starts and seeds; rates from the same grid, chosen anew for every line, so that steps "
+        "and rate change together; differences paired by seed.\n\n" + table(columns, lines),
         "python experiments/choices.py",
         cost(rows),
         ("choices.json",),
@@ -59,11 +60,16 @@ def answer(found: dict[str, list[Row]], usual: dict[str, list[Row]]) -> str:
         for steps, (shadow, tis) in pairs.items()
         if {shadow, tis} <= arms.keys()
     ]
-    text = f"With the budget shadow masks end from TIS by {', '.join(leads)} a rollout."
+    text = f"Under the budget, shadow masks less TIS: {', '.join(leads)} a rollout."
     teachers = [name for name in ("shadow-anchor", *CHOICES["shadow-anchor"]) if name in arms]
     if len(teachers) > 1:
         best = max(teachers, key=lambda name: mean_of(arms[name], "sparse").mean)
         says = {"shadow-anchor": "a weight of 0.1 on all rows"} | CHOICES["shadow-anchor"]
         reward = mean_of(arms[best], "sparse").mean
-        text += f" Of the teachers the one with the best reward under the budget: {says[best]} ({reward:.3f})."
+        others = [difference(arms[name], arms["shadow-anchor"], "sparse") for name in teachers[1:]]
+        sure = sum(found.established for found in others)
+        text += (
+            f" Of the teachers the one with the best reward under the budget: {says[best]} ({reward:.3f}); "
+            f"{sure or 'none'} of the {len(others)} other choices is established apart from the map's."
+        )
     return text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reporting.page import Section, cost, difference, mean_of, plain, signed, table
+from reporting.page import Section, apart, by_seed, cost, difference, mean_of, signed, table
 from study.files import Row
+from study.intervals import Estimate, paired
 from study.runs import DECODINGS
 
 JOINT, ALONE = "gate-joint", "gate-alone"
@@ -21,8 +22,9 @@ def section(rows: Sequence[Row]) -> Section:
         for name, found in arms.items():
             numbers = [f"{mean_of(found, kind).mean:.3f}" for kind in DECODINGS]
             lead = "" if best is None or name == best else signed(difference(found, arms[best], "sparse"))
-            lines.append([f"`{name}`", len(found), *numbers, lead])
+            lines.append([f"`{name}`", len(found), *numbers, lead, signed(beside_full_cache(found, arms))])
         columns = ["arm", "seeds", *(kind.replace("_", " ") for kind in DECODINGS), "sparse − best trained rule"]
+        columns.append("sparse − start with the full cache")
         parts += [f"{task}:", table(columns, lines)]
         if best is not None and JOINT in arms:
             said.append(sentence(task, arms, best))
@@ -34,7 +36,8 @@ def section(rows: Sequence[Row]) -> Section:
         " ".join(said) or "Not all arms are there yet.",
         f"{some['budget']} + {some['buffer']} keys of up to {some['length']}; *shadow* trains tokens under a policy "
         "that follows a rule, which *untrained* does not; gates are linear in key, value, position and age, and "
-        "`gate-alone` leaves the model as it is.\n\n" + "\n\n".join(parts),
+        "`gate-alone` leaves the model as it is. No arm has a teacher; three rules were trained under, Random, H2O and "
+        "SnapKV.\n\n" + "\n\n".join(parts),
         "python experiments/eviction_action.py",
         cost(rows),
         ("eviction_action.json",),
@@ -58,16 +61,23 @@ def best_rule(arms: dict[str, list[Row]]) -> str | None:
 
 def sentence(task: str, arms: dict[str, list[Row]], best: str) -> str:
     """What gates came to in one task, and the fixed rule that fits it best."""
-    lead = plain(difference(arms[JOINT], arms[best], "sparse"))
-    text = f"In {task} tokens and gates that are trained together end under the budget {lead} from the best rule under "
-    text += f"which tokens alone were trained ({best.split(',')[0]})"
+    rules = sum(name.endswith(", shadow") for name in arms)
+    trained = f"the best of {rules} rules under which tokens alone were trained ({best.split(',')[0]})"
+    lead = apart(difference(arms[JOINT], arms[best], "sparse"), trained)
+    text = f"In {task} tokens and gates that are trained together end under the budget {lead}"
     if ALONE in arms:
-        text += (
-            f", and gates alone, on a model that stays as it is, {plain(difference(arms[ALONE], arms[best], 'sparse'))}"
-        )
+        alone = apart(difference(arms[ALONE], arms[best], "sparse"), "it")
+        text += f", and gates alone, on a model that stays as it is, {alone}"
+        text += f" and {apart(beside_full_cache(arms[ALONE], arms), 'what that model has with its full cache')}"
     fixed = [name for name in arms if name.endswith(", untrained")]
     if fixed:
         fits = max(fixed, key=lambda name: mean_of(arms[name], "sparse").mean)
         joint, fixed_rule = (f"{mean_of(arms[name], 'sparse').mean:.3f}" for name in (JOINT, fits))
         text += f"; together they reach {joint}, and without any training the rule `{fits.split(',')[0]}` {fixed_rule}"
     return f"{text}."
+
+
+def beside_full_cache(found: Sequence[Row], arms: dict[str, list[Row]]) -> Estimate:
+    """The sparse reward less the start's with the full cache, which is the same under every rule."""
+    start = next(rows for name, rows in arms.items() if name.endswith(", untrained"))
+    return paired(by_seed(found, "sparse"), by_seed(start, "dense"))

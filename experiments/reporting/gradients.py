@@ -27,7 +27,8 @@ def section(rows: Sequence[Row], decisive: Place) -> Section:
         "A step of given length along the gradient of one rollout (32 × 8 responses; of walks 8 × 8) changes the "
         "sparse reward in proportion to its *alignment* with that reward's own gradient (masks frozen), and in the "
         "mean over rollouts by its signal: *snr* is signal over noise of one rollout. *cosine* is that of the means: "
-        "what is left when the noise is gone, the bias. One start a cell; ± is the 95 % jackknife over its rollouts.",
+        "what is left when the noise is gone, the bias; as the noise is taken out of it, it can pass 1. One start a "
+        "cell; ± is the 95 % jackknife over its rollouts.",
         f"Sorting, {name_of(here['shadow'])}:",
         arm_table(here, (*ARMS, *HELPS)),
         "Alignment with the gradient of the sparse reward, by cell:",
@@ -45,7 +46,8 @@ def section(rows: Sequence[Row], decisive: Place) -> Section:
         ),
     ]
     parts += [
-        "What might lower the noise, by cell: alignment on top of the replayed masks, whose own is the first column.",
+        "What might lower the noise, by cell: alignment on top of the replayed masks, whose own is the first column. "
+        "What each is: [`coefficients.py`](experiments/study/coefficients.py).",
         table(
             ["cell", *(f"`{arm}`" for arm in ("shadow", *HELPS))],
             [
@@ -90,10 +92,10 @@ def section(rows: Sequence[Row], decisive: Place) -> Section:
     steadiest = max(HELPS, key=lambda arm: better[arm])
     gains = [gain(arms[place, steadiest], arms[place, "shadow"]) for place in places]
     answer = (
-        f"In the showdown's cell a rollout's gradient is aligned with that of the sparse reward by {shadow:.3f} with "
-        f"shadow masks, and by {tis:.3f} with TIS. Of nine ways to lower the noise on top of the masks the best, "
-        f"`{best}`, comes to {helped:.3f}; a frozen teacher beside them to {taught:.3f}, and alone to {teacher:.3f}. "
-        f"Over all cells the steadiest of the nine, `{steadiest}`, is ahead of the masks alone in "
+        f"At one start of the showdown's cell a rollout's gradient is aligned with that of the sparse reward by "
+        f"{shadow:.3f} with shadow masks, and by {tis:.3f} with TIS. Of nine ways to lower the noise on top of the "
+        f"masks the best, `{best}`, comes to {helped:.3f}; a frozen teacher beside them to {taught:.3f}, and alone to "
+        f"{teacher:.3f}. Over all cells the steadiest of the nine, `{steadiest}`, is ahead of the masks alone in "
         f"{better[steadiest]} of {len(places)}, and by {max(gains):.3f} at most, so that none is an option of the "
         "library."
     ) + of_steps(steps, decisive)

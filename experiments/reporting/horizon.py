@@ -34,8 +34,8 @@ def weights_section(rows: Sequence[Row]) -> Section:
         f"{min(tokens[short]):.2f} … {max(tokens[short]):.2f} to {min(tokens[long]):.2f} … {max(tokens[long]):.2f}; a "
         f"learner that replays the masks has weights of 1: its log-probabilities are off by at most {exact:.1e}.",
         "Walks along the edges of a graph in the prompt, at the start, mean over the seeds: effective sample size "
-        "(ESS), as a share of all responses, and of all tokens. χ² of weights whose mean is 1 is 1 / ESS − 1; the "
-        "plain estimate is in the rows, and means nothing once a few responses carry all weight.\n\n"
+        f"(ESS), as a share of all responses, and of all tokens. {seeds_of(rows)}. χ² of weights whose mean is 1 is "
+        "1 / ESS − 1; the plain estimate is in the rows, and means nothing once a few responses carry all weight.\n\n"
         + table(["sampler", *(f"{length} tokens" for length in lengths)], lines),
         "python experiments/horizon.py --weights",
         f"minutes, {machines(rows)}",
@@ -65,16 +65,17 @@ def section(rows: Sequence[Row]) -> Section:
         by_length = {length: arms for length, arms in by_length.items() if arms.keys() >= NEEDED}
         if by_length:
             policy, budget, buffer = sampler
-            parts.append(f"{policy}, {budget} + {buffer} keys:\n\n{of_sampler(by_length)}")
-            said.append(f"under {policy} {sentence(by_length)}")
+            parts.append(f"{policy}, {budget} + {buffer} keys:\n\n{of_sampler(by_length)}\n\n{chosen_rates(by_length)}")
+            said.append(f"under {policy}: {sentence(by_length)}")
     text = "; ".join(said) + "."
     return Section(
         "The horizon",
         "The same task at the same difficulty per token, longer and longer, under the same budget: what do weights of "
         "tokens and of responses cost in reward, and what does replay?",
-        f"With the budget shadow masks end from TIS, {text}",
-        "Walks. The first line is the start; the others are gains over it, paired by seed, with 95 % t intervals, bold "
-        "where they are on one side of 0.\n\n" + "\n\n".join(parts),
+        f"Shadow masks less TIS, with the budget, {text}",
+        f"Walks. {seeds_of(reported)}. The first line is the start; the others are gains over it, paired by seed, with "
+        "95 % t intervals, bold where they are on one side of 0. Learning rates were chosen on one pilot seed, for "
+        "every arm and length, where differences may be small: the second table has them.\n\n" + "\n\n".join(parts),
         "python experiments/horizon.py",
         cost(rows),
         ("horizon.json",),
@@ -102,18 +103,41 @@ def of_sampler(by_length: dict[int, dict[str, list[Row]]]) -> str:
     return table(["arm", *(f"{length} tokens, {kind}" for length in by_length for kind in KINDS)], lines)
 
 
+def chosen_rates(by_length: dict[int, dict[str, list[Row]]]) -> str:
+    """Learning rates of every arm at every length."""
+    names = dict.fromkeys(name for arms in by_length.values() for name in arms if name != "untrained")
+    lines = [
+        [f"`{name}`", *(f"{arms[name][0]['learning_rate']:g}" if name in arms else "–" for arms in by_length.values())]
+        for name in names
+    ]
+    return table(["learning rate", *(f"{length} tokens" for length in by_length)], lines)
+
+
 def sentence(by_length: dict[int, dict[str, list[Row]]]) -> str:
-    """The leads of shadow masks, and what they cost with the full cache where the walks are longest."""
+    """The leads of shadow masks over TIS, and of a frozen teacher over shadow masks alone; and what the full cache's
+    reward does where the walks are longest."""
     leads = [
         f"{plain(difference(arms['shadow'], arms['tis'], 'sparse'))} at {length} tokens"
         for length, arms in by_length.items()
     ]
+    teacher = [
+        f"{plain(difference(arms['shadow-anchor'], arms['shadow'], 'sparse'))} at {length}"
+        for length, arms in by_length.items()
+    ]
     longest = max(by_length)
     paid = " and ".join(
-        f"{plain(difference(by_length[longest][name], by_length[longest]['untrained'], 'dense'))} with {who}"
-        for name, who in (("shadow", "shadow masks alone"), ("shadow-anchor", "a frozen teacher beside them"))
+        f"{plain(difference(by_length[longest][name], by_length[longest]['untrained'], 'dense'))} {who}"
+        for name, who in (("shadow", "without that teacher"), ("shadow-anchor", "with it"))
     )
-    return f"by {', '.join(leads)} (beside the start the full cache's reward moves by {paid} at {longest})"
+    return (
+        f"{', '.join(leads)} (a frozen teacher beside the masks changes their reward by {', '.join(teacher)} tokens; "
+        f"with the full cache they end beside the start by {paid} at {longest} tokens)"
+    )
+
+
+def seeds_of(rows: Sequence[Row]) -> str:
+    """ "3 seeds"."""
+    return f"{len({row['seed'] for row in rows})} seeds"
 
 
 def length_of(task: str) -> int:

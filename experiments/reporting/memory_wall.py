@@ -28,15 +28,16 @@ def section(rows: Sequence[Row]) -> Section:
             counts = [found[model, cache, length]["rows"] for length in LENGTHS]
             lines.append([f"{model}, {learner}, {cache}", *(f"{count:,}" for count in counts)])
     long, short = lora["7B", "dense", 32768]["rows"], lora["7B", "512 + 128", 32768]["rows"]
+    whole, large = lora["7B", "dense", 2048]["rows"], lora["7B", "2048 + 128", 2048]["rows"]
     return Section(
         "The memory wall",
         "How many completions fit into 80 GB beside the learner, with the whole cache, with a budget, with 4 bits?",
         f"At 32,768 tokens a 7B model with adapters has room for {long} completions with the whole cache and for "
-        f"{short} with 512 + 128 keys; at 2,048 tokens a budget of 2,048 buys nothing. Planned by the library, not "
-        "measured on a device.",
+        f"{short:,} with 512 + 128 keys; a budget as large as the sequences only costs: at 2,048 tokens {whole} with "
+        f"the whole cache and {large} with 2,048 + 128 keys. Planned by the library, not measured on a device.",
         table(["model, learner, cache", *(f"{length:,} tokens" for length in LENGTHS)], lines)
         + "\n\nAll models, learners and budgets: [the memory wall](docs/memory_wall.md).",
-        "python experiments/memory_wall.py",
-        f"seconds, {machines(rows)}",
+        "python experiments/memory_wall.py --out experiments/results/memory_wall.json",
+        f"some minutes on one core, {machines(rows)}",
         ("memory_wall.json",),
     )

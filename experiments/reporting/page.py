@@ -87,6 +87,12 @@ def plain(found: Estimate) -> str:
     return signed(found).strip("*")
 
 
+def apart(found: Estimate, other: str) -> str:
+    """ "0.123 ± 0.045 above TIS", or below it."""
+    size = plain(found)[1:]
+    return f"{size} {'below' if found.mean < 0 else 'above'} {other}"
+
+
 def of_arms(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by arm, in the order of the first of each."""
     found: dict[str, list[Row]] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reporting.cells import MapCell, cells_of
 from reporting.evictions import arms_of_task
-from reporting.page import Section, by_seed, machines, mean_of, of_arms, signed, table
+from reporting.page import Section, by_seed, machines, mean_of, of_arms, plain, signed, table
 from study.files import Row
 from study.intervals import Estimate, paired
 
@@ -46,8 +46,8 @@ class Price:
     def line(self) -> list[str]:
         full, before = mean_of(self.full, "dense"), mean_of(self.before, "sparse")
         after = mean_of(self.after, "sparse")
-        numbers = [f"{self.share:.0%}", *(f"{found.mean:.3f}" for found in (full, before, after)), signed(self.paid)]
-        return [self.task, self.how, *numbers]
+        numbers = [f"{found.mean:.3f}" for found in (full, before, after)]
+        return [self.task, self.how, f"{self.share:.0%}", *numbers, str(self.paid.count), signed(self.paid)]
 
 
 def section(map_rows: Sequence[Row], gate_rows: Sequence[Row], real_rows: Sequence[Row]) -> Section | None:
@@ -64,13 +64,16 @@ def section(map_rows: Sequence[Row], gate_rows: Sequence[Row], real_rows: Sequen
         "of this report have been chosen?",
         answer(prices),
         table(
-            ["task", "best", "slots of tokens", "full cache", "budget, before", "budget, after", "after − full cache"],
+            [
+                *("task", "best", "slots of tokens", "full cache", "budget, before", "budget, after"),
+                *("seeds of both", "after − full cache"),
+            ],
             [price.line() for price in prices],
         )
         + "\n\nThe best rule and learner are those with the highest mean of the same rows, which flatters them a "
         "little. *Full cache*: the start, which no learner raised by 0.02 or more; of the real model the learner whose "
-        "sampler evicts nothing. Differences paired by seed, with 95 % t intervals, bold where they are on one side of "
-        "0.",
+        "sampler evicts nothing. Differences are paired by seed, over the seeds that both have, and need not be those "
+        "of the columns, which are means over all; with 95 % t intervals, bold where they are on one side of 0.",
         "python experiments/report.py",
         f"that of the studies it is made of, {machines([row for rows in used.values() for row in rows])}",
         tuple(used),
@@ -90,7 +93,7 @@ def of_rules(cells: Sequence[MapCell]) -> list[Price]:
 
 
 def of_gates(rows: Sequence[Row]) -> list[Price]:
-    """Of every task of the study of gates, the best of them."""
+    """Of every task of the study of gates, the best of them, and the best of the rules beside them."""
     found = []
     reported = [row for row in rows if not row["pilot"]]
     for task in dict.fromkeys(row["task"] for row in reported):
@@ -99,9 +102,23 @@ def of_gates(rows: Sequence[Row]) -> list[Price]:
         starts = [name for name in arms if name.endswith(", untrained")]
         if gates and starts:
             best = max(gates, key=lambda name: mean_of(arms[name], "sparse").mean)
+            rule = max(
+                (name for name in arms if name not in GATES), key=lambda name: mean_of(arms[name], "sparse").mean
+            )
             start = arms[starts[0]]  # with the full cache all rules are the same start
             random = arms.get("random, untrained", start)  # which a fresh gate is
             found.append(Price(task, share_of(start), start, random, arms[best], f"a gate, `{best}`"))
+            policy, _, arm = rule.partition(", ")
+            found.append(
+                Price(
+                    task,
+                    share_of(start),
+                    start,
+                    arms.get(f"{policy}, untrained", start),
+                    arms[rule],
+                    f"{policy}, `{arm}`",
+                )
+            )
     return found
 
 
@@ -128,8 +145,8 @@ def share_of(rows: Sequence[Row]) -> float:
 def answer(prices: Sequence[Price]) -> str:
     """The cheapest and the dearest."""
     said = [
-        f"{price.task} with {price.share:.0%} of the slots ({price.how}): {signed(price.paid).strip('*')}"
+        f"{price.task} with {price.share:.0%} of the slots ({price.how}, {price.paid.count} seeds): {plain(price.paid)}"
         for price in sorted(prices, key=lambda price: -price.paid.mean)
     ]
-    text = f"After training under the budget, beside the full cache, least in {said[0]}, most in {said[-1]}."
+    text = f"Beside the full cache a budget cost least in {said[0]}, most in {said[-1]}."
     return text

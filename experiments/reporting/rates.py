@@ -20,7 +20,7 @@ def section(rows: Sequence[Row], map_rows: Sequence[Row], decisive: Sequence[Row
     """
     grid = sorted({row["learning_rate"] for row in map_rows if row["pilot"]})
     names = [f"{rate:g}" for rate in grid]
-    lines, leads = [], []
+    lines, leads = [], {kind: list[str]() for kind in KINDS}
     by_rate = [decisive] + [[row for row in rows if row["learning_rate"] == rate] for rate in rates_of(rows)]
     for arm, of_arm in of_arms([row for row in rows if row["arm"] != "untrained"]).items():
         for rate, found in sorted(of_rates([*of_arm, *of_arms(decisive)[arm]]).items()):
@@ -29,12 +29,14 @@ def section(rows: Sequence[Row], map_rows: Sequence[Row], decisive: Sequence[Row
     for part in by_rate:
         arms = of_arms(part)
         rate = "the rates of the map" if part is decisive else f"{part[0]['learning_rate']:g}"
-        leads.append(f"{plain(difference(arms['shadow'], arms['tis'], 'sparse'))} at {rate}")
+        for kind in KINDS:
+            leads[kind].append(f"{plain(difference(arms['shadow'], arms['tis'], kind))} at {rate}")
     return Section(
         "Learning rates beyond the grid",
         f"Rates were chosen from {', '.join(names[:-1])} and {names[-1]}, and often the least or the largest. Would "
         "smaller or larger ones turn the answer?",
-        f"In the showdown's cell shadow masks end from TIS with the budget by {', '.join(leads)}.",
+        f"In the showdown's cell, shadow masks less TIS, with the budget: {', '.join(leads['sparse'])}; with the full "
+        f"cache: {', '.join(leads['dense'])}.",
         f"{ends(map_rows, grid)}\n\nGains over the start, paired by seed: rates of the grid as they were chosen there, "
         "and one beyond either end.\n\n" + table(["arm", "rate", "seeds", *(f"gain, {kind}" for kind in KINDS)], lines),
         "for rate in 1e-5 1e-3; do python experiments/map.py --tasks sorting-12 --samplers tova-heads:11+2 --arms "

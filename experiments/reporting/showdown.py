@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from reporting.page import Section, cost, difference, mean_of, of_arms, plain, signed, table
+from reporting.page import Section, apart, cost, difference, mean_of, of_arms, plain, signed, table
 from study.arms import ARMS
 from study.files import Row
 from study.runs import DECODINGS
@@ -46,8 +46,8 @@ def section(rows: Sequence[Row], task: str, policy: str, budget: int) -> Section
         found = reported[name]
         rate = "" if name == "untrained" else f"{found[0]['learning_rate']:g}"
         values = (mean_of(found, kind).mean for kind in DECODINGS)
-        apart = [row[APART] for row in found if APART in row]
-        values = [*(f"{value:.3f}" for value in values), f"{mean(apart):.1e}" if apart else ""]
+        differences = [row[APART] for row in found if APART in row]
+        values = [*(f"{value:.3f}" for value in values), f"{mean(differences):.1e}" if differences else ""]
         against = [signed(difference(found, reported["tis"], kind)) if name != "tis" else "" for kind in SPARSE_DENSE]
         lines.append([f"`{name}`: {SAYS[name]}", rate, *values, *against])
     columns = ["arm", "rate", "sparse", "dense", "sparse greedy", "dense greedy", "largest Δ log p"]
@@ -59,8 +59,9 @@ def section(rows: Sequence[Row], task: str, policy: str, budget: int) -> Section
     best = max((name for name in order), key=lambda name: mean_of(reported[name], "sparse").mean)
     answer = (
         f"Under the budget `{best}` ends highest ({mean_of(reported[best], 'sparse').mean:.3f}); shadow masks end "
-        f"{plain(gain)} from TIS with the budget, and {plain(loss)} from it with the full cache; the frozen teacher "
-        f"adds {plain(teacher)} to shadow masks with the budget, and reward adds {plain(alone)} to that teacher."
+        f"{apart(gain, 'TIS')} with the budget, and {apart(loss, 'it')} with the full cache; the frozen teacher adds "
+        f"{plain(teacher)} to shadow masks with the budget{'' if teacher.established else ' (not established)'}, and "
+        f"reward adds {plain(alone)} to that teacher."
     )
     body = (
         f"Sorting 12 digits; every head keeps {budget} + 2 of up to 26 keys ({policy}). Seeds {seeds}, rates chosen on "
