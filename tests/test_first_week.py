@@ -220,6 +220,10 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     for more in ([], ["--dry-run"]):
         assert "optimizer.learning_rate: expected 1e-06, got 0.5" in error_of([*refused, *more], capsys)
         assert (run / "config.yaml").read_text() == kept
+    fewer = ["--config", str(run / "config.yaml"), "--resume", "--max-steps"]
+    main([*fewer, "2"])
+    kept = (run / "config.yaml").read_text()
+    assert "--max-steps" in error_of([*fewer, "1"], capsys)
     link = tmp_path / "link.jsonl"
     link.symlink_to(place / "rows.jsonl")
     limits = ["--reward-timeout", "30", "--max-failed-rewards", "0.5", "--dataset", str(link)]

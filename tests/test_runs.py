@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective, Standing
 from smd_jax.train.run import RunConfig, check_directory, check_room, train
 from smd_jax.train.settings import rounding_only, split_settings, taken_out
-from smd_jax.train.stop import RunStoppedError
+from smd_jax.train.stop import RunStoppedError, StopSignals
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
 
@@ -189,6 +190,97 @@ def test_start_interval_and_end_are_evaluated(tmp_path):
     assert evaluate.asked == [0, 2, 4, 6, 7]
     assert [row.get(DENSE) for row in rows(tmp_path)] == [None, 0.6, None, 0.5, None, 0.6, 0.1]
     assert rows(tmp_path, "evaluations.jsonl") == [{"step": n, DENSE: CURVE[n]} for n in evaluate.asked]
+
+
+class DyingEvaluations(Evaluations):
+    """Ends as a killed process does in the evaluation after `last` rollouts, the first time."""
+
+    def __init__(self, curve: dict[int, float], last: int) -> None:
+        super().__init__(curve)
+        self.last = last
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        found = super().__call__(state)
+        if int(state.step) == self.last:
+            self.last = -1
+            raise DiedError
+        return found
+
+
+@pytest.mark.parametrize("last", [4, 9])
+def test_a_run_that_dies_in_an_evaluation_makes_it_again_and_loses_no_rollout(tmp_path, last):
+    options: dict[str, Any] = {"evaluate_every": 2, "checkpoint_every": 4, "objective": Objective(DENSE)}
+    whole = start(tmp_path / "whole", 9, evaluate=Evaluations(CURVE), **options)
+    evaluate = DyingEvaluations(CURVE, last)
+    parts = tmp_path / "parts"
+    with pytest.raises(DiedError):
+        start(parts, 9, evaluate=evaluate, **options)
+    assert saved(parts)[-1] == last and len(rows(parts)) == last - 1, "saved before, and the row comes behind"
+    taken = list[int]()
+    state = start(parts, 9, PlainLoop(begins=taken.append), resume=True, evaluate=evaluate, **options)
+    assert_bitwise_equal(state, whole)
+    assert taken == list(range(last, 9)) and evaluate.asked.count(last) == 2
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert rows(parts, name) == rows(tmp_path / "whole", name)
+    assert saved(parts, "best") == saved(tmp_path / "whole", "best")
+    # Once more, to more rollouts: what is there is not made again.
+    start(parts, 10, resume=True, evaluate=Evaluations({10: 0.3}), **options)
+    assert [row[DENSE] for row in rows(parts, "evaluations.jsonl")][-2:] == [CURVE[9], 0.3]
+
+
+class Told(StopSignals):
+    """Hears no signals, and has received one when a test says so."""
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_who_is_told_to_stop_evaluates_when_the_run_goes_on(tmp_path, monkeypatch):
+    stops = [Told()]
+    monkeypatch.setattr("smd_jax.train.run.StopSignals", lambda: stops[-1])
+
+    def told(number: int) -> None:
+        stops[-1].received = signal.SIGTERM if number == 3 else None
+
+    def metrics(number: int) -> dict[str, float]:
+        return {"reward": float("nan") if number == 3 else float(number)}
+
+    options: dict[str, Any] = {"evaluate_every": 2, "evaluate": Evaluations(CURVE)}
+    start(tmp_path / "whole", 6, PlainLoop(metrics=metrics), **options)
+    parts = tmp_path / "parts"
+    evaluate = Evaluations(CURVE)
+    with pytest.raises(RunStoppedError, match="after 4 of 6 rollouts; saved"):
+        start(parts, 6, PlainLoop(begins=told, metrics=metrics), **options | {"evaluate": evaluate})
+    assert evaluate.asked == [0, 2] and saved(parts) == [4]
+    stops.append(Told())
+    start(parts, 6, PlainLoop(metrics=metrics), resume=True, **options | {"evaluate": evaluate})
+    assert evaluate.asked == [0, 2, 4, 6]
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        np.testing.assert_equal(rows(parts, name), rows(tmp_path / "whole", name))
+
+
+def test_a_resume_says_where_it_goes_on(tmp_path, capsys):
+    with pytest.raises(DiedError):
+        start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4)
+    start(tmp_path, 9, resume=True, checkpoint_every=4)
+    assert "goes on after 4 of 9 rollouts; 3 behind them are taken again" in capsys.readouterr().out
+
+
+def test_a_resume_that_would_lose_rollouts_is_refused(tmp_path):
+    start(tmp_path, 9, checkpoint_every=4)
+    before = rows(tmp_path)
+    with pytest.raises(ValueError, match=r"steps of at least 9, the rollouts that are finished in .*; got 8"):
+        start(tmp_path, 8, PlainLoop(begins=never), resume=True)
+    shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl has 9 rollouts and one is saved every 4; found none"):
+        start(tmp_path, 12, PlainLoop(begins=never), resume=True, checkpoint_every=4)
+    assert rows(tmp_path) == before
+    shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
+    start(tmp_path, 12, resume=True, checkpoint_every=4)
+    assert rows(tmp_path)[:9] == before
 
 
 def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path):

@@ -41,6 +41,7 @@ FLAGS: Mapping[str, str] = {
     "tensor": "--tensor",
     "sequence axis": "--sequence",
     "resume": "--resume",
+    "steps of at least": "--max-steps",
     "another directory": "--output-dir",
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",

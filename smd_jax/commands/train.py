@@ -70,7 +70,7 @@ from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.rescue import with_notes
 from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import RunConfig, check_config, check_directory, train
+from smd_jax.train.run import RunConfig, check_config, check_directory, check_progress, check_state, train
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
@@ -125,6 +125,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         ready = prepare(args)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
+            check_progress(directory, args.run.resume, settings)
             check_config(directory, run_settings(args, ready.loop)[0])
     check_same_plan(ready.loop.config)
     if is_first():
@@ -142,6 +143,8 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     directory = args.run.output_dir
     with together(), all_or_none(), users_mistakes():
         state = first_state(args, ready)
+        with troubles():
+            check_state(directory, state)
         with written(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():

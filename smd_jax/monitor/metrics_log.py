@@ -153,8 +153,7 @@ class MetricsWriter:
             raise ValueError(f"expected a step later than {self._last_step}, the last in {self.path}; got {step}")
         if "step" in metrics:
             raise ValueError(f"expected metrics without the reserved name 'step'; got {sorted(metrics)}")
-        values = jax.device_get(dict(metrics))
-        row = {"step": step} | {name: _number(name, value) for name, value in values.items()}
+        row = {"step": step} | numbers(metrics)
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._last_step = step
@@ -181,8 +180,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"expected a metrics file; found none at {path}")
-    rows = [json.loads(line) for _, line in _read_lines(Path(path))]
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    return [without_nulls(json.loads(line)) for _, line in _read_lines(Path(path))]
+
+
+def numbers(metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
+    """Metrics as numbers that JSON has, fetched from the devices in one transfer: NaN and infinities are None.
+
+    Raises:
+      ValueError: a metric is no scalar.
+    """
+    values = jax.device_get(dict(metrics))
+    return {name: _number(name, value) for name, value in values.items()}
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as `read_metrics` gives it: None, which JSON had for it, is NaN again."""
+    return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def _number(name: str, value: Any) -> float | int | None:

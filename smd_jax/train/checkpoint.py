@@ -308,6 +308,14 @@ def check_config(directory: str | Path, config: object) -> None:
         _check_config(saved_config(directory), to_jsonable(config), ())
 
 
+def check_state(directory: str | Path, like: Any) -> None:
+    """Raises OtherStateError if the newest checkpoint, if there is one, is of other arrays than `like`: as
+    `restore_newest` does, before any array is read. It waits for no other process."""
+    if latest_step(directory) is not None:
+        meta, _ = _newest_readable(directory, lambda step: _read_meta(directory, step))
+        check_leaves(meta["leaves"], leaf_table(like))
+
+
 def discard_after(directory: str | Path, step: int) -> list[int]:
     """Deletes the checkpoints later than `step` and returns their steps.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -21,9 +22,10 @@ from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
+from smd_jax.monitor.metrics_log import numbers, read_metrics, without_nulls
 from smd_jax.monitor.panel import training_panel
 from smd_jax.monitor.progress import Report
-from smd_jax.processes import all_or_none, check_same, is_first
+from smd_jax.processes import all_or_none, check_same, gather_json, is_first
 from smd_jax.sharding import shard_tree
 from smd_jax.text.visible_text import visible
 from smd_jax.train import checkpoint
@@ -37,7 +39,7 @@ from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.rescue import Rescue, is_whole
 from smd_jax.train.settings import split_settings
-from smd_jax.train.standing import standing
+from smd_jax.train.standing import RunStanding, standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
 from smd_jax.typed_fields import check_types
 
@@ -45,6 +47,8 @@ Evaluate = Callable[[TrainState], Mapping[str, float]]
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+# In a checkpoint's data position: metrics of its last rollout, whose row waits for an evaluation.
+UNEVALUATED = "unevaluated"
 
 
 @dataclass(frozen=True)
@@ -143,18 +147,23 @@ def train(
         check_directory(directory, resume)
         check_room(directory, stored_bytes(without_base(state)), run)
         _check_objective(run.objective, evaluates)
+        check_progress(directory, resume, run)
     state = shard_tree(state, loop.mesh)
     here = machine(loop.mesh)
-    state = _start(directory, state, config, noted, here)
+    state, unevaluated = _start(directory, state, config, noted, here)
     # Steps of the optimizer are kept in the state; a run counts in rollouts.
     start = done = int(state.step) // loop.config.steps_per_rollout
     # Rollouts that are in a checkpoint which is whole, and in one that may still be on its way to the disk.
     saved = begun = start
-    # Metrics of a rollout that is finished, until they are written.
+    if resume and done > 0:
+        _say(f"goes on after {done} of {run.steps} rollouts" + _taken_again(directory, done))
+    # Metrics of a rollout that is finished, until they are written: an evaluation follows, or the run has ended.
     unwritten: dict[str, float] | None = None
 
     def save(writer: checkpoint.Writer) -> None:
-        position = {"rollouts": done, "seed": loop.config.seed}
+        position: dict[str, Any] = {"rollouts": done, "seed": loop.config.seed}
+        if unwritten is not None:
+            position[UNEVALUATED] = numbers(unwritten)
         trained = without_base(state)
         writer.save(done, trained, data_position=position, config=config, noted=noted, machine=here)
 
@@ -179,15 +188,16 @@ def train(
         # One that cannot be written is tried again below.
         with suppress(OSError):
             wait_for_newest()
-        if done == saved:
+        if done == saved and unwritten is None:
             return f"after {done} of {run.steps} rollouts; nothing is lost but the one under way"
         if not is_whole(state):
             return f"the failing update has taken over the state: what {done - saved} rollouts taught is not saved"
         try:
             if unwritten is not None:
                 journal.write_row(done, unwritten)
-            save_newest()
-            wait_for_newest()
+            if done > saved:
+                save_newest()
+                wait_for_newest()
         except OSError as error:
             return f"what {done - saved} rollouts taught could not be saved: {error}"
         return f"saved after {done} of {run.steps} rollouts in {directory}; the run goes on with resume"
@@ -195,6 +205,32 @@ def train(
     def follows() -> bool:
         """Whether a rollout follows the one under way, as far as is known before its update."""
         return done + 1 < run.steps and stop.received is None
+
+    def is_due() -> bool:
+        return evaluates and (_due(done, run.evaluate_every) or done == run.steps)
+
+    def finish(metrics: dict[str, float]) -> RunStanding:
+        """Evaluates where that is due, writes the row of the rollout that made `done`, and says where the run is."""
+        nonlocal unwritten
+        unwritten = metrics
+        found: Mapping[str, float] = {}
+        if evaluate is not None and is_due():
+            loop.settle()
+            found = evaluate(state)
+        metrics |= {**found, **memory_in_use()}
+        with all_or_none():
+            if is_due():
+                journal.write_evaluation(done, found)
+            unwritten = None
+            # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
+            for warning in journal.write_rollout(done, metrics, evaluated=is_due()):
+                print(warning, flush=True)
+        others.write(done - 1, metrics)
+        report(done, metrics)
+        now = standing(stop, journal, done)
+        if run.keeps_best and now.is_best:
+            save_best()
+        return now
 
     def save_best() -> None:
         # One of this rollout or a later one is of rollouts that are taken once more, maybe from another start.
@@ -204,7 +240,13 @@ def train(
     with (
         StopSignals() as stop,
         Loggers(loggers if is_first() else ()) as others,
-        _journal(directory, start, resume=resume, objective=run.objective, evaluates=evaluates) as journal,
+        _journal(
+            directory,
+            start if unevaluated is None else start - 1,
+            resume=resume,
+            objective=run.objective,
+            evaluates=evaluates,
+        ) as journal,
         _panel(run.steps, start, label) as report,
         # The first to close, because loggers that wait for a network must not keep a checkpoint from being whole; and
         # a signal that comes then must not cut it off.
@@ -220,6 +262,8 @@ def train(
             if run.keeps_best and now.is_best:
                 save_best()
         with Rescue(rescue):
+            if unevaluated is not None and now.stopped is None:
+                now = finish(unevaluated)
             while done < run.steps and now.stopped is None and not now.has_ended:
                 try:
                     state, metrics = loop.step(state, follows)
@@ -238,26 +282,18 @@ def train(
                 best.wait()
                 if metrics.get("update/skipped", 0.0) > 0:
                     _say(_skipped(done - 1, metrics))
-                due = evaluates and (_due(done, run.evaluate_every) or done == run.steps)
-                found = {}
-                if evaluate is not None and due:
-                    loop.settle()
-                    found = evaluate(state)
-                metrics |= {**found, **memory_in_use()}
-                with all_or_none():
-                    if due:
-                        journal.write_evaluation(done, found)
-                    unwritten = None
-                    # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
-                    for warning in journal.write_rollout(done, metrics, evaluated=due):
-                        print(warning, flush=True)
-                others.write(done - 1, metrics)
-                report(done, metrics)
-                now = standing(stop, journal, done)
-                if run.keeps_best and now.is_best:
-                    save_best()
                 # The last one is saved below, whether it is due or not.
-                if _due(done, run.checkpoint_every) and done < run.steps:
+                saves = _due(done, run.checkpoint_every) and done < run.steps
+                if is_due():
+                    # An evaluation may take minutes. What would be saved behind it is saved before it, with what is
+                    # still to be written; and who is told to stop has no time for it: a resume makes it up.
+                    now = standing(stop, journal, done)
+                    if now.stopped is not None:
+                        break
+                    if saves or done == run.steps:
+                        save_newest()
+                now = finish(metrics)
+                if saves and done > begun:
                     save_newest()
         if done > begun:
             save_newest()
@@ -270,14 +306,17 @@ def train(
     return jax.block_until_ready(state)
 
 
-def _start(directory: Path, state: TrainState, config: object, noted: object, here: Json) -> TrainState:
+def _start(
+    directory: Path, state: TrainState, config: object, noted: object, here: Json
+) -> tuple[TrainState, dict[str, float] | None]:
     """The state of the newest checkpoint that can be read, or `state` where there is none; says what is otherwise than
-    it was, and that a checkpoint is damaged. Arguments are those of `train`; `here` is its machine."""
+    it was, and that a checkpoint is damaged. Beside it the metrics of its last rollout, if the evaluation after it is
+    still to come. Arguments are those of `train`; `here` is its machine."""
     # Without `resume` there is none: `check_directory` has seen to that.
     if checkpoint.latest_step(directory / CHECKPOINTS) is None:
         # A run that was killed before its first checkpoint may have left a best one, which this run goes on to compare.
         checkpoint.check_config(directory / BEST, config)
-        return state
+        return state, None
     # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
     restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
     state = with_base(restored.state, state)
@@ -287,7 +326,22 @@ def _start(directory: Path, state: TrainState, config: object, noted: object, he
     checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
     _say_differences("with another setting", restored.noted, noted)
     _say_differences("elsewhere, which may change rounding", restored.machine, here)
-    return state
+    metrics = restored.data_position.get(UNEVALUATED)
+    # The evaluation was made, if its row is there: in the eyes of the first process, so that all make it or none.
+    if not isinstance(metrics, dict) or gather_json(_rows(directory))[0] >= restored.data_position["rollouts"]:
+        return state, None
+    return state, without_nulls(metrics)
+
+
+def _rows(directory: Path) -> int:
+    """Rollouts that have a row."""
+    metrics = directory / METRICS_FILE
+    return len(read_metrics(metrics)) if metrics.exists() else 0
+
+
+def _taken_again(directory: Path, done: int) -> str:
+    behind = _rows(directory) - done
+    return f"; {behind} behind them {'is' if behind == 1 else 'are'} taken again" if behind > 0 else ""
 
 
 @contextmanager
@@ -323,6 +377,33 @@ def check_config(directory: str | Path, config: object) -> None:
     directory = Path(directory)
     has_newest = checkpoint.latest_step(directory / CHECKPOINTS) is not None
     checkpoint.check_config(directory / (CHECKPOINTS if has_newest else BEST), config)
+
+
+def check_state(directory: str | Path, state: TrainState) -> None:
+    """Raises OtherStateError if the run that lies there has saved another model or optimizer than that of `state`.
+    Before anything is written; arrays of checkpoints are not read."""
+    checkpoint.check_state(Path(directory) / CHECKPOINTS, without_base(state))
+
+
+def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
+    """Refuses a resume that would lose rollouts. Cheap, and changes nothing: call it before what is not.
+
+    Raises:
+      ValueError: more rollouts are finished than the run is to have.
+      FileNotFoundError: by the rows of its metrics the run has saved, and there is no checkpoint.
+    """
+    directory = Path(directory)
+    finished = checkpoint.latest_step(directory / CHECKPOINTS)
+    if finished is not None and run.steps < finished:
+        raise ValueError(
+            f"expected steps of at least {finished}, the rollouts that are finished in {directory}; got {run.steps}"
+        )
+    # The row behind a save is written when the save is whole, but for the last row of a run that ended on an error.
+    if resume and finished is None and 0 < run.checkpoint_every < _rows(directory) - 1:
+        raise FileNotFoundError(
+            f"expected a checkpoint in {directory / CHECKPOINTS}, since {METRICS_FILE} has {_rows(directory)} rollouts "
+            f"and one is saved every {run.checkpoint_every}; found none. Bring it back, or begin in another directory"
+        )
 
 
 def check_directory(directory: str | Path, resume: bool) -> None:
