@@ -10,7 +10,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ import smd_jax.commands
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Grpo, RewardArgs
 from smd_jax.commands.command_line import ALGORITHMS, parse
+from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import LOCK, from_the_root, only_process
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.task_source import rewards_of
@@ -235,6 +238,56 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     assert "a run that was moved needs its new --output-dir" in error_of(moved, capsys)
     assert not run.exists()
     main([*moved, "--output-dir", str(tmp_path / "moved")])
+
+
+def test_one_line_begins_a_run_and_goes_on(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    line = words(place, tmp_path / "run", "--resume-if-there", "--save-steps", "1")
+    main([*line, "--max-steps", "1"])
+    assert "resume" not in capsys.readouterr().err
+    main([*line, "--max-steps", "2"])
+    assert "goes on after 1 of 2 rollouts" in capsys.readouterr().out
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    assert "resume_if_there: false" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_another_model_in_its_place_leaves_the_run_as_it_was(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=1))
+    line = words(place, tmp_path / "run", "--model", str(tmp_path / "model"))
+    main(line)
+    kept = (tmp_path / "run" / "config.yaml").read_text()
+    shutil.rmtree(tmp_path / "model")
+    write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=2))
+    assert "expected (absent), got float32" in error_of([*line, "--resume", "--max-steps", "2"], capsys)
+    assert (tmp_path / "run" / "config.yaml").read_text() == kept
+
+
+@pytest.mark.parametrize(("free", "what"), [(10_000, "checkpoint"), (10_000_000, None)])
+def test_a_disk_without_room_is_found_before_weights_are_read(
+    free: int, what: str | None, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def read(*arguments: Any, **more: Any) -> None:
+        raise UserError("weights are read")
+
+    monkeypatch.setattr("smd_jax.commands.train.load_checkpoint", read)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("Usage", "total used free")(2**30, 0, free))
+    said = error_of(words(place, tmp_path / "run"), capsys)
+    assert ("weights are read" in said) == (what is None)
+    assert what is None or f"for one {what}" in said
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_plot_that_cannot_be_written_costs_no_model(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("smd_jax.commands.train.plot_training", full)
+    main(words(place, tmp_path / "run"))
+    assert "training.png could not be written" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_two_processes_do_not_share_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

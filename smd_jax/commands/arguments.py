@@ -168,6 +168,7 @@ class RunArgs:
     mismatch_bound: float | None = None  # nats between sampler and learner that stop it; None: by dtype and depth
     max_skipped_updates: int = 3  # rollouts in a row without a finite loss and gradient that stop it
     resume: bool = False  # go on from the newest checkpoint in output_dir
+    resume_if_there: bool = False  # go on where output_dir has a run, else begin one: for jobs that are started again
     seed: int = 0  # of prompts, completions, adapters and gates
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
     wandb_mode: Literal["online", "offline"] = "online"  # offline: keep what is to be sent in the output directory

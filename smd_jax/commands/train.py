@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common, LaunchArgs
+from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
@@ -30,14 +30,16 @@ from smd_jax.commands.launch import check_same_plan, check_shared, check_told_th
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
-from smd_jax.commands.prepare import Prepared, learning_rate, prepare, with_parts
+from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import own_place
 from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
+from smd_jax.learner.trained import trained_params
 from smd_jax.memory.compiled import loop_memory
-from smd_jax.memory.plan import device_memory, show_bytes
+from smd_jax.memory.plan import device_memory, param_shapes, show_bytes
+from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
@@ -61,7 +63,7 @@ from smd_jax.text.visible_text import visible
 from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
 from smd_jax.train.checkpoint_folder import OtherFormatError
 from smd_jax.train.checkpoint_leaves import OtherStateError
-from smd_jax.train.disk import check_export, written
+from smd_jax.train.disk import check_export, stored_bytes, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.jsonable import to_jsonable
 from smd_jax.train.loop import Loop
@@ -70,7 +72,15 @@ from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.rescue import with_notes
 from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import RunConfig, check_config, check_directory, check_progress, check_state, train
+from smd_jax.train.run import (
+    RunConfig,
+    check_config,
+    check_directory,
+    check_progress,
+    check_room,
+    check_state,
+    train,
+)
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
@@ -114,6 +124,9 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     # Kept and compared as a number, so that later defaults change nothing.
     args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
     directory = args.run.output_dir
+    if args.run.resume_if_there:
+        # Before processes meet, and so before one of them can write there.
+        args = replace(args, run=replace(args.run, resume=is_there(directory)))
     # First, so that a process without --resume is named for that, and not for what it then finds in the directory.
     check_told_the_same(algorithm, args)
     with together(), all_or_none(), users_mistakes(), troubles():
@@ -123,6 +136,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
+        check_disk(args, ready, settings)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             check_progress(directory, args.run.resume, settings)
@@ -174,8 +188,13 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     history = read_metrics(directory / "metrics.jsonl")
     params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
     if is_first():
-        plot_training({algorithm: history}, directory / "training.png")
-        export(args, ready, params, directory)
+        with troubles():
+            export(args, ready, params, directory)
+        try:
+            with written(directory / "training.png"):
+                plot_training({algorithm: history}, directory / "training.png")
+        except OSError as error:  # smd-plot makes it again
+            print_box("look at this", str(error))
         for line in verdict(history):
             print_box("look at this", with_flags(line))
     return Outcome(state, history, directory / "model")
@@ -201,12 +220,22 @@ def run_config(args: Common) -> RunConfig:
 def kept_config(algorithm: str, args: Common) -> str:
     """The file that starts the run again: a new one, or with --resume this one."""
     # Who takes part, and which of them this is, is another matter each time.
-    return config_file.dump(algorithm, replace(args, run=replace(args.run, resume=False), launch=LaunchArgs()))
+    return config_file.dump(algorithm, replace(args, run=_to_begin(args.run), launch=LaunchArgs()))
+
+
+def _to_begin(run: RunArgs) -> RunArgs:
+    """Without what says that it goes on."""
+    return replace(run, resume=False, resume_if_there=False)
+
+
+def is_there(directory: Path) -> bool:
+    """Whether a run has begun in this directory."""
+    return (directory / "config.yaml").is_file()
 
 
 def check_there(directory: Path, resume: bool) -> None:
     """Raises UserError if a run is to go on of which there is no trace."""
-    if resume and not (directory / "config.yaml").is_file():
+    if resume and not is_there(directory):
         raise UserError(
             f"expected a run to go on with in {directory}; got none. To begin one, leave --resume out; a run that was "
             "moved needs its new --output-dir"
@@ -262,8 +291,25 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
     key = jax.random.key(args.run.seed)
     _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
     params = shard_tree(with_parts(args, params, ready.config, jax.random.fold_in(key, 1)), loop.mesh)
+    return state_of(args, loop, params, key)
+
+
+def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
+    """The state of a new run with these parameters."""
     state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
     return one_behind(state) if isinstance(loop, PolicyLoop) and loop.samples_ahead else state
+
+
+def check_disk(args: Common, ready: Prepared, settings: RunConfig) -> None:
+    """Raises OSError where the disk has no room for the run's checkpoints, or for the trained model. By shapes: no
+    weights are there yet."""
+    model = Decoder(ready.config)
+    key = jax.random.key(0)
+    state = jax.eval_shape(lambda params: state_of(args, ready.loop, params, key), shapes(args, model))
+    # A checkpoint holds adapters without the base below them.
+    check_room(args.run.output_dir, stored_bytes(state.replace(params=trained_params(state.params))), settings)
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.run.export_dtype), param_shapes(model))
+    check_export(args.run.output_dir / "model", stored_bytes(stored))
 
 
 def keeps_reference(args: Common, loop: Loop) -> bool:
@@ -318,7 +364,7 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
     same |= {} if place is None else {"eviction": place}
-    run = replace(args.run, resume=False, dry_run=False, debug=False)
+    run = replace(_to_begin(args.run), dry_run=False, debug=False)
     free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 

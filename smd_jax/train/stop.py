@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first asks a run to stop after the rollout under way, the second ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to stop after the rollout under way, the second ends the process at
+once; but for SIGHUP, which a terminal that is closed may send twice.
 
                      1st SIGINT or SIGTERM                          2nd
     ─ rollout 7 ───────┬────────────────────────┐  checkpoint         exit status 128 + number of the signal,
@@ -15,10 +16,11 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunStoppedError(RuntimeError):
@@ -44,8 +46,8 @@ class RunStoppedError(RuntimeError):
 
 
 class StopSignals:
-    """Listens to SIGINT and SIGTERM while it is open. Beside the main thread, where Python allows no handlers, it
-    opens and hears nothing."""
+    """Listens to SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP while it is open. Beside the main thread,
+    where Python allows no handlers, it opens and hears nothing."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -59,7 +61,8 @@ class StopSignals:
         os.set_blocking(self._write, False)
         self._descriptor = signal.set_wakeup_fd(self._write)
         # A handler that does nothing: without one Python would not write the number either.
-        self._handlers = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, _nothing) for number in heard}
         self._thread = threading.Thread(target=self._answer, name="stop signals", daemon=True)
         self._thread.start()
         return self
@@ -83,6 +86,8 @@ class StopSignals:
                 if number not in SIGNALS:
                     continue
                 if self.received is not None:
+                    if number == signal.SIGHUP:
+                        continue
                     self._end(number)
                 self.received = signal.Signals(number)
                 _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
@@ -99,4 +104,6 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # The terminal may be gone, which is what SIGHUP says.
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

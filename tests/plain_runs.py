@@ -1,0 +1,65 @@
+"""Runs of the plain loop: how tests begin them, evaluate in them, end them, and read what they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.train import checkpoint
+from smd_jax.train.run import RunConfig, train
+from tests.plain_loop import CONFIG, PlainLoop, new_state
+
+DENSE = "eval/dense/reward"
+
+
+def start(directory: Path, steps: int, loop: PlainLoop | None = None, state: Any = None, **options: Any):
+    """`train` on the plain loop; `options` are RunConfig's and train's."""
+    names = ("checkpoint_every", "evaluate_every", "keep", "objective")
+    run = RunConfig(steps, **{name: options.pop(name) for name in names if name in options})
+    state = new_state() if state is None else state
+    return train(loop or PlainLoop(), state, run, directory, **{"config": CONFIG, **options})
+
+
+def never(number: int) -> None:
+    pytest.fail(f"rollout {number} begins")
+
+
+def rows(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """But for what depends on the machine."""
+    found = read_metrics(directory / name)
+    return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in found]
+
+
+def saved(directory: Path, name: str = "checkpoints") -> list[int]:
+    return checkpoint.all_steps(directory / name)
+
+
+class Evaluations:
+    """Gives a run the values of a list, and remembers after how many rollouts it was asked."""
+
+    def __init__(self, values: dict[int, float]):
+        self.values = values
+        self.asked = list[int]()
+
+    def __call__(self, state: Any) -> dict[str, float]:
+        self.asked.append(int(state.step))
+        return {DENSE: self.values[int(state.step)]}
+
+
+class DiedError(BaseException):
+    """What ends a run between two rollouts as a process ends that is killed: nothing is saved then."""
+
+
+def dies_at(last: int) -> Callable[[int], None]:
+    def begins(number: int) -> None:
+        if number == last:
+            raise DiedError
+
+    return begins
+
+
+CURVE = {0: 0.4, 2: 0.6, 4: 0.5, 6: 0.6, 7: 0.1, 8: 0.7, 9: 0.2}
