@@ -28,6 +28,7 @@ from smd_jax.commands.arguments import (
 )
 from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
+from smd_jax.commands.contents import by_content
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
@@ -361,14 +362,15 @@ def test_a_run_goes_on_with_its_microbatch_on_another_machine(
     assert isinstance(ready.loop, PolicyLoop)
     update = dataclasses.replace(ready.loop.config.update, microbatch_size=4)
     loop = dataclasses.replace(ready.loop, config=dataclasses.replace(ready.loop.config, update=update))
+    files = by_content(args)
     checkpoint.save(
-        tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop)[0]
+        tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop, files)[0]
     )
     _, again = parse([*words, "--resume"])
     # Here all rows fit.
     monkeypatch.setattr(fitting, "usable_memory", lambda devices: 2**40)
     resumed = prepare(again).loop
-    assert run_settings(again, resumed)[0] == run_settings(args, loop)[0]
+    assert run_settings(again, resumed, files)[0] == run_settings(args, loop, files)[0]
 
 
 def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[str]):

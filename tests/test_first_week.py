@@ -259,8 +259,28 @@ def test_another_model_in_its_place_leaves_the_run_as_it_was(
     kept = (tmp_path / "run" / "config.yaml").read_text()
     shutil.rmtree(tmp_path / "model")
     write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=2))
-    assert "expected (absent), got float32" in error_of([*line, "--resume", "--max-steps", "2"], capsys)
+    assert 'model.model: expected "sha256:' in error_of([*line, "--resume", "--max-steps", "2"], capsys)
     assert (tmp_path / "run" / "config.yaml").read_text() == kept
+
+
+def test_a_run_goes_on_where_its_files_lie_elsewhere(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The model's weights need not be what they were: checkpoints have them."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(place, here)
+    main(words(here, here / "run"))
+    shutil.move(here, there)
+    line = [*words(there, there / "run"), "--resume", "--max-steps"]
+    main([*line, "2"])
+    assert f'files.model: was "{here}/model", is now "{there}/model"' in capsys.readouterr().out
+    reward = there / "my.rewards.py"
+    reward.write_text(reward.read_text().replace("len(text)", "2 * len(text)"))
+    main([*line, "3"])
+    assert "files.my.rewards.py.1: was" in capsys.readouterr().out, "a function may be mended, and that is said"
+    before = (there / "run" / "config.yaml").read_text()
+    with (there / "rows.jsonl").open("a") as rows:
+        rows.write('{"prompt": "c", "answer": "3"}\n')
+    assert 'data.dataset: expected "sha256:' in error_of([*line, "4"], capsys)
+    assert (there / "run" / "config.yaml").read_text() == before
 
 
 @pytest.mark.parametrize(("free", "what"), [(10_000, "checkpoint"), (10_000_000, None)])

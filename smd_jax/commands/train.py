@@ -25,6 +25,7 @@ from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
@@ -32,7 +33,6 @@ from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import own_place
 from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
@@ -65,7 +65,6 @@ from smd_jax.train.checkpoint_folder import OtherFormatError
 from smd_jax.train.checkpoint_leaves import OtherStateError
 from smd_jax.train.disk import check_export, stored_bytes, written
 from smd_jax.train.evaluation import every_evaluation
-from smd_jax.train.jsonable import to_jsonable
 from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
@@ -137,10 +136,11 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_export(directory / "model", 0)
         ready = prepare(args)
         check_disk(args, ready, settings)
+        files = by_content(args)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             check_progress(directory, args.run.resume, settings)
-            check_config(directory, run_settings(args, ready.loop)[0])
+            check_config(directory, run_settings(args, ready.loop, files)[0])
     check_same_plan(ready.loop.config)
     if is_first():
         print_plan(args, ready)
@@ -149,10 +149,10 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     with ExitStack() as held:
         with together(), all_or_none():
             held.enter_context(only_process(directory))
-        return run_prepared(algorithm, args, settings, ready)
+        return run_prepared(algorithm, args, settings, ready, files)
 
 
-def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared) -> Outcome:
+def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared, files: Contents) -> Outcome:
     """The run itself, from the weights on."""
     directory = args.run.output_dir
     with together(), all_or_none(), users_mistakes():
@@ -169,7 +169,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
         compiled = loop_memory(loop, state)
         if is_first():
             summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
-    compared, noted = run_settings(args, loop)
+    compared, noted = run_settings(args, loop, files)
     with users_mistakes():
         copies = loggers(args) if is_first() else []
     with together(), troubles():
@@ -349,23 +349,18 @@ def loggers(args: Common) -> list[Logger]:
     return found
 
 
-def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run that is resumed must share with the one that was begun, and what is only noted: where and how long it
-    runs, how it is reported, and how it fits into memory."""
+    runs, where its files lie, how it is reported, and how it fits into memory."""
     compared, noted = split_settings(loop.config)
-    # A path is the same however it is spelled.
-    rooted = from_the_root(args)
     optimizer = args.optimizer
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
-    rewards, limits = taken_out(to_jsonable(args.rewards, "rewards"), ("reward_timeout", "max_failed_rewards"))
-    same = {"model": rooted.model, "data": args.data, "rewards": rewards, "optimizer": optimizer, "loop": compared}
-    # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
-    place = own_place(rooted.sampler.eviction)
-    same |= {} if place is None else {"eviction": place}
+    rewards, limits = taken_out(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
+    same = files.groups | {"rewards": rewards, "optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
-    free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits}
+    free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits, "files": files.places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
