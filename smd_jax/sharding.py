@@ -51,8 +51,13 @@ def make_mesh(
     """A mesh over the first `data * fsdp * sequence * tensor` devices, those of a process next to each other.
 
     Raises:
-      ValueError: if there are fewer devices; or more, with several processes, because each has a part in it.
+      ValueError: for an axis below 1; if there are fewer devices; or more, with several processes, because each has a
+        part in it.
     """
+    for axis, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor), ("sequence", sequence)):
+        # Two negative ones would multiply to a number of devices that there may be.
+        if size < 1:
+            raise ValueError(f"expected at least 1 device on the {axis} axis; got {size}")
     available = list(jax.devices() if devices is None else devices)
     needed = data * fsdp * sequence * tensor
     several = devices is None and jax.process_count() > 1

@@ -261,6 +261,10 @@ def test_errors_are_said_in_flags():
         (["--eval-steps", "1", "--eval-decode", "snapkv"], "expected a budget of keys, as in snapkv:512"),
         (["--dataset", "reasoning_gym:chain_summ"], "near: ['chain_sum'"),
         (["--max-steps", "0"], "got 0"),
+        (["--data-parallel", "0"], "expected --data-parallel >= 1; got 0"),
+        (["--fsdp", "-2", "--tensor", "-4"], "expected --fsdp >= 1; got -2"),
+        (["--tensor", "0"], "expected --tensor >= 1; got 0"),
+        (["--sequence", "0"], "expected --sequence >= 1; got 0"),
         (["--learning-rate", "-1"], "expected a finite learning_rate > 0; got -1.0"),
         (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
         (["--memory", "lots"], "as in 80GiB; got 'lots'"),
@@ -382,6 +386,8 @@ def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[st
     assert dense["prompts"] == 4 and dense["cache_bytes_per_sequence"] > sparse["cache_bytes_per_sequence"]
     said = error_of([*words, "--decode", "snapkv:12+2"], capsys, smd_eval)
     assert "budget is --decode" in said and "--budget" not in said
+    said = error_of([*words, "--data-parallel", "0"], capsys, smd_eval)
+    assert "at least 1 device on the data axis; got 0" in said and "data axis is --data-parallel" in said
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])

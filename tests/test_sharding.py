@@ -300,6 +300,13 @@ def test_a_mesh_of_more_devices_than_there_are():
         make_mesh(2, devices=jax.devices()[:1])
 
 
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "sequence"])
+def test_an_axis_of_no_devices(axis):
+    for size in (0, -2):
+        with pytest.raises(ValueError, match=f"expected at least 1 device on the {axis} axis; got {size}"):
+            make_mesh(**{axis: size})
+
+
 def test_a_batch_that_does_not_divide():
     with pytest.raises(ValueError, match=r"divides over data \* fsdp = 4; got 6 rows"):
         shard_batch({"x": jnp.zeros((8, 2)), "y": jnp.zeros(6)}, make_mesh(2, 2, 2))

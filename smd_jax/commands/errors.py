@@ -37,6 +37,7 @@ FLAGS: Mapping[str, str] = {
     "buffer": "--buffer",
     "prefill_chunk": "--prefill-chunk",
     "minibatches": "--minibatches",
+    "data axis": "--data-parallel",
     "fsdp": "--fsdp",
     "tensor": "--tensor",
     "sequence axis": "--sequence",
@@ -57,7 +58,7 @@ FLAGS: Mapping[str, str] = {
 }
 # Of smd-eval, where the names differ.
 EVALUATION_FLAGS: Mapping[str, str] = {
-    **{name: FLAGS[name] for name in ("max_new_tokens", "group_size", "prompt_width", "fsdp", "tensor")},
+    **{name: FLAGS[name] for name in ("max_new_tokens", "group_size", "prompt_width", "data axis", "fsdp", "tensor")},
     "budget": "--decode",
     "buffer": "--decode",
     "seconds=None": "--reward-timeout",

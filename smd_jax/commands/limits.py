@@ -20,6 +20,10 @@ def check_numbers(args: Common) -> None:
         ("eval_rows", args.evaluation.eval_rows, 1),
         ("dataset_size", args.data.dataset_size, 1),
         ("max_prompt_length", args.data.max_prompt_length, 1),
+        ("data_parallel", args.device.data_parallel, 1),
+        ("fsdp", args.device.fsdp, 1),
+        ("tensor", args.device.tensor, 1),
+        ("sequence", args.device.sequence, 1),
     ]
     for name, value, least in at_least:
         if value is not None and value < least:
