@@ -64,8 +64,8 @@ def make_mesh(
     if len(available) < needed or (several and len(available) > needed):
         where = f" in {jax.process_count()} processes" if several else ""
         raise ValueError(
-            f"expected {needed} devices for data={data}, fsdp={fsdp}, sequence={sequence}, tensor={tensor}; got "
-            f"{len(available)}{where}"
+            f"expected {needed} devices, the product of data axis {data}, fsdp axis {fsdp}, sequence axis {sequence} "
+            f"and tensor axis {tensor}; got {len(available)}{where}"
         )
     # Tensor, the last axis, talks most, and rows of one process are to lie side by side.
     available.sort(key=lambda device: device.process_index)
@@ -124,10 +124,14 @@ def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def check_rows(rows: int, mesh: Mesh, what: str = "a batch") -> None:
-    """Raises ValueError if `rows` do not divide over the data and fsdp axes."""
+    """Raises ValueError if `rows` do not divide over the data and fsdp axes.
+
+    Args:
+      what: has these rows; with the options that decide how many there are, which are to be changed.
+    """
     ways = row_ways(mesh)
     if rows % ways:
-        raise ValueError(f"expected {what} that divides over data * fsdp = {ways}; got {rows} rows")
+        raise ValueError(f"expected {what} that divides over data axis * fsdp axis = {ways}; got {rows} rows")
 
 
 def shard_batch(tree: Any, mesh: Mesh) -> Any:
@@ -180,8 +184,8 @@ def check_sampled_rows(rows: int, mesh: Mesh) -> None:
     ways = sampling_ways(mesh)
     if rows % ways:
         raise ValueError(
-            f"expected completions of a step that divide over data * fsdp * sequence = {ways}, because each of these "
-            f"devices samples rows of its own; got {rows}"
+            f"expected completions of a step (prompts_per_step * group_size) that divide over data axis * fsdp axis * "
+            f"sequence axis = {ways}, because each of these devices samples rows of its own; got {rows}"
         )
 
 
@@ -195,8 +199,8 @@ def check_sequence(columns: int, heads: int, mesh: Mesh) -> None:
         )
     if ways > 1 and heads % (ways * mesh.shape["tensor"]):
         raise ValueError(
-            f"expected attention heads that sequence * tensor = {ways * mesh.shape['tensor']} divides, because devices "
-            f"that share the columns of a row share its heads where they attend; got {heads}"
+            f"expected attention heads that sequence axis * tensor axis = {ways * mesh.shape['tensor']} divides, "
+            f"because devices that share the columns of a row share its heads where they attend; got {heads}"
         )
 
 

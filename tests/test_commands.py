@@ -117,9 +117,12 @@ def test_devices_without_work_are_named():
     assert unused_devices(8, 8) is None
     for used in (1, 8):
         check_devices(used, 8)
-    with pytest.raises(UserError, match=r"expected --data-parallel times .* to be 8, .*; got 4\."):
+    axes = r"--data-parallel \* --fsdp \* --tensor"
+    with pytest.raises(UserError, match=rf"expected {axes} \* --sequence = 8, .*; got 4\."):
         check_devices(4, 8)
-    assert "7 of 8 devices have nothing to do" in str(unused_devices(1, 8))
+    with pytest.raises(UserError, match=rf"expected {axes} = 8, .*; got 4\."):
+        check_devices(4, 8, ("--data-parallel", "--fsdp", "--tensor"))
+    assert re.search(rf"7 of 8 devices have nothing to do: {axes} \* --sequence = 1", str(unused_devices(1, 8)))
 
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
@@ -248,6 +251,49 @@ def test_errors_are_said_in_flags():
     for flag in ("--microbatch", "--prefill-chunk", "--max-completion-length"):
         assert flag in said
     assert with_flags("expected a GPU") == "expected a GPU"
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "flags"),
+    [
+        (
+            ["--num-prompts", "3", "--num-generations", "3", "--data-parallel", "8"],
+            "expected a minibatch (prompts_per_step * group_size / minibatches) that divides over data axis * fsdp "
+            "axis = 8; got 9 rows",
+            ["--num-prompts", "--num-generations", "--minibatches", "--data-parallel", "--fsdp"],
+        ),
+        (
+            ["--microbatch", "4", "--fsdp", "8"],
+            "expected a microbatch (microbatch_size) that divides over data axis * fsdp axis = 8; got 4 rows",
+            ["--microbatch", "--data-parallel", "--fsdp"],
+        ),
+        (
+            ["--num-prompts", "1", "--data-parallel", "4", "--sequence", "2"],
+            "expected completions of a step (prompts_per_step * group_size) that divide over data axis * fsdp axis * "
+            "sequence axis = 8",
+            ["--num-prompts", "--num-generations", "--data-parallel", "--fsdp", "--sequence"],
+        ),
+        (
+            ["--data-parallel", "8", "--fsdp", "2"],
+            "expected 16 devices, the product of data axis 8, fsdp axis 2, sequence axis 1 and tensor axis 1; got 8",
+            ["--data-parallel", "--fsdp", "--sequence", "--tensor"],
+        ),
+    ],
+)
+def test_what_does_not_fit_the_mesh_names_its_flags(
+    more: list[str],
+    said: str,
+    flags: list[str],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken inside of a flag
+    words = ["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(tmp_path / "run"), *more]
+    message, _, translated = error_of(words, capsys).partition("In flags: ")
+    assert said in message
+    assert sorted(flags) == sorted(re.findall("--[a-z-]+", translated))
 
 
 @pytest.mark.parametrize(

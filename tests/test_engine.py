@@ -199,7 +199,9 @@ def test_on_a_mesh():
     assert {state.cache[0].keys.sharding.spec, state.cache[0].columns.sharding.spec} == {
         PartitionSpec(("data", "fsdp"), "tensor")
     }
-    with pytest.raises(ValueError, match=r"a cache of decode rows that divides over data \* fsdp = 4; got 6 rows"):
+    with pytest.raises(
+        ValueError, match=r"a cache of decode_rows that divides over data axis \* fsdp axis = 4; got 6 rows"
+    ):
         replace(engine, decode_rows=6)
 
 

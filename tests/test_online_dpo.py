@@ -253,8 +253,8 @@ def test_a_penalty_with_a_judge():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"minibatches": 4}, "minibatch that .*; got 1"),
-        ({"update": DPOUpdateConfig(microbatch_size=1)}, "microbatch that .*; got 1"),
+        ({"minibatches": 4}, r"minibatch \(prompts_per_step / minibatches\) that .*; got 1"),
+        ({"update": DPOUpdateConfig(microbatch_size=1)}, r"microbatch \(microbatch_size\) that .*; got 1"),
     ],
 )
 def test_pairs_that_do_not_divide_over_the_mesh(options, what):

@@ -214,7 +214,7 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("other seed", "process 1: run.seed: expected 0, got 1"),
         ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
         ("failure", "process 1 ended with KeyError: 'no such row'"),
-        ("mesh", "expected 1 devices for data=1, fsdp=1, sequence=1, tensor=1; got 2 in 2 processes"),
+        ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
         ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
     ],
 )

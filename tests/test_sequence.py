@@ -183,8 +183,8 @@ def test_rows_that_share_a_prompt():
     ("rollout", "sizes", "message"),
     [
         ({"max_new_tokens": 6}, HALVES, r"columns .* that the sequence axis divides, 2; got 15"),
-        ({"max_new_tokens": 7}, (1, 1, 1, 8), r"heads that sequence \* tensor = 8 divides.*got 4"),
-        ({}, (1, 1, 4, 2), r"heads that sequence \* tensor = 8 divides.*got 4"),
+        ({"max_new_tokens": 7}, (1, 1, 1, 8), r"heads that sequence axis \* tensor axis = 8 divides.*got 4"),
+        ({}, (1, 1, 4, 2), r"heads that sequence axis \* tensor axis = 8 divides.*got 4"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(rollout, sizes, message):
@@ -221,5 +221,5 @@ def test_heads_that_do_not_nest():
 def test_completions_that_cannot_be_sampled_apart():
     """Six of a step, of which the learner has three on either of two rows of devices."""
     config = dataclasses.replace(CONFIG, prompts_per_step=3, group_size=2)
-    with pytest.raises(ValueError, match=r"divide over data \* fsdp \* sequence = 4.*got 6"):
+    with pytest.raises(ValueError, match=r"divide over data axis \* fsdp axis \* sequence axis = 4.*got 6"):
         own_loop(config, sizes=(2, 1, 1, 2))

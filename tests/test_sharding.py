@@ -294,9 +294,13 @@ def test_rows_are_sorted_where_they_lie():
 
 
 def test_a_mesh_of_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="expected 16 devices for data=4, fsdp=2, sequence=1, tensor=2; got 8"):
+    with pytest.raises(
+        ValueError, match="expected 16 devices, .*data axis 4, fsdp axis 2, sequence axis 1 and tensor axis 2; got 8"
+    ):
         make_mesh(4, 2, 2)
-    with pytest.raises(ValueError, match="expected 2 devices for data=2, fsdp=1, sequence=1, tensor=1; got 1"):
+    with pytest.raises(
+        ValueError, match="expected 2 devices, .*data axis 2, fsdp axis 1, sequence axis 1 and tensor axis 1; got 1"
+    ):
         make_mesh(2, devices=jax.devices()[:1])
 
 
@@ -308,7 +312,7 @@ def test_an_axis_of_no_devices(axis):
 
 
 def test_a_batch_that_does_not_divide():
-    with pytest.raises(ValueError, match=r"divides over data \* fsdp = 4; got 6 rows"):
+    with pytest.raises(ValueError, match=r"divides over data axis \* fsdp axis = 4; got 6 rows"):
         shard_batch({"x": jnp.zeros((8, 2)), "y": jnp.zeros(6)}, make_mesh(2, 2, 2))
 
 

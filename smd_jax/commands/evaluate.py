@@ -181,7 +181,7 @@ def make_evaluator(
     )
     config = EvaluationConfig(decodes, rollout, width, args.num_generations, args.batch, args.stop, args.seed)
     mesh = make_mesh(args.data_parallel, args.fsdp, args.tensor)
-    check_devices(mesh.size, jax.device_count())
+    check_devices(mesh.size, jax.device_count(), ("--data-parallel", "--fsdp", "--tensor"))
     return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards), str(counts)
 
 

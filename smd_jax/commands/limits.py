@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.config import ModelConfig
 from smd_jax.sampler.config import plan
 from smd_jax.train.loop import Loop
+
+# The flags of smd-train whose product is the number of devices.
+AXES = ("--data-parallel", "--fsdp", "--tensor", "--sequence")
 
 
 def check_numbers(args: Common) -> None:
@@ -70,13 +75,17 @@ def without_evictions(loop: Loop) -> str | None:
     )
 
 
-def check_devices(used: int, there: int) -> None:
+def check_devices(used: int, there: int, axes: Sequence[str] = AXES) -> None:
     """Raises UserError for axes over some of the devices. One device, the default, is no mistake: `unused_devices` then
-    says what is idle."""
+    says what is idle.
+
+    Args:
+      axes: the flags of the command whose product is `used`.
+    """
     if 1 < used < there:
         raise UserError(
-            f"expected --data-parallel times the other axes of the mesh to be {there}, the devices that there are; got "
-            f"{used}. To keep some of them out, hide them from JAX (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
+            f"expected {' * '.join(axes)} = {there}, the devices that there are; got {used}. To keep some of them out, "
+            "hide them from JAX (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
         )
 
 
@@ -84,7 +93,4 @@ def unused_devices(used: int, there: int) -> str | None:
     """What to say where some devices have nothing to do; None where all have."""
     if used == there:
         return None
-    return (
-        f"{there - used} of {there} devices have nothing to do: the product of --data-parallel, --fsdp, --tensor and "
-        f"--sequence is {used}"
-    )
+    return f"{there - used} of {there} devices have nothing to do: {' * '.join(AXES)} = {used}"

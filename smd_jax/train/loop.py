@@ -111,7 +111,8 @@ class Loop:
         if self.config.decode_rows is not None:
             # Raises if it cannot be.
             self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
-        check_rows(self.config.completions_per_step // self.config.minibatches, self.mesh, "a minibatch")
+        minibatch = self.config.completions_per_step // self.config.minibatches
+        check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
         check_sampled_rows(self.config.completions_per_step, self.mesh)
         check_sequence(self.config.columns, self.model.shape.num_heads, self.mesh)
         if self.rewards is not None:

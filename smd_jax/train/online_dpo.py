@@ -73,8 +73,9 @@ class OnlineDPOLoop(Loop):
         minibatch = config.prompts_per_step // config.minibatches
         # Called for its error, here before anything is sampled.
         count_parts(minibatch, config.update.microbatch_size, "pairs")
-        check_rows(minibatch, self.mesh, "the pairs of a minibatch")
-        check_rows(config.update.microbatch_size or minibatch, self.mesh, "the pairs of a microbatch")
+        check_rows(minibatch, self.mesh, "the pairs of a minibatch (prompts_per_step / minibatches)")
+        if config.update.microbatch_size is not None:
+            check_rows(config.update.microbatch_size, self.mesh, "the pairs of a microbatch (microbatch_size)")
         if self.judge is not None and config.missing_eos_penalty is not None:
             raise ValueError(
                 f"expected missing_eos_penalty None with a judge, which gives no rewards; "

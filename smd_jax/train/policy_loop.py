@@ -75,8 +75,10 @@ class PolicyLoop(Loop):
             raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
         together = config.columns + (rows - 1) * config.rollout.max_new_tokens
         check_sequence(together, self.model.shape.num_heads, self.mesh)
-        what = "a microbatch" if rows == 1 else f"a microbatch, counted in {rows} rows of one prompt,"
-        check_rows((config.update.microbatch_size or minibatch) // rows, self.mesh, what)
+        size = config.update.microbatch_size
+        what = f"a microbatch ({'prompts_per_step * group_size / minibatches' if size is None else 'microbatch_size'})"
+        what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt),"
+        check_rows((size or minibatch) // rows, self.mesh, what)
 
     def _check_columns(self, columns: int) -> None:
         longest = self.config.columns
