@@ -52,7 +52,8 @@ class OtherConfigError(ValueError):
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is there but cannot be read; the message says which step, why, and what remains."""
+    """A checkpoint is there but cannot be read; the message says which step and why, and of a checkpoint that was asked
+    for also what remains."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,12 @@ def restore(
         untouched and are named.
     """
     step = _existing_step(directory, step)
+    with _others_named(directory, step):
+        return _restored(directory, like, config, step, may_differ)
+
+
+def _restored(directory: str | Path, like: Any, config: object, step: int, may_differ: Sequence[str]) -> Restored:
+    """`restore`, of a checkpoint that is there; where it is damaged without a word on others."""
     meta = _read_meta(directory, step)
     # Both before any array is read: they name the difference where orbax would fail on a shape.
     _check_config(meta["config"], to_jsonable(config), may_differ)
@@ -251,7 +258,7 @@ def restore_newest(directory: str | Path, like: Any, *, config: object, may_diff
     """
 
     def read(step: int) -> Restored:
-        return restore(directory, like, config=config, step=step, may_differ=may_differ)
+        return _restored(directory, like, config, step, may_differ)
 
     restored, damaged = _newest_readable(directory, read)
     return dataclasses.replace(restored, damaged=tuple(damaged))
@@ -278,7 +285,8 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
       ValueError: these fields have another structure in the checkpoint.
     """
     step = _existing_step(directory, step)
-    meta = _read_meta(directory, step)
+    with _others_named(directory, step):
+        meta = _read_meta(directory, step)
     saved = {name: what for name, what in meta["leaves"].items() if name.partition("/")[0] in like}
     check_leaves(saved, leaf_table(like))
     target = jax.tree.map(placed, like)
@@ -403,7 +411,7 @@ def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> An
 
 
 class _DamageNamed:
-    """Whatever reading a damaged file raises becomes one error that says where a run can go on from."""
+    """Whatever reading a damaged file raises becomes one error that says which checkpoint it is, and why."""
 
     def __init__(self, directory: str | Path, step: int) -> None:
         self.directory = directory
@@ -419,12 +427,20 @@ class _DamageNamed:
         # is cut off, orbax raises no other class than Exception itself.
         if not isinstance(error, ValueError | KeyError | OSError) and kind is not Exception:
             return
-        others = [found for found in all_steps(self.directory) if found != self.step]
-        advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DamagedCheckpointError(
-            f"checkpoint {self.step} in {self.directory} cannot be read: {reason}. {advice}"
-        ) from error
+        raise DamagedCheckpointError(f"checkpoint {self.step} in {self.directory} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _others_named(directory: str | Path, step: int) -> Iterator[None]:
+    """Adds to a DamagedCheckpointError which other steps there are. For a caller who can name one: what looks for the
+    newest that can be read tries them all by itself."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        others = [found for found in all_steps(directory) if found != step]
+        advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
+        raise DamagedCheckpointError(f"{error}. {advice}") from error.__cause__
 
 
 @contextmanager
