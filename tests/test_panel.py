@@ -117,6 +117,20 @@ def test_without_rich_and_away_from_a_terminal(terminal, monkeypatch):
         assert re.fullmatch(r"train 1/2 reward 0\.550 \|Δlogp\| 2\.1e-06 0:00:0\d\n", file.getvalue())
 
 
+def test_away_from_a_terminal_slow_steps_are_not_silent():
+    """A line where ten steps or 30 seconds have passed since the last one."""
+    clock, output = Clock(), io.StringIO()
+    with training_panel(100, start=3, file=output, clock=clock) as report:
+        for step, seconds in [(4, 29), (5, 1), (6, 120), *((step, 2.5) for step in range(7, 18)), (18, 10)]:
+            clock.now += seconds
+            report(step, {})
+    assert output.getvalue().splitlines() == [
+        "train 5/100 0:00:30",
+        "train 6/100 0:02:30",
+        "train 16/100 0:02:55",
+    ]
+
+
 def test_values_that_do_not_fit(terminal):
     with (
         pytest.raises(ValueError, match="start must lie in 0 … total = 5; got 6"),

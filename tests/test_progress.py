@@ -46,6 +46,14 @@ def test_plain_lines_away_from_a_terminal():
         assert re.fullmatch(pattern, line), line
 
 
+def test_a_resumed_run_has_its_lines_after_as_many_steps_as_a_new_one():
+    output = io.StringIO()
+    with training_progress(50, start=14, file=output, clock=lambda: 0.0) as report:
+        for step in range(15, 41):
+            report(step, {})
+    assert re.findall(r"train (\d+)/50", output.getvalue()) == ["24", "34"]
+
+
 def test_plain_lines_are_not_wrapped_and_keep_brackets():
     file, raw = file_and_bytes()
     with training_progress(1, name="[bold]" + "x" * 80, file=file) as report:

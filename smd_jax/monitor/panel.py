@@ -30,7 +30,13 @@ RECENT = 20  # steps whose pace says how long the others will take
 
 @contextmanager
 def training_panel(
-    total: int, *, start: int = 0, every: int = 10, name: str = "train", file: TextFile | None = None
+    total: int,
+    *,
+    start: int = 0,
+    every: int = 10,
+    name: str = "train",
+    file: TextFile | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)` as `training_progress` does, with the same arguments; on a terminal with rich it
     moves a panel, otherwise plain lines are printed.
@@ -44,11 +50,11 @@ def training_panel(
         except ImportError:
             pass  # rich is an extra: plain lines do as well
         else:
-            status = RunStatus(name, total, start, unicode=speaks_unicode(file))
+            status = RunStatus(name, total, start, unicode=speaks_unicode(file), clock=clock)
             with live_panel(status, file):
                 yield status.add
             return
-    with training_progress(total, start=start, every=every, name=name, file=file) as report:
+    with training_progress(total, start=start, every=every, name=name, file=file, clock=clock) as report:
         yield report
 
 

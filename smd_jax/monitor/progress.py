@@ -18,18 +18,27 @@ Report = Callable[[int, Mapping[str, float]], None]
 Cell = str | float | int | None
 TextFile = io.TextIOWrapper | io.StringIO
 
+SILENCE = 30.0  # seconds after which the next step has a plain line, however few there were since the last one
+
 _REWARD = "reward"
 _MISMATCH = "sampling/sampling_logp_difference/mean"
 
 
 @contextmanager
 def training_progress(
-    total: int, *, start: int = 0, every: int = 10, name: str = "train", file: TextFile | None = None
+    total: int,
+    *,
+    start: int = 0,
+    every: int = 10,
+    name: str = "train",
+    file: TextFile | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
     Shows `reward` and the mean mismatch |Δ log p| when `metrics` (host numbers) has them. On a terminal this is one
-    bar, if rich is installed; otherwise one plain line every `every` steps and at the last one:
+    bar, if rich is installed; otherwise one plain line where `every` steps or `SILENCE` seconds have passed since the
+    last one, and at the last step:
 
         train 34/200 reward 0.550 |Δlogp| 2.1e-06 0:01:20
 
@@ -39,6 +48,7 @@ def training_progress(
       every: distance of two plain lines, in steps.
       name: the word in front.
       file: where to print, standard output when None.
+      clock: seconds.
 
     Raises:
       ValueError: `every` below 1 or `start` outside 0 … `total`.
@@ -57,7 +67,7 @@ def training_progress(
             with progress_bar(name, total, start, file) as update:
                 yield lambda step, metrics: update(step, status(metrics, label))
             return
-    yield _plain_report(file, name, total, every, label)
+    yield _plain_report(file, name, total, start, every, label, clock)
 
 
 def status(metrics: Mapping[str, float], mismatch_label: str = "|Δlogp|") -> str:
@@ -168,13 +178,20 @@ def format_cell(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
-def _plain_report(file: TextFile | None, name: str, total: int, every: int, label: str) -> Report:
-    began = time.monotonic()
+def _plain_report(
+    file: TextFile | None, name: str, total: int, start: int, every: int, label: str, clock: Callable[[], float]
+) -> Report:
+    began = said = clock()
+    said_step = start
 
     def report(step: int, metrics: Mapping[str, float]) -> None:
-        # A log file gets a line now and then, and the last one.
-        if step % every == 0 or step == total:
-            parts = [name, f"{step}/{total}", status(metrics, label), clock_text(time.monotonic() - began)]
+        nonlocal said, said_step
+        now = clock()
+        # A log file gets a line now and then, and the last one. Where steps take minutes, each has one: whoever waits
+        # for a batch job sees that it goes on.
+        if step - said_step >= every or now - said >= SILENCE or step == total:
+            said, said_step = now, step
+            parts = [name, f"{step}/{total}", status(metrics, label), clock_text(now - began)]
             _print_line(" ".join(filter(None, parts)), file)
 
     return report
