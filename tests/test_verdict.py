@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from smd_jax.commands.errors import with_flags
 from smd_jax.train.verdict import ROLLOUTS, findings, verdict, warnings
 
 GOOD = {
@@ -17,6 +18,7 @@ GOOD = {
 FLAT = GOOD | {"frac_reward_zero_std": 1.0, "reward": 0.0}
 STILL = GOOD | {"grad_norm": 0.0}
 CLIPPED = GOOD | {"completions/clipped_ratio": 1.0}
+FAILED = GOOD | {"rewards/failed": 3.0}
 BROKEN = GOOD | {"grad_norm": float("nan")}
 CRITIC = {"critic/values/mean": 0.0, "reward_std": 0.2}
 PAIRS = {"rewards/margins": 0.1}
@@ -42,6 +44,10 @@ PAIRS = {"rewards/margins": 0.1}
         ([GOOD] * 20 + [FLAT] * (ROLLOUTS - 1), []),
         ([FLAT] * 10 + [GOOD] * 10, ["signal"]),
         ([FLAT] * 9 + [GOOD] * 11, []),
+        # A reward that failed is said of however few there were, and wherever.
+        ([FAILED] + [GOOD | {"rewards/failed": 0.0}] * 30, ["failed rewards"]),
+        ([GOOD | {"rewards/failed": 0.0}] * 5, []),
+        ([FAILED | FLAT | {"reward": None}] * 5, ["signal", "failed rewards"]),
         # Groups of one never differ inside; a judge looks at no reward; an evaluation alone is no rollout.
         ([FLAT | CRITIC] * 5, []),
         ([FLAT | CRITIC | {"reward_std": 0.0}] * 5, ["signal"]),
@@ -60,6 +66,15 @@ def test_the_words():
     assert line.startswith("in 5 of 10 rollouts (mean reward 0.25) nothing could be learnt from the rewards")
     assert "group_size" in line and "--" not in line
     assert "Raise max_new_tokens" in verdict([CLIPPED])[0]
+
+
+def test_the_words_on_rewards_that_failed():
+    (line,) = verdict([GOOD] * 4 + [FAILED] * 8 + [GOOD | {"rewards/failed": 0.0}] * 28)
+    assert line.startswith("in 8 of 40 rollouts (24 completions) a reward function failed")
+    assert verdict([GOOD, FAILED | {"rewards/failed": 1.0}, GOOD])[0].startswith("in 1 of 3 rollouts (1 completion) a")
+    assert "seconds of Rewards is --reward-timeout" in with_flags(line) and "--" not in line
+    (line,) = warnings([FAILED] * ROLLOUTS, set())
+    assert line.startswith("warning: in each of the last 5 rollouts (15 completions) a reward function failed")
 
 
 def test_warnings_come_once_each():

@@ -47,6 +47,7 @@ FLAGS: Mapping[str, str] = {
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",
+    "seconds of Rewards": "--reward-timeout",
     "microbatches": "--microbatch",
     "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",

@@ -26,6 +26,9 @@ NO_ENTROPY = 0.01
 # Of the completions, cut off by the length limit.
 MOST = 0.9
 
+# The metric that counts completions on which a reward function failed.
+FAILED = "rewards/failed"
+
 
 class Finding(NamedTuple):
     """One thing that is wrong with a run: a name, by which it is said once, and the message."""
@@ -35,16 +38,18 @@ class Finding(NamedTuple):
 
 
 class _Symptom(NamedTuple):
-    """Attributes: of_row: whether one rollout shows it. message: what it is called, and what to try."""
+    """Attributes: of_row: whether one rollout shows it. message: what it is called, and what to try. once: whether a
+    single rollout that shows it is worth a word at the end of a run."""
 
     name: str
     of_row: Callable[[Row], bool]
     message: str
+    once: bool = False
 
 
 def verdict(history: Sequence[Row]) -> list[str]:
     """Messages on what went wrong in a run, none for one that looks well: what at least half of its rollouts show, or
-    each of the newest `ROLLOUTS`.
+    each of the newest `ROLLOUTS`; of rewards that failed, any.
 
     Args:
       history: rows of metrics, one a rollout; rows of something else (evaluations alone) are left out.
@@ -58,8 +63,9 @@ def findings(history: Sequence[Row]) -> list[Finding]:
     found = []
     for symptom in SYMPTOMS:
         shown = [symptom.of_row(row) for row in rows]
-        if shown and (all(shown[-ROLLOUTS:]) or 2 * sum(shown) >= len(shown)):
-            share = f"in {sum(shown)} of {len(shown)} rollouts" + _rewards(rows, symptom)
+        least = 1 if symptom.once else len(shown) / 2
+        if shown and (all(shown[-ROLLOUTS:]) or sum(shown) >= least):
+            share = f"in {sum(shown)} of {len(shown)} rollouts" + _numbers(rows, symptom)
             found.append(Finding(symptom.name, symptom.message.format(share=share)))
     return found
 
@@ -72,11 +78,15 @@ def warnings(recent: Sequence[Row], said: set[str]) -> list[str]:
     new = [symptom for symptom in SYMPTOMS if symptom.name not in said and all(map(symptom.of_row, rows))]
     said.update(symptom.name for symptom in new)
     share = f"in each of the last {ROLLOUTS} rollouts"
-    return ["warning: " + symptom.message.format(share=share + _rewards(rows, symptom)) for symptom in new]
+    return ["warning: " + symptom.message.format(share=share + _numbers(rows, symptom)) for symptom in new]
 
 
-def _rewards(rows: Sequence[Row], symptom: _Symptom) -> str:
-    """The mean reward where it says something about the symptom: groups without signal are all wrong or all right."""
+def _numbers(rows: Sequence[Row], symptom: _Symptom) -> str:
+    """What says more about the symptom than the number of rollouts: how many completions have failed, or the mean
+    reward, as groups without signal are all wrong or all right."""
+    if symptom.name == "failed rewards":
+        failed = sum(int(_value(row, FAILED)) for row in rows if symptom.of_row(row))
+        return f" ({failed:,} completion{'' if failed == 1 else 's'})"
     rewards = [number for row in rows if math.isfinite(number := _value(row, "reward"))]
     if symptom.name != "signal" or not rewards:
         return ""
@@ -106,6 +116,10 @@ def _most_clipped(row: Row) -> bool:
 
 def _no_entropy(row: Row) -> bool:
     return _value(row, "rollout/entropy") < NO_ENTROPY
+
+
+def _failed(row: Row) -> bool:
+    return _value(row, FAILED) > 0
 
 
 def _not_finite(row: Row) -> bool:
@@ -140,5 +154,15 @@ SYMPTOMS = (
         _not_finite,
         "{share} loss or gradient was NaN or infinite, and the update was left out. Lower the learning rate, clip the "
         "gradient's norm, or compute in float32; and look for rewards that are no numbers",
+    ),
+    # A few of them change little by themselves, but which ones a function fails on is no chance.
+    _Symptom(
+        "failed rewards",
+        _failed,
+        "{share} a reward function failed. These completions were left out of the update, so that nothing is learnt "
+        "about what it fails on. The first of each kind was reported as a RewardWarning, with function, line and "
+        "prompt. Let the function give a number for every text; if it was too slow, make it faster, or raise the "
+        "seconds of Rewards",
+        once=True,
     ),
 )
