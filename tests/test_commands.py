@@ -34,7 +34,7 @@ from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
 from smd_jax.commands.limits import check_devices, unused_devices
 from smd_jax.commands.plot import main as plot
-from smd_jax.commands.prepare import learning_rate, prepare
+from smd_jax.commands.prepare import check_ahead, learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, task_choice
 from smd_jax.commands.train import main, run_settings
 from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
@@ -315,7 +315,7 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
         (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
         (["--memory", "lots"], "as in 80GiB; got 'lots'"),
         (["--num-generations", "1"], "group_size is --num-generations"),
-        (["--rollouts-ahead", "1", "--lora-r", "2"], "expected no --rollouts-ahead with --lora-r"),
+        (["--rollouts-ahead", "1", "--lora-r", "2"], "no --rollouts-ahead with --lora-r; got --lora-r 2"),
         (["--microbatch", "2", "--pack-columns", "600", "--min-completion-length", "2"], "min_new_tokens is --"),
         (["--temperature", "0"], "expected sampling at a temperature > 0"),
         (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
@@ -373,6 +373,13 @@ def test_rloo_draws_ahead(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert [row["staleness/rollouts"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 1]
     said = error_of(["--config", str(run / "config.yaml"), "--resume", "--rollouts-ahead", "0"], capsys)
     assert "rollouts_ahead: expected 1, got 0" in said
+
+
+def test_several_processes_draw_nothing_ahead(monkeypatch: pytest.MonkeyPatch):
+    check_ahead(ModelArgs("somewhere"))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="expected no --rollouts-ahead with several processes; got 2 of them"):
+        check_ahead(ModelArgs("somewhere"))
 
 
 def planned_words(model: Path, run: Path, *more: str) -> list[str]:

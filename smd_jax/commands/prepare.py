@@ -218,8 +218,10 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
 
 def check_ahead(model: ModelArgs) -> None:
     """Raises UserError where no rollout can be drawn beside the update."""
-    if model.lora_r is not None or jax.process_count() > 1:
-        raise UserError("expected no --rollouts-ahead with --lora-r, nor with several processes")
+    if model.lora_r is not None:
+        raise UserError(f"expected no --rollouts-ahead with --lora-r; got --lora-r {model.lora_r}")
+    if jax.process_count() > 1:
+        raise UserError(f"expected no --rollouts-ahead with several processes; got {jax.process_count()} of them")
 
 
 def loop_options(
