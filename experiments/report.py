@@ -70,7 +70,7 @@ def sections() -> list[Section]:
         ("map_rates.json", lambda rows: rates.section(rows, read_rows(RESULTS / "map.json"), decisive())),
         ("gradients.json", lambda rows: gradients.section(rows, SHOWDOWN)),
         ("horizon_weights.json", horizon.weights_section),
-        ("horizon.json", horizon.section),
+        ("horizon.json", lambda rows: horizon.section(rows, read_rows(RESULTS / "horizon_rates.json"))),
         ("mismatch_smollm2.json", real_model.mismatch_section),
         ("real_model.json", real_model.section),
         ("eviction_action.json", evictions.section),

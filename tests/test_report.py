@@ -241,6 +241,9 @@ def test_the_horizon():
     assert "| `shadow` | **+0.200 ± 0.000** | +0.000 ± 0.000 | **+0.300 ± 0.000** | +0.000 ± 0.000 |" in part.body
     assert "| `naive` | **−0.100 ± 0.000** | +0.000 ± 0.000 | – | – |" in part.body, "what one length has is shown"
     assert "256 tokens" not in part.body, "a length whose arms are not there yet"
+    other = [row | {"sparse": 0.65} for row in made if (row["task"], row["arm"]) == ("walk-16", "tis")]
+    said = "With one rate for both, 0.0001, under tova-heads at 16 tokens: +0.050 ± 0.000 with the budget."
+    assert said in horizon.section(made, other).body and "With one rate" not in part.body
     both = horizon.section([*made, *({**row, "policy": "h2o"} for row in made)])
     assert both.body.count("| `shadow` | **+0.2") == 2 and "; under h2o: +0.100" in both.answer
     assert "| `naive` | 0.0001 | – |" in part.body, "learning rates"

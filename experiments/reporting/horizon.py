@@ -51,8 +51,12 @@ def mean(rows: Sequence[Row], policy: str, budget: int, length: int, field: str)
     )
 
 
-def section(rows: Sequence[Row]) -> Section:
-    """Of trained rewards: a table for each sampler."""
+def section(rows: Sequence[Row], at_other_rates: Sequence[Row] = ()) -> Section:
+    """Of trained rewards: a table for each sampler.
+
+    Args:
+      at_other_rates: rows of TIS with the learning rate of shadow masks, where its pilot chose another.
+    """
     reported = [row for row in rows if not row["pilot"]]
     parts, said = [], []
     for sampler in dict.fromkeys((row["policy"], row["budget"], row["buffer"]) for row in reported):
@@ -75,10 +79,11 @@ def section(rows: Sequence[Row]) -> Section:
         f"Shadow masks less TIS, with the budget, {text}",
         f"Walks. {seeds_of(reported)}. The first line is the start; the others are gains over it, paired by seed, with "
         "95 % t intervals, bold where they are on one side of 0. Learning rates were chosen on one pilot seed, for "
-        "every arm and length, where differences may be small: the second table has them.\n\n" + "\n\n".join(parts),
+        "every arm and length, where differences may be small: the second table has them.\n\n"
+        + "\n\n".join(parts + ([of_one_rate(reported, at_other_rates)] if at_other_rates else [])),
         "python experiments/horizon.py",
         cost(rows),
-        ("horizon.json",),
+        ("horizon.json", "horizon_rates.json") if at_other_rates else ("horizon.json",),
     )
 
 
@@ -111,6 +116,20 @@ def chosen_rates(by_length: dict[int, dict[str, list[Row]]]) -> str:
         for name in names
     ]
     return table(["learning rate", *(f"{length} tokens" for length in by_length)], lines)
+
+
+def of_one_rate(reported: Sequence[Row], at_other_rates: Sequence[Row]) -> str:
+    """Shadow masks less TIS, both with the rate that the pilot of shadow masks chose."""
+    said = []
+    for task in dict.fromkeys(row["task"] for row in at_other_rates):
+        tis = [row for row in at_other_rates if row["task"] == task]
+        place = {name: tis[0][name] for name in ("task", "policy", "budget", "buffer", "learning_rate")}
+        shadow = [row for row in reported if row["arm"] == "shadow" and place.items() <= row.items()]
+        said.append(
+            f"With one rate for both, {place['learning_rate']:g}, under {place['policy']} at {length_of(task)} tokens: "
+            f"{plain(difference(shadow, tis, 'sparse'))} with the budget."
+        )
+    return " ".join(said)
 
 
 def sentence(by_length: dict[int, dict[str, list[Row]]]) -> str:
