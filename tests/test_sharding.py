@@ -307,8 +307,9 @@ def test_a_mesh_of_more_devices_than_there_are():
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "sequence"])
 def test_an_axis_of_no_devices(axis):
     for size in (0, -2):
+        sizes = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | {axis: size}
         with pytest.raises(ValueError, match=f"expected at least 1 device on the {axis} axis; got {size}"):
-            make_mesh(**{axis: size})
+            make_mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], sequence=sizes["sequence"])
 
 
 def test_a_batch_that_does_not_divide():
