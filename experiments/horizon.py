@@ -16,7 +16,7 @@ Rates      Of 3e-5, 1e-4 and 3e-4, for every arm of every length, the best mean 
            TIS's, and they ended ahead, TIS ran with theirs, too (horizon_rates.json): --tasks walk-64 --samplers
            h2o:12+4 --arms tis --learning-rates 3e-4 --results experiments/results/horizon_rates.json
 Found      Effective sample sizes die with the length, of whole responses sooner than of tokens; corrections with
-           weights of whole responses gain nothing at 64 tokens and more, where TIS with token weights does. Under H2O
+           weights of whole responses gain nothing at 64 tokens and more, where TIS and IcePop do. Under H2O
            shadow masks are ahead of TIS at 64 tokens, and level with it at 256 and 512, where a frozen teacher beside
            them costs what they gain. REPORT.md has the numbers.
 Command    python experiments/horizon.py --weights
@@ -24,8 +24,7 @@ Command    python experiments/horizon.py --weights
            Runs that have ended are kept, and not made again when the study goes on. --collect prints the table.
 Cost       0.6 CPU hours for the 114 runs of 16 and 64 tokens under TOVA, on one core of an Intel Xeon (family 6, model
            207); 3 for the 171 of 16, 64 and 256 tokens under H2O, on one of an AMD EPYC (family 25, model 1), which
-           takes about 15, 40 and 130 seconds for a run, and 5 minutes for one of 512 tokens (three arms and the start
-           alone). A start is about 4 CPU minutes
+           takes about 15, 40 and 130 seconds for a run, and 4 to 6 minutes for one of 512 tokens; a start is about 4
 Result     experiments/results/horizon_weights.json, a row per sampler, seed and length;
            experiments/results/horizon.json, a row a run, the pilot's included
 """
