@@ -24,7 +24,8 @@ Command    python experiments/horizon.py --weights
            Runs that have ended are kept, and not made again when the study goes on. --collect prints the table.
 Cost       0.6 CPU hours for the 114 runs of 16 and 64 tokens under TOVA, on one core of an Intel Xeon (family 6, model
            207); 3 for the 171 of 16, 64 and 256 tokens under H2O, on one of an AMD EPYC (family 25, model 1), which
-           takes about 15, 40 and 130 seconds for a run, and 4 to 6 minutes for one of 512 tokens; a start is about 4
+           takes about 15, 40 and 130 seconds for a run, and 4 to 6 minutes for one of 512 tokens. A start
+           is about 4 CPU minutes
 Result     experiments/results/horizon_weights.json, a row per sampler, seed and length;
            experiments/results/horizon.json, a row a run, the pilot's included
 """
