@@ -477,3 +477,12 @@ def test_adapters_are_trained_and_exported(model: Path, tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, again, after)
     export([str(run), "--out", str(tmp_path / "adapter"), "--format", "peft"])
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_a_damaged_checkpoint_is_not_exported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    main(["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"])
+    largest = max((run / "checkpoints" / "1" / "state").rglob("*"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    said = error_of([str(run), "--out", str(tmp_path / "out")], capsys, export)
+    assert "checkpoint 1 in" in said and "cannot be read" in said and not (tmp_path / "out").exists()

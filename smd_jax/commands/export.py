@@ -36,6 +36,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint
 from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint import DamagedCheckpointError
 from smd_jax.train.disk import check_export
 from smd_jax.train.frozen_base import params_with_base, params_without_base
 from smd_jax.train.run import BEST, CHECKPOINTS
@@ -75,7 +76,10 @@ def run(args: Args) -> None:
     _, trained = parse(["--config", str(settings)])
     directory = model_directory(trained.model.model)
     config = read_config(directory)
-    params = trained_model(args, trained, directory, config)
+    try:
+        params = trained_model(args, trained, directory, config)
+    except DamagedCheckpointError as error:
+        raise UserError(str(error)) from error
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; {args.run} has no adapters")
