@@ -181,7 +181,11 @@ def test_a_broken_line_is_named(tmp_path: Path):
         ("rows.jsonl", b"PAR1\x15\x04", "expected jsonl data; got a parquet file: name it"),
         ("rows.csv", b"PAR1\x15\x04", "expected csv data; got a parquet file"),
         ("rows.json", b"ARROW1\0\0", "expected json data; got an arrow file"),
-        ("rows.jsonl", gzip.compress(b"{}"), r"expected jsonl data; got a file compressed by gzip: name it \*\.gz"),
+        (
+            "rows.jsonl",
+            gzip.compress(b"{}", mtime=0),
+            r"expected jsonl data; got a file compressed by gzip: name it \*\.gz",
+        ),
         ("rows.csv", b"PK\x03\x04", "got a zip archive"),
         ("rows.parquet", b'{"question": "?"}', "expected a parquet file, which begins with b'PAR1'; got .*question"),
         ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\n", "got a pointer of Git LFS"),
