@@ -8,6 +8,7 @@ As a program it takes steps when it is told to, so that a test can send it a sig
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,4 +79,6 @@ def main(directory: str, steps: str) -> None:
 
 
 if __name__ == "__main__":
+    # Tests may run under nohup, which has it ignored.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     main(*sys.argv[1:])

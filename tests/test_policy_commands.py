@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_random_checkpoint(folder / "model", config=tiny_model_config(num_layers=1, max_positions=2048))
     (folder / "my_policies.py").write_text(FADING)
     (folder / "other").mkdir()
-    (folder / "other" / "my_policies.py").write_text(FADING)
+    (folder / "other" / "my_policies.py").write_text(f"{FADING}# another file\n")
     return folder
 
 
@@ -160,7 +160,7 @@ def test_a_run_with_a_policy_of_ones_own(
     for other, difference in (
         (f"{place}/my_policies.py:FadingH2O", "loop.policy.inner.half_life: expected 16.0, got 64.0"),
         ("h2o", "loop.policy.inner._class: expected "),
-        (f"{place}/other/my_policies.py:FadingH2O(half_life=16)", f'eviction: expected "{place}/my_policies.py"'),
+        (f"{place}/other/my_policies.py:FadingH2O(half_life=16)", "eviction.holds: expected "),
     ):
         # Long lines are folded in the box.
         assert difference.replace(" ", "") in error_of([*again, other], capsys).replace(" ", "")

@@ -2,8 +2,9 @@
 
 model, tokenizer    a digest of all their files but the weights, which checkpoints hold
 data                a digest of the files
-code (rewards, map functions, policies)   the name of the file; its digest is noted, so that a function that raised
-                    can be mended, and the change is printed
+eviction policies   the name of the file, and its digest
+rewards, map functions   the name of the file; its digest is noted, so that a function that raised can be mended, and the
+                    change is printed
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ def by_content(args: Common) -> Contents:
     # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
     if place is not None:
-        groups["eviction"] = {"place": file_name(place)}
+        name = file_name(place)
+        groups["eviction"] = {"place": name}
+        # What is forgotten is part of the policy that is trained: its file is compared, and not mended on the way.
+        if name in noted:
+            groups["eviction"]["holds"] = digest(Path(place))
     return Contents(groups, noted)
 
 
