@@ -3,7 +3,7 @@
 model, tokenizer    a digest of all their files but the weights, which checkpoints hold
 data                a digest of the files
 eviction policies   the name of the file, and its digest
-rewards, map functions   the name of the file; its digest is noted, so that a function that raised can be mended, and the
+rewards, maps       the name of the file; its digest is noted, so that a function that raised can be mended, and the
                     change is printed
 """
 
