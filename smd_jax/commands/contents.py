@@ -52,14 +52,11 @@ def by_content(args: Common) -> Contents:
 
     def of_code(where: str) -> str:
         place, colon, name = where.rpartition(":")
-        return f"{file_name(place)}{colon}{name}"
-
-    def file_name(place: str) -> str:
-        if not is_file_name(place):
-            return place
-        path = Path(place)
-        noted[path.name] = [place, digest(path)]
-        return path.name
+        if is_file_name(place):
+            path = Path(place)
+            noted[path.name] = [place, digest(path)]
+            place = path.name
+        return f"{place}{colon}{name}"
 
     def of(name: str, value: Json) -> Json:
         if isinstance(value, list):
@@ -81,12 +78,14 @@ def by_content(args: Common) -> Contents:
         groups[group] = {name: of(name, value) for name, value in fields.items()}
     # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
-    if place is not None:
-        name = file_name(place)
-        groups["eviction"] = {"place": name}
+    if place is not None and is_file_name(place):
         # What is forgotten is part of the policy that is trained: its file is compared, and not mended on the way.
-        if name in noted:
-            groups["eviction"]["holds"] = digest(Path(place))
+        path = Path(place)
+        holds = digest(path)
+        groups["eviction"] = {"place": path.name, "holds": holds}
+        noted[path.name] = [place, holds]
+    elif place is not None:
+        groups["eviction"] = {"place": place}
     return Contents(groups, noted)
 
 
