@@ -140,6 +140,15 @@ def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
     assert yaml.safe_load(file.read_text()).keys() == names | {"algorithm"}
 
 
+def test_a_file_names_values_as_a_mapping(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text("chat_template_kwargs: {enable_thinking: false, tone: dry}\ndataset_parameters: {min_terms: 2}\n")
+    _, args = parse(["grpo", "--config", str(file), *NEEDED])
+    choice = task_choice(args.data, 0)
+    assert choice.chat_template_kwargs == (("enable_thinking", False), ("tone", "dry"))
+    assert choice.parameters == (("min_terms", 2),)
+
+
 def test_a_preset_stands_before_the_file_and_the_flags(tmp_path: Path):
     file = tmp_path / "own.yaml"
     file.write_text("budget: 99\nbuffer: 3\n")
@@ -320,6 +329,8 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
         (["--temperature", "0"], "expected sampling at a temperature > 0"),
         (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
         (["--max-prompt-length", "3", "--long-prompts", "refuse"], "expected prompts of at most 3 tokens"),
+        (["--chat-template-kwargs", "a"], "expected --chat-template-kwargs as name=value; got 'a'"),
+        (["--chat-template-kwargs", "a={"], "expected --chat-template-kwargs as name=value with YAML as value"),
     ],
 )
 def test_a_users_mistake_is_one_box(
@@ -441,6 +452,36 @@ def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[st
     assert "budget is --decode" in said and "--budget" not in said
     said = error_of([*words, "--data-parallel", "0"], capsys, smd_eval)
     assert "at least 1 device on the data axis; got 0" in said and "data axis is --data-parallel" in said
+
+
+def test_a_checkpoint_is_evaluated_on_the_data_that_it_was_trained_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<no>{% endif %}"
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = write_lines(tmp_path / "rows.jsonl", [{"question": "ab", "gold": "a"}, {"question": "abcd", "gold": "b"}])
+    (tmp_path / "mine.py").write_text("""
+def row(row):
+    return {"asked": row["question"] + "?", "gold": row["gold"]}
+
+
+def reward(prompts, completions, gold, **columns):
+    return [float(prompt == {"a": "ab?", "b": "abcd?"}[right]) for prompt, right in zip(prompts, gold)]
+""")
+    data = ["--prompt-column", "asked", "--map-function", f"{tmp_path}/mine.py:row"]
+    data += ["--reward", f"{tmp_path}/mine.py:reward"]
+    told = ["--chat-template-kwargs", "enable_thinking=false"]
+    words = ["--model", f"{tmp_path}/model", "--task", str(rows), "--json", "--max-completion-length", "4", *data]
+    smd_eval([*words, *told, "--max-prompt-length", "8"])
+    output = capsys.readouterr()
+    assert json.loads(output.out)["prompts"] == 1 and "the longest has 9 tokens" in output.err  # abcd?<no>
+    said = error_of([*words, "--chat-template-kwargs", "enable_thinkin=false"], capsys, smd_eval)
+    assert "that the model's chat template reads; got ['enable_thinkin']" in said
+    train = ["grpo", "--model", f"{tmp_path}/model", "--dataset", str(rows), *data, *SMALL]
+    main([*train, *told, "--output-dir", f"{tmp_path}/run", "--dry-run"])
+    assert "abcd?<no>" in capsys.readouterr().out
+    assert "got ['tone']" in error_of([*train, "--chat-template-kwargs", "tone=dry"], capsys)
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])

@@ -65,6 +65,16 @@ def test_a_system_prompt_is_what_the_model_sees_first(prompt: Any):
     assert prompt_text(row, CHAT).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?")
 
 
+def test_a_row_has_what_its_chat_template_is_told_and_its_own_comes_first():
+    rows = [{"prompt": "1?"}, {"prompt": "2?", "chat_template_kwargs": {"tone": "dry", "enable_thinking": None}}]
+    told = (("enable_thinking", False), ("tone", "warm"))
+    task = new_task(rows, chat_template_kwargs=told)
+    assert task[0] == {"prompt": "1?", "chat_template_kwargs": {"enable_thinking": False, "tone": "warm"}}
+    assert task[1]["chat_template_kwargs"] == {"enable_thinking": False, "tone": "dry"}
+    with pytest.raises(ValueError, match="row 0: expected chat_template_kwargs as a dict, .*; got 'dry'"):
+        new_task([{"prompt": "1?", "chat_template_kwargs": "dry"}])
+
+
 def test_a_map_function_makes_rows():
     def doubled(row: Row) -> Row:
         row["prompt"] = f"{row.pop('number')} * 2?"

@@ -292,6 +292,22 @@ def test_prompts_go_through_the_chat_template():
     assert prompt_text({"prompt": messages}, tokenizer) == system + USER + ASSISTANT
 
 
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<no>{% endif %}{{ tone }}"
+
+
+def test_a_row_tells_its_chat_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKS
+    row = {"prompt": "1+1?"}
+    assert prompt_text(row, tokenizer) == "1+1?"
+    told = {"enable_thinking": False, "tone": None}  # a data set fills in None for what other rows have
+    assert prompt_text(row | {"chat_template_kwargs": told}, tokenizer) == "1+1?<no>"
+    assert prompt_text(row | {"chat_template_kwargs": None}, tokenizer) == "1+1?"
+    for wrong in ("enable_thinking", {"tokenize": True}):
+        with pytest.raises(ValueError, match="a row: expected chat_template_kwargs as a dict"):
+            prompt_text(row | {"chat_template_kwargs": wrong}, tokenizer)
+
+
 def test_without_a_chat_template_a_prompt_stays_as_it_is():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None

@@ -48,6 +48,7 @@ class DataArgs:
     dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
     prompt_column: str | None = None  # text or chat messages; None: "prompt"
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     max_prompt_length: int | None = None  # tokens; None: those of the longest prompt
     long_prompts: Literal["drop", "refuse"] = "drop"  # what happens to longer ones

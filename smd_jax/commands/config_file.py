@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -26,6 +27,7 @@ from smd_jax.commands.trl_names import in_place_of
 ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
 OUTPUT_DIR = "output_dir"
+NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
 OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # what lies beside the file that a run keeps
 
 
@@ -133,6 +135,8 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             hint = f"; near are {near}" if near else ""
             raise UserError(f"{where}: expected an option of this algorithm; got {name!r}{hint}")
         flag = f"--{name.replace('_', '-')}"
+        if name in NAMED_VALUES and isinstance(value, dict):
+            value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"
         elif isinstance(value, list) and len(value) != 1:

@@ -23,9 +23,15 @@ from smd_jax.commands.choices import decoder, with_sinks
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context, check_devices
-from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, shown_tokens
+from smd_jax.commands.model_source import (
+    check_template_kwargs,
+    end_token_ids,
+    load_tokenizer,
+    model_directory,
+    shown_tokens,
+)
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import parameter, rewards_of
+from smd_jax.commands.task_source import parameters_of, rewards_of
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.gate import EVICTION_GATE
@@ -40,6 +46,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
+from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
@@ -55,9 +62,13 @@ class Args:
     task: str  # as --dataset of smd-train: gsm8k, reasoning_gym:NAME, …
     tokenizer: str | None = None  # a directory, or an id on the Hub; by default the model's own
     source: str | None = None  # with a ready task: rows from elsewhere in its layout, a Hub id, file or folder
+    config: str | None = None  # which of several configurations (subsets)
     split: str | None = None  # by default the rows that the task holds back
     task_parameters: tuple[str, ...] = ()  # of a procedural task, as min_terms=2
+    prompt_column: str | None = None  # text or chat messages; None: "prompt"
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
+    map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     rows: int = 256  # prompts, at most
     reward: tuple[str, ...] = ()  # in place of the task's own: names of docs/rewards.md, or path/to/file.py:function
     reward_timeout: float | None = 60.0  # seconds of one call of a reward; None: in this process, without a limit
@@ -68,6 +79,7 @@ class Args:
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # draw from so many tokens; 0: from all
     top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    min_p: float = 0.0  # draw from tokens at least this many times as likely as the likeliest
     quant_bits: Literal[8, 4, 2] | None = None  # of the cache's codes; full precision by default
     max_prompt_length: int | None = None  # tokens; longer prompts are dropped. By default those of the longest
     max_completion_length: int = 256  # tokens
@@ -149,13 +161,19 @@ def make_evaluator(
     args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None, ends: tuple[int, ...]
 ) -> tuple[Evaluator, str]:
     """The evaluator, and a line on the prompts that were dropped."""
+    told = parameters_of("--chat-template-kwargs", args.chat_template_kwargs)
+    check_template_kwargs(tokenizer, [name for name, _ in told])
     choice = TaskChoice(
         args.task,
         args.source,
-        split=args.split,
+        args.config,
+        args.split,
         held_out=args.split is None,
+        prompt_column=args.prompt_column,
         system_prompt=args.system_prompt,
-        parameters=tuple(parameter(text) for text in args.task_parameters),
+        map_row=None if args.map_function is None else import_function(args.map_function),
+        chat_template_kwargs=told,
+        parameters=parameters_of("--task-parameters", args.task_parameters),
     )
     whole: Any = build_task(choice)
     limits = RewardArgs(args.reward, reward_timeout=args.reward_timeout)
@@ -165,7 +183,7 @@ def make_evaluator(
     width = args.max_prompt_length or int(lengths.max())
     check_context(width, args.max_completion_length, model.config)
     task, counts = select_prompts(task, lengths, width)
-    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p)
+    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p)
     quant = None if args.quant_bits is None else QuantConfig(args.quant_bits)
     decodes = tuple(
         replace(decode, policy=policy_of(decode, args, gate), quant=quant if decode.policy.evicts else None)

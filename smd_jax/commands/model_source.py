@@ -91,6 +91,15 @@ def load_tokenizer(model: Path, name: str | None = None) -> Any:
     return tokenizer
 
 
+def check_template_kwargs(tokenizer: Any, names: Sequence[str]) -> None:
+    """Raises UserError for --chat-template-kwargs that the chat template does not read: they would do nothing."""
+    template = str(tokenizer.chat_template or "")
+    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        said = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
+        raise UserError(said if template else f"{said}, and a tokenizer without a chat template")
+
+
 def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str]) -> tuple[int, ...]:
     """The tokens that end a completion, ascending: those that are named, or else the tokenizer's and those of
     generation_config.json, which lists what a chat model ends its turns with. With one of them missing, the sampler

@@ -20,8 +20,8 @@ from smd_jax.commands.choices import (
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices
-from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory
-from smd_jax.commands.task_source import Data, load_data, rewards_of
+from smd_jax.commands.model_source import check_template_kwargs, end_token_ids, load_tokenizer, model_directory
+from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.gate import add_gate
@@ -80,6 +80,8 @@ def prepare(args: Common) -> Prepared:
     directory = model_directory(args.model.model)
     config = read_config(directory, compute_dtype(args.model.dtype))
     tokenizer = load_tokenizer(directory, args.model.tokenizer)
+    told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
+    check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
     check_context(data.width, args.sampler.max_completion_length, config)
     model = decoder(config, args.device.attention, args.model.gradient_checkpointing)

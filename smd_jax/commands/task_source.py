@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,9 +97,10 @@ def task_choice(args: DataArgs, seed: int) -> TaskChoice:
         prompt_column=args.prompt_column,
         system_prompt=args.system_prompt,
         map_row=None if args.map_function is None else import_function(args.map_function),
+        chat_template_kwargs=parameters_of("--chat-template-kwargs", args.chat_template_kwargs),
         seed=seed,
         size=args.dataset_size,
-        parameters=tuple(parameter(text) for text in args.dataset_parameters),
+        parameters=parameters_of("--dataset-parameters", args.dataset_parameters),
     )
 
 
@@ -173,9 +175,19 @@ def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> 
             raise UserError(f"expected --reward as one of {list(READY)} or path/to/file.py:function; got {name!r}")
 
 
-def parameter(text: str) -> tuple[str, Any]:
-    """`min_terms=2` as a name and a value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"expected --dataset-parameters as name=value; got {text!r}")
-    return name, yaml.safe_load(value)
+def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    """`min_terms=2` as a name and a value; values are YAML: `false`, `0.5`, `[1, 2]`.
+
+    Raises:
+      UserError: no `=`; a value that is no YAML.
+    """
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found.append((name, yaml.safe_load(value)))
+        except yaml.YAMLError as error:
+            raise UserError(f"expected {flag} as name=value with YAML as value; got {text!r}: {error}") from error
+        if not name or not equals:
+            raise UserError(f"expected {flag} as name=value; got {text!r}")
+    return tuple(found)

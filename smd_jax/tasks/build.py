@@ -36,7 +36,8 @@ class TaskChoice:
       source: with a preset, rows from elsewhere in the preset's layout: what `DataSource.name` takes.
       config, split, streaming: as DataSource has them. None: the preset's own, or the only one.
       held_out: of a preset or a procedural data set, the rows to evaluate on.
-      prompt_column, system_prompt, map_row: as RowFormat has them. A preset has a prompt and a map function of its own.
+      prompt_column, system_prompt, map_row, chat_template_kwargs: as RowFormat has them. A preset has a prompt and a
+        map function of its own.
       reward: TRL's signature; None: the preset's, or the procedural data set's. Other data has none, see `own_reward`.
       limit: with streaming, the longest prompt; prompts by number are selected by `select_prompts`.
       seed, size, parameters: of a procedural data set, as ReasoningGymTask has them.
@@ -51,6 +52,7 @@ class TaskChoice:
     prompt_column: str | None = None
     system_prompt: str | None = None
     map_row: RowFunction | None = None
+    chat_template_kwargs: tuple[tuple[str, object], ...] = ()
     reward: RewardFunction | None = None
     limit: PromptLimit | None = None
     seed: int = 0
@@ -77,7 +79,8 @@ def build_task(choice: TaskChoice) -> Task | SteppedTask:
             f"expected parameters with {PROCEDURAL}NAME alone; got {choice.parameters} for {choice.name!r}"
         )
     source = DataSource(choice.name, choice.config, choice.split, choice.streaming)
-    row_format = RowFormat(choice.prompt_column or "prompt", choice.system_prompt, choice.map_row)
+    prompt_column = choice.prompt_column or "prompt"
+    row_format = RowFormat(prompt_column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
     # A map function may make the prompt's column, and anything else.
     columns = () if choice.map_row is not None else (row_format.prompt_column,)
     try:
@@ -96,7 +99,7 @@ def _preset(choice: TaskChoice, preset: Preset) -> Task | SteppedTask:
     else:
         # Configurations and splits of other data are its own.
         source = DataSource(choice.source, choice.config, choice.split, choice.streaming)
-    row_format = RowFormat("prompt", choice.system_prompt, preset.map_row)
+    row_format = RowFormat("prompt", choice.system_prompt, preset.map_row, choice.chat_template_kwargs)
     return _task(choice, source, row_format, choice.reward or preset.reward, preset.columns)
 
 
@@ -117,9 +120,10 @@ def _procedural(choice: TaskChoice) -> Task:
     _refuse(choice, ("source", "config", "split", "streaming", "prompt_column", "map_row"), "a procedural data set")
     seed = choice.seed + HELD_OUT_SEED if choice.held_out else choice.seed
     task = ReasoningGymTask(choice.name.removeprefix(PROCEDURAL), seed, choice.size, choice.parameters)
-    if choice.reward is None and choice.system_prompt is None:
+    row_format = RowFormat("prompt", choice.system_prompt, chat_template_kwargs=choice.chat_template_kwargs)
+    if choice.reward is None and row_format == RowFormat():
         return task
-    return DatasetTask(task, choice.reward or task.reward, RowFormat(system_prompt=choice.system_prompt))
+    return DatasetTask(task, choice.reward or task.reward, row_format)
 
 
 def _refuse(choice: TaskChoice, names: Sequence[str], what: str) -> None:

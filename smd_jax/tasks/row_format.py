@@ -3,6 +3,7 @@
 {"q": "1 + 1?", "a": "2"}  ──map_row──►  {"question": "1 + 1?", "answer": "2"}
                            ──prompt_column "question"──►  {"prompt": "1 + 1?", "answer": "2"}
                            ──system_prompt "Add."──►      {"prompt": [{"role": "system", …}, {"role": "user", …}], …}
+                           ──chat_template_kwargs──►      {"prompt": …, "chat_template_kwargs": {…}, …}
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smd_jax.tasks.task import Prompt, Row
+from smd_jax.tasks.task import TEMPLATE_KWARGS, Prompt, Row, template_kwargs_of
 
 RowFunction = Callable[[Row], Row]
 
@@ -28,11 +29,14 @@ class RowFormat:
         rows it is called "prompt", whatever its name was; all other columns go to the reward.
       system_prompt: put in front as a message of the system, for tokenizers with a chat template.
       map_row: applied to every row first; it must give the same row whenever it is called.
+      chat_template_kwargs: names and values for the chat template, as ("enable_thinking", False). A row may have a
+        column of that name with its own, as in TRL; they come before these.
     """
 
     prompt_column: str = "prompt"
     system_prompt: str | None = None
     map_row: RowFunction | None = None
+    chat_template_kwargs: tuple[tuple[str, object], ...] = ()
 
     def row(self, raw: Mapping[str, Any], where: str) -> Row:
         """The task's row.
@@ -42,7 +46,7 @@ class RowFormat:
 
         Raises:
           ValueError: the map function raises, or gives no row; no such column; a prompt that is neither text nor chat
-            messages.
+            messages; chat_template_kwargs that are no dict.
         """
         mapped = self._mapped(dict(raw), where)
         if self.prompt_column not in mapped:
@@ -52,7 +56,9 @@ class RowFormat:
             )
         columns = {name: value for name, value in mapped.items() if name != self.prompt_column}
         prompt = checked_prompt(mapped[self.prompt_column], where)
-        return columns | {"prompt": self._with_system(prompt, where)}
+        row = columns | {"prompt": self._with_system(prompt, where)}
+        values = dict(self.chat_template_kwargs) | template_kwargs_of(columns, where)
+        return row | {TEMPLATE_KWARGS: values} if values else row
 
     def _mapped(self, raw: Row, where: str) -> Row:
         if self.map_row is None:

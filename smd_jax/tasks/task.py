@@ -24,6 +24,8 @@ Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ...
 Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
 Row = dict[str, Any]  # at least "prompt"
 
+TEMPLATE_KWARGS = "chat_template_kwargs"  # the column, named as in TRL, of what a row's chat template is told
+
 
 @runtime_checkable
 class Task(Protocol):
@@ -88,18 +90,41 @@ def missing_extra(package: str) -> MissingExtraError:
     return MissingExtraError(f"this task needs {package}, which is not installed: pip install -e '.[train]'")
 
 
+def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
+    """What a row tells its chat template, as {"enable_thinking": False}; without those that are None, which data sets
+    fill in for what other rows have.
+
+    Args:
+      where: names the row in errors.
+
+    Raises:
+      ValueError: no dict; a name that is not the row's to say.
+    """
+    values = row.get(TEMPLATE_KWARGS)
+    if values is None:
+        return {}
+    taken = ("conversation", "tokenize", "add_generation_prompt")
+    if not isinstance(values, dict) or any(name in values for name in taken):
+        raise ValueError(
+            f'{where}: expected {TEMPLATE_KWARGS} as a dict, such as {{"enable_thinking": False}}, without '
+            f"{list(taken)}; got {values!r:.80}"
+        )
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
     """The text that a prompt becomes: through the chat template if the tokenizer has one, else as it is.
 
     Raises:
       ValueError: chat messages for a tokenizer that has no chat template; messages that its template refuses, as
-        Gemma's does a system prompt.
+        Gemma's does a system prompt; a row with chat_template_kwargs that are no dict.
     """
     prompt: Prompt = row["prompt"]
+    kwargs = template_kwargs_of(row, "a row")
     if tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
