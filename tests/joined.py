@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,12 @@ from smd_jax.process_rows import check_prompts_divide, feeders
 from smd_jax.processes import OtherProcessError, on_host
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sharding import make_mesh, shard_tree
-from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train import checkpoint, run
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
@@ -121,6 +125,20 @@ def grpo() -> dict[str, np.ndarray]:
     return steps_of(loop, params())
 
 
+def half_without_rewards() -> dict[str, np.ndarray]:
+    """All completions of the last process have failed, which are no more of the whole rollout than may fail."""
+    some = Rewards((of_the_first_process,), seconds=None, max_failed=0.5)
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=some)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RewardWarning)
+        return steps_of(loop, params(), steps=1)
+
+
+def of_the_first_process(number: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
+    known = batch_indices(len(Words()), CONFIG.prompts_per_step, 0, CONFIG.seed)[: CONFIG.prompts_per_step // 2]
+    return [sum(ids) / 100 if row in known else None for row, ids in zip(number, completion_ids, strict=True)]
+
+
 def on_four_devices() -> dict[str, np.ndarray]:
     """A prompt for each of them."""
     return steps_of(
@@ -161,7 +179,7 @@ def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[i
     return [sorted(range(len(group)), key=lambda i: (len(group[i]), group[i])) for group in completions]
 
 
-RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs)}
+RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs, half_without_rewards)}
 
 
 WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0
@@ -214,10 +232,12 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("failure", lambda: _fails_in_last(index)),
         ("mesh", lambda: make_mesh(1)),
         ("prompts", lambda: check_prompts_divide(3, feeders(mesh()))),
+        ("failed rewards", _without_rewards),
+        ("failed rewards of an evaluation", _evaluates_without_rewards),
     ):
         try:
             body()
-        except (OtherProcessError, UserError, ValueError, KeyError) as error:
+        except (OtherProcessError, UserError, ValueError, KeyError, TooManyFailures) as error:
             said[f"refused: {name}"] = np.array(str(error))
     return said
 
@@ -243,6 +263,17 @@ def _trains_with_fewer_checkpoints(index: int, out: Path) -> None:
 def _resumes_under(guard: MismatchGuard, out: Path) -> None:
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards(), guard=guard)
     run.train(loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(3), out, config=1, resume=True)
+
+
+def _without_rewards() -> None:
+    few = Rewards((of_the_first_process,), seconds=None)
+    steps_of(GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=few), params(), steps=1)
+
+
+def _evaluates_without_rewards() -> None:
+    few = Rewards((of_the_first_process,), seconds=None)
+    config = EvaluationConfig((Decode("sampler", H2O()),), ROLLOUT, prompt_width=8, rows=12)
+    Evaluator(MODEL, Words(), TOKENIZER, config, mesh(), rewards=few).run(params())
 
 
 def _fails_in_last(index: int) -> None:

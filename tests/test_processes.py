@@ -116,10 +116,10 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs"])
+@pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs", "half_without_rewards"])
 def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
     """Tokens, masks, rewards, metrics and parameters: of GRPO; of the engine with dynamic sampling; of PPO with
-    adapters, minibatches and a KL in the reward; of online DPO by a judge."""
+    adapters, minibatches and a KL in the reward; of online DPO by a judge; with rewards of one process's rows alone."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
     if HAS_AVX512:
@@ -215,6 +215,8 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
         ("failure", "process 1 ended with KeyError: 'no such row'"),
         ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
+        ("failed rewards", "expected at most 25% of the completions without a reward; got 4 of 8"),
+        ("failed rewards of an evaluation", "expected at most 25% of the completions without a reward; got 10 of 12"),
         ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
     ],
 )

@@ -64,7 +64,7 @@ class Rewards:
       seconds: limit of a call, wall clock. Each function then runs in a process of its own, beside the others, and
         must be one that a new Python can import: see `smd_jax.tasks.reward_callers`. None: in this process, without
         a limit.
-      max_failed: share of the completions of a batch that may fail; more end the run.
+      max_failed: share of the completions of a batch, in all processes together, that may fail; more end the run.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -155,6 +155,19 @@ class Rewards:
           TooManyFailures: for more than `max_failed` of the completions.
           ValueError: arguments of different lengths; a function that asks for what is not there.
         """
+        graded = self.grade_part(prompts, completions, completion_ids, columns)
+        self.check_failures(graded, prompts)
+        return graded
+
+    def grade_part(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Graded:
+        """`grade` of a part of a batch, such as a process's own: all of a part may fail, and `check_failures` looks at
+        the whole batch."""
         shaped = [completion_of(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
         absent = {name: [None] * len(completions) for name in self._known}
         of_rollout = {"prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
@@ -177,8 +190,20 @@ class Rewards:
         ]
         rewards[[failure.row for failure in failures]] = np.nan
         graded = Graded(rewards, parts, tuple(failures))
-        self._report(graded, prompts)
+        self._warn(graded, prompts)
         return graded
+
+    def check_failures(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
+        """Raises TooManyFailures if more than `max_failed` of the completions of a whole batch have no reward."""
+        failed = int(np.isnan(graded.rewards).sum())
+        if failed > self.max_failed * len(graded.rewards):
+            kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
+            (function, kind), _ = kinds.most_common(1)[0]
+            first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
+            raise TooManyFailures(
+                f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
+                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompts[first.row])}"
+            )
 
     def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:
         """Every function's outcome of every row, each a list of one value or a failure."""
@@ -217,22 +242,13 @@ class Rewards:
         with np.errstate(over="ignore"):
             return np.sum(terms, axis=0).astype(np.float32)
 
-    def _report(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
-        """Warns of every kind of failure that is new, and raises if there are too many."""
+    def _warn(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
+        """Warns of every kind of failure that is new."""
         for failure in graded.failures:
             prompt = repr(prompts[failure.row])
             prompt = prompt if len(prompt) <= 80 else f"{prompt[:80]}…"
             told = f"{failure.described()}; its prompt is {prompt}{_form_of(failure, prompts[failure.row])}"
             self._say(failure.function, failure.kind, told)
-        failed = int(np.isnan(graded.rewards).sum())
-        if failed > self.max_failed * len(graded.rewards):
-            kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
-            (function, kind), _ = kinds.most_common(1)[0]
-            first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
-            raise TooManyFailures(
-                f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
-                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompts[first.row])}"
-            )
 
     def _say(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._said:

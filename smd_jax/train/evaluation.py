@@ -34,12 +34,13 @@ from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
 from smd_jax.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
+from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.grading import encode_rows, grade
+from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop import Loop
 from smd_jax.train.responder import sampler_copy
 from smd_jax.trajectory import Trajectory, check_finite
@@ -230,9 +231,13 @@ class Evaluator:
         return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
 
     @cached_property
-    def _own_reward(self) -> Rewards:
-        """The task's. One object for all batches, because it reports every kind of failure once."""
-        return Rewards((self.task.reward,), seconds=None)
+    def _grader(self) -> Rewards:
+        """One object for all batches, because it reports every kind of failure once."""
+        return self.rewards or Rewards((self.task.reward,), seconds=None)
+
+    def _rows(self, numbers: np.ndarray) -> list[Row]:
+        """The rows of a batch, of which the last is filled up with the first rows."""
+        return [self.task[int(number) % len(self.task)] for number in numbers]
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
         batches = list[_Batch]()
@@ -262,16 +267,21 @@ class Evaluator:
         part = self.place.feeders.part(len(numbers))
         own_kept = min(max(kept - part.start, 0), part.stop - part.start)
         if jax.process_count() == 1:
-            return self._run_own(params, decode, numbers, kept, first)
-        with all_or_none():
-            own = self._run_own(params, decode, numbers[part], own_kept, first)
-        return _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
+            batch = self._run_own(params, decode, numbers, kept, first)
+        else:
+            with all_or_none():
+                own = self._run_own(params, decode, numbers[part], own_kept, first)
+            batch = _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
+        rows = repeat_each(self._rows(numbers[:kept]), self.config.group_size)
+        graded = Graded(batch.rewards.reshape(-1), {}, batch.failures)
+        self._grader.check_failures(graded, [row["prompt"] for row in rows])
+        return batch
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
         """The prompts of a batch, the first one or a later, that this process feeds; of them the first `kept` count."""
         group_size = self.config.group_size
         mesh = self.place.own_mesh
-        rows = [self.task[int(number) % len(self.task)] for number in numbers]
+        rows = self._rows(numbers)
         prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
         with jax.set_mesh(mesh):
@@ -304,15 +314,16 @@ class Evaluator:
 
     def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:
         shape = (len(rows), self.config.group_size)
-        grader = self.rewards or self._own_reward
         if not rows:  # of a process whose prompts all fill the batch up: nothing to call a reward function for
-            return _Batch(np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool), [], drawn, seconds)
-        completions, graded = grade(grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
+            nothing = np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool)
+            return _Batch(*nothing, [], (), drawn, seconds)
+        completions, graded = grade_part(self._grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
         return _Batch(
             rewards=graded.rewards.reshape(shape),
             lengths=np.asarray(trajectory.lengths()).reshape(shape),
             clipped=~np.asarray(trajectory.terminated).reshape(shape),
             completions=np.array(completions, object).reshape(shape).tolist(),
+            failures=graded.failures,
             drawn=drawn,
             seconds=seconds,
         )
@@ -327,12 +338,14 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Fields as in `Evaluated`, of one batch; `drawn` tokens in `seconds`, those of filled-up rows included."""
+    """Fields as in `Evaluated` and `Graded`, of one batch; `drawn` tokens in `seconds`, those of filled-up rows
+    included."""
 
     rewards: np.ndarray
     lengths: np.ndarray
     clipped: np.ndarray
     completions: list[list[str]]
+    failures: tuple[Failure, ...]
     drawn: int
     seconds: float
 
@@ -342,6 +355,7 @@ class _Batch:
             "lengths": self.lengths.tolist(),
             "clipped": self.clipped.tolist(),
             "completions": self.completions,
+            "failures": [list(failure) for failure in self.failures],
             "drawn": self.drawn,
             "seconds": self.seconds,
         }
@@ -354,11 +368,17 @@ class _Batch:
         def whole(name: str, dtype: Any) -> np.ndarray:
             return np.array([row for part in parts for row in part[name]], dtype).reshape(shape)
 
+        failures = list[Failure]()
+        before = 0  # completions in the parts before
+        for part in parts:
+            failures += [Failure(before + row, *rest) for row, *rest in part["failures"]]
+            before += len(part["rewards"]) * shape[1]
         return cls(
             whole("rewards", np.float32),
             whole("lengths", int),
             whole("clipped", bool),
             completions=[texts for part in parts for texts in part["completions"]],
+            failures=tuple(failures),
             drawn=sum(part["drawn"] for part in parts),
             # They sample at the same time, and the slowest ends last.
             seconds=max(part["seconds"] for part in parts),

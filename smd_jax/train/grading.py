@@ -33,19 +33,17 @@ def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row],
     )
 
 
-def grade(
+def grade_part(
     rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
 ) -> tuple[list[str], Graded]:
-    """Texts of the completions and what the reward functions say of them; `rows[i]` belongs to completion i.
-
-    Raises:
-      TooManyFailures: more completions without a reward than `rewards` allows.
+    """Texts of a process's completions and what the reward functions say of them; `rows[i]` belongs to completion i.
+    How many may fail is a matter of the whole batch: `Rewards.check_failures`.
     """
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
     tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
     completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
     prompts = [row["prompt"] for row in rows]
-    return completions, rewards.grade(prompts, completions, completion_ids, batch_columns(rows))
+    return completions, rewards.grade_part(prompts, completions, completion_ids, batch_columns(rows))
 
 
 def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfig) -> list[str]:

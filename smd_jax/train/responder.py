@@ -31,7 +31,7 @@ from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import PromptBatch, Tokenizer, repeat_each, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.ahead import rows_on
-from smd_jax.train.grading import encode_rows, grade
+from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.sharing import Told, shared
 from smd_jax.trajectory import Trajectory, check_finite
@@ -112,16 +112,21 @@ class Responder:
 
         Args:
           draw: gives what `drawn` gave, now or before. rows: of all processes.
+
+        Raises:
+          TooManyFailures: more completions of all processes without a reward than `rewards` allows; in all of them.
         """
 
         def sample() -> tuple[Trajectory, Told]:
             own, took = draw()
             began = time.perf_counter()
             repeated = repeat_each(rows[self.place.feeders.part(len(rows))], group_size)
-            completions, graded = grade(rewards, self.tokenizer, repeated, own)
+            completions, graded = grade_part(rewards, self.tokenizer, repeated, own)
             return own, Told(completions, graded, took | {"time/grading": time.perf_counter() - began})
 
-        return shared(self.place.feeders, sample)
+        own, told = shared(self.place.feeders, sample)
+        rewards.check_failures(told.graded, [row["prompt"] for row in repeat_each(rows, group_size)])
+        return own, told
 
     def respond(
         self,
