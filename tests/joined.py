@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train import checkpoint, run
+from smd_jax.train import loop as loop_module
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
@@ -234,6 +236,9 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("prompts", lambda: check_prompts_divide(3, feeders(mesh()))),
         ("failed rewards", _without_rewards),
         ("failed rewards of an evaluation", _evaluates_without_rewards),
+        ("no room for checksums", lambda: _said_by_all(lambda: _saves_without_checksums(out.parent / "full"))),
+        ("unseen file", lambda: _said_by_all(lambda: _sees_fewer_files(out.parent / "unseen"))),
+        ("data that cannot be read", lambda: _said_by_all(lambda: _draws_without_rows(index))),
     ):
         try:
             body()
@@ -274,6 +279,36 @@ def _evaluates_without_rewards() -> None:
     few = Rewards((of_the_first_process,), seconds=None)
     config = EvaluationConfig((Decode("sampler", H2O()),), ROLLOUT, prompt_width=8, rows=12)
     Evaluator(MODEL, Words(), TOKENIZER, config, mesh(), rewards=few).run(params())
+
+
+def _said_by_all(body: Callable[[], None]) -> None:
+    try:
+        body()
+    except (OtherProcessError, RuntimeError, OSError) as error:
+        raise ValueError(" | ".join(processes.gather_texts(f"{type(error).__name__}: {error}"))) from error
+
+
+def _saves_without_checksums(place: Path) -> None:
+    full = mock.patch.object(checkpoint, "write_checksums", side_effect=OSError(28, "No space left on device"))
+    with full if processes.is_first() else nullcontext():
+        checkpoint.save(place, 1, shard_tree(params(), mesh()), data_position={}, config=1)
+
+
+def _sees_fewer_files(place: Path) -> None:
+    """The last process does not see a file of the newest checkpoint, which is whole."""
+    state = shard_tree(params(), mesh())
+    for step in (1, 2):
+        checkpoint.save(place, step, state, data_position={}, config=1)
+    hidden = mock.patch.object(checkpoint, "check_there", side_effect=ValueError("1 files are not there: state/d/1"))
+    with nullcontext() if processes.is_first() else hidden:
+        checkpoint.restore_newest(place, state, config=1)
+
+
+def _draws_without_rows(index: int) -> None:
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    failing = mock.patch.object(loop_module, "rows_of_step", side_effect=OSError("no answer from the network"))
+    with failing if index else nullcontext():
+        loop.step(init_state(shard_tree(params(), loop.mesh), loop.optimizer, jax.random.key(3)))
 
 
 def _fails_in_last(index: int) -> None:

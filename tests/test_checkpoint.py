@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -22,10 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from smd_jax.config import LinearRope, ModelConfig
 from smd_jax.sharding import make_mesh, shard_tree
-from smd_jax.train import checkpoint
+from smd_jax.train import checkpoint, checksums
 from smd_jax.train.checkpoint_folder import FORMAT, OtherFormatError
 from smd_jax.train.checksums import write_checksums
-from smd_jax.train.jsonable import config_differences, to_jsonable
+from smd_jax.train.disk import OS_ERROR
+from smd_jax.train.jsonable import to_jsonable
 from tests.bitwise import assert_bitwise_equal
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -296,6 +298,35 @@ def test_damage_to_any_file_is_named_and_the_older_one_is_there(tmp_path, damage
     assert checkpoint.restore(directory, initial_state(), config=CONFIG, step=3).step == 3
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), ValueError(f"{OS_ERROR}'13'")])
+def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
+    """The newest would be thrown away, and it may be whole."""
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+
+    def unreadable(folder: Path, items: Sequence[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "check_files", unreadable)
+    with pytest.raises(OSError, match=r"expected to read checkpoint 6 in .*; got .*It stays as it is"):
+        checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
+    monkeypatch.undo()
+    assert checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG).step == 6
+
+
+def test_a_look_at_settings_and_shapes_reads_no_arrays(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+    read = list[Path]()
+    crc = checksums._crc32
+    monkeypatch.setattr(checksums, "_crc32", lambda file: (read.append(file.relative_to(tmp_path / "3")), crc(file))[1])
+    checkpoint.check_config(tmp_path, CONFIG)
+    checkpoint.check_state(tmp_path, initial_state())
+    assert read and all(file.parts[0] == "meta" for file in read)
+    flip_one_bit(next(file for file in damageable_files(tmp_path / "3") if "meta" in file.parts))
+    with pytest.raises(checkpoint.DamagedCheckpointError, match="meta"):
+        checkpoint.check_config(tmp_path, CONFIG)
+
+
 def test_going_back_needs_the_later_ones_discarded(tmp_path):
     for step in (3, 6, 9):
         save(tmp_path, step, {"x": jnp.float32(step)})
@@ -529,52 +560,3 @@ def test_data_position_must_survive_json(tmp_path, position):
 def test_max_to_keep_below_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_to_keep must be at least 1; got 0"):
         save(tmp_path, 1, max_to_keep=0)
-
-
-def test_to_jsonable_by_hand():
-    @dataclass(frozen=True)
-    class Inner:
-        scale: float
-        path: Path
-
-    @dataclass(frozen=True)
-    class Outer:
-        inner: Inner | None
-        sizes: tuple[int, ...]
-        flag: bool
-
-    value = Outer(Inner(float("inf"), Path("a/b")), (1, 2), True)
-    expected = {
-        "_class": "Outer",
-        "inner": {"_class": "Inner", "scale": "inf", "path": "a/b"},
-        "sizes": [1, 2],
-        "flag": True,
-    }
-    assert to_jsonable(value) == expected
-    assert json.loads(json.dumps(expected, allow_nan=False)) == expected
-
-
-def test_to_jsonable_names_the_field_that_does_not_fit():
-    @dataclass(frozen=True)
-    class Bad:
-        rewards: dict[str, object]
-
-    with pytest.raises(TypeError, match=r"config.rewards.exact: expected None, bool.*; got builtin_function_or_method"):
-        to_jsonable(Bad({"exact": len}))
-    with pytest.raises(TypeError, match="config.rewards: expected string keys; got int 1"):
-        to_jsonable({"rewards": {1: 2.0}})
-
-
-def test_two_classes_with_equal_fields_differ():
-    @dataclass(frozen=True)
-    class Recent:
-        window: int = 4
-
-    @dataclass(frozen=True)
-    class Random:
-        window: int = 4
-
-    lines = config_differences(to_jsonable(Recent()), to_jsonable(Random()))
-    assert lines == ['_class: expected "Recent", got "Random"']
-    assert config_differences([], {}) == [": expected [], got {}"]
-    assert config_differences({"a": []}, {"a": []}) == []

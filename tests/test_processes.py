@@ -217,6 +217,14 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
         ("failed rewards", "expected at most 25% of the completions without a reward; got 4 of 8"),
         ("failed rewards of an evaluation", "expected at most 25% of the completions without a reward; got 10 of 12"),
+        ("no room for checksums", "OSError: checkpoint 1 in"),
+        (
+            "no room for checksums",
+            " | OtherProcessError: expected every process to go on; process 0 ended with OSError",
+        ),
+        ("unseen file", "OtherProcessError: expected every process to go on; process 1 ended with DamagedCheckpoint"),
+        ("unseen file", "checkpoint 2 in"),
+        ("data that cannot be read", "process 1 ended with OSError: no answer from the network | OSError: no answer"),
         ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
     ],
 )

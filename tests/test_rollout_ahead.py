@@ -10,10 +10,12 @@ import pytest
 
 from smd_jax.corrections.importance import TIS
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.objective import Objective
+from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.responder import Responder
 from smd_jax.train.rollout_ahead import Ahead, one_behind
 from smd_jax.train.run import RunConfig, train
@@ -65,6 +67,19 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
     assert abs(rows[0]["staleness/ratio_max"] - 1) < 1e-4
     assert all(row["staleness/ratio_max"] > 1.001 and row["staleness/kl"] > 0 for row in rows[1:])
+
+
+def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
+    """A run that goes on draws the rollout that was refused, and not one with newer parameters under its number."""
+    loop = toy_loop.own_loop(AHEAD)
+    state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
+    before = copied(state)
+    loop.settle()
+    strict = replace(toy_loop.own_loop(AHEAD), guard=MismatchGuard(1e-12))
+    with pytest.raises(RefusedRolloutError) as caught:
+        strict.step(state)
+    strict.settle()
+    assert_bitwise_equal(caught.value.state, before)
 
 
 def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatch):
@@ -126,7 +141,7 @@ def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypat
 
         return noted
 
-    monkeypatch.setattr(Rewards, "grade", noting(Rewards.grade, graded))
+    monkeypatch.setattr(Rewards, "grade_part", noting(Rewards.grade_part, graded))
     monkeypatch.setattr(Responder, "respond", noting(Responder.respond, drawn))
     loop = toy_loop.new_loop(AHEAD)
     state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
@@ -137,7 +152,7 @@ def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypat
 
     # In a process of its own a reward has a main thread there, and no need to wait for ours.
     finish = replace(loop, rewards=Rewards((length,), seconds=60.0))._ahead_of(state.params, state.key, 2)()
-    monkeypatch.setattr(Rewards, "grade", None)
+    monkeypatch.setattr(Rewards, "grade_part", None)
     assert finish().rewards.tolist() == [float(len(text)) for text in finish().completions]
 
 

@@ -65,6 +65,7 @@ from smd_jax.train.checkpoint_folder import OtherFormatError
 from smd_jax.train.checkpoint_leaves import OtherStateError
 from smd_jax.train.disk import check_export, stored_bytes, written
 from smd_jax.train.evaluation import every_evaluation
+from smd_jax.train.frozen_base import without_base
 from smd_jax.train.loop import Loop
 from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
@@ -142,8 +143,9 @@ def run(algorithm: str, args: Common) -> Outcome | None:
             check_progress(directory, args.run.resume, settings)
             check_config(directory, run_settings(args, ready.loop, files)[0])
     check_same_plan(ready.loop.config)
-    if is_first():
-        print_plan(args, ready)
+    with together(), all_or_none():
+        if is_first():
+            print_plan(args, ready)
     if args.run.dry_run:
         return None
     with ExitStack() as held:
@@ -157,8 +159,10 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     directory = args.run.output_dir
     with together(), all_or_none(), users_mistakes():
         state = first_state(args, ready)
+    saved = without_base(state)  # which all processes find out together
+    with together(), all_or_none(), users_mistakes():
         with troubles():
-            check_state(directory, state)
+            check_state(directory, saved)
         with written(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():
@@ -170,7 +174,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
         if is_first():
             summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     compared, noted = run_settings(args, loop, files)
-    with users_mistakes():
+    with together(), all_or_none(), users_mistakes():
         copies = loggers(args) if is_first() else []
     with together(), troubles():
         state = train(
@@ -185,11 +189,13 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             loggers=copies,
             label=algorithm,
         )
-    history = read_metrics(directory / "metrics.jsonl")
+    with together(), all_or_none():
+        history = read_metrics(directory / "metrics.jsonl")
     params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
-    if is_first():
-        with troubles():
+    with together(), all_or_none(), troubles():  # the others wait, and end as it ends
+        if is_first():
             export(args, ready, params, directory)
+    if is_first():
         try:
             with written(directory / "training.png"):
                 plot_training({algorithm: history}, directory / "training.png")

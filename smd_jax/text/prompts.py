@@ -7,7 +7,7 @@ response from column `width` on, whatever the length of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | dict[str, str] | None: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> object: ...
 
 

@@ -36,14 +36,16 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
+from smd_jax.processes import all_or_none, gather_json, is_first
 from smd_jax.train.checkpoint_folder import FORMAT, ITEMS, check_format, check_keys, check_not_emptied, check_ours
 from smd_jax.train.checkpoint_leaves import check_leaves, leaf_table, placed
-from smd_jax.train.checksums import check_files, write_checksums
-from smd_jax.train.disk import OS_ERROR, failure
+from smd_jax.train.checksums import check_files, check_there, write_checksums
+from smd_jax.train.disk import OS_ERROR, failure, is_trouble
 from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 
 # Where a checkpoint is moved before its files are deleted one by one: half a deletion must not look like a checkpoint.
 _GONE = "deleted"
+META = ("meta",)
 _Read = TypeVar("_Read")
 
 
@@ -123,8 +125,10 @@ class Writer:
             self._manager.save(step, args=items)
         self._writing = step, self._thread.submit(self._finish, self._manager, step)
         if jax.process_count() > 1:
-            # Beside it the processes wait for each other, which must not come between those of the next step.
-            self.wait()
+            # Beside it the processes wait for each other, which must not come between those of the next step. What
+            # fails in one of them, such as the list of checksums that the first one writes, ends all.
+            with all_or_none():
+                self.wait()
 
     def wait(self) -> None:
         """Waits until the last checkpoint is whole, and raises OSError, as `save`, if it could not be written."""
@@ -236,9 +240,15 @@ def restore(
         return _restored(directory, like, config, step, may_differ)
 
 
-def _restored(directory: str | Path, like: Any, config: object, step: int, may_differ: Sequence[str]) -> Restored:
-    """`restore`, of a checkpoint that is there; where it is damaged without a word on others."""
-    meta = _read_meta(directory, step)
+def _restored(
+    directory: str | Path, like: Any, config: object, step: int, may_differ: Sequence[str], checked: bool = False
+) -> Restored:
+    """`restore`, of a checkpoint that is there; where it is damaged without a word on others.
+
+    Args:
+      checked: its files are known to be as they were written.
+    """
+    meta = _read_meta(directory, step, () if checked else ITEMS)
     # Both before any array is read: they name the difference where orbax would fail on a shape.
     _check_config(meta["config"], to_jsonable(config), may_differ)
     check_leaves(meta["leaves"], leaf_table(like))
@@ -251,17 +261,40 @@ def _restored(directory: str | Path, like: Any, config: object, step: int, may_d
 
 def restore_newest(directory: str | Path, like: Any, *, config: object, may_differ: Sequence[str] = ()) -> Restored:
     """Reads the newest checkpoint that can be read; arguments and errors are those of `restore`. The later ones, which
-    are damaged, stay as they are, see `discard_after`.
+    are damaged, stay as they are, see `discard_after`. Of several processes all must call it, and all read the same.
 
     Raises:
       DamagedCheckpointError: none can be read.
+      OSError: the disk fails, which says nothing of what lies on it.
+      OtherProcessError: another process sees less of the checkpoint than the first.
     """
+    checked, before = (None, []) if jax.process_count() == 1 else _agreed_step(directory)
 
     def read(step: int) -> Restored:
-        return _restored(directory, like, config, step, may_differ)
+        return _restored(directory, like, config, step, may_differ, checked=step == checked)
 
-    restored, damaged = _newest_readable(directory, read)
-    return dataclasses.replace(restored, damaged=tuple(damaged))
+    restored, damaged = _newest_readable(directory, read, up_to=checked)
+    return dataclasses.replace(restored, damaged=(*before, *damaged))
+
+
+def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:
+    """The newest checkpoint whose files are as they were written, and a line on each later one. The first process reads
+    them all; the others take its word, because every host would read the checkpoints of all, and might come to another
+    step."""
+
+    def whole(step: int) -> int:
+        _read_meta(directory, step)
+        return step
+
+    found = None
+    with all_or_none():
+        if is_first():
+            found = _newest_readable(directory, whole)
+    step, damaged = gather_json(found)[0]
+    # A host may not have heard yet of files that others wrote.
+    with all_or_none(), _DamageNamed(directory, step):
+        check_there(_folder(directory, step))
+    return step, damaged
 
 
 def saved_config(directory: str | Path) -> Json:
@@ -270,7 +303,7 @@ def saved_config(directory: str | Path) -> Json:
     Raises:
       FileNotFoundError, OtherFormatError, DamagedCheckpointError: as `restore_newest`.
     """
-    return _newest_readable(directory, lambda step: _read_meta(directory, step))[0]["config"]
+    return _newest_readable(directory, lambda step: _read_meta(directory, step, META))[0]["config"]
 
 
 def restore_part(directory: str | Path, like: dict[str, Any], step: int | None = None) -> dict[str, Any]:
@@ -320,7 +353,7 @@ def check_state(directory: str | Path, like: Any) -> None:
     """Raises OtherStateError if the newest checkpoint, if there is one, is of other arrays than `like`: as
     `restore_newest` does, before any array is read. It waits for no other process."""
     if latest_step(directory) is not None:
-        meta, _ = _newest_readable(directory, lambda step: _read_meta(directory, step))
+        meta, _ = _newest_readable(directory, lambda step: _read_meta(directory, step, META))
         check_leaves(meta["leaves"], leaf_table(like))
 
 
@@ -377,11 +410,17 @@ def _existing_step(directory: str | Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tuple[_Read, list[str]]:
-    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors."""
+def _newest_readable(
+    directory: str | Path, read: Callable[[int], _Read], up_to: int | None = None
+) -> tuple[_Read, list[str]]:
+    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors.
+
+    Args:
+      up_to: the newest step to look at; None: the newest of all.
+    """
     damaged = list[str]()
-    last = _existing_step(directory, None)
-    for step in sorted(all_steps(directory), reverse=True):
+    last = _existing_step(directory, up_to)
+    for step in sorted((step for step in all_steps(directory) if step <= last), reverse=True):
         try:
             return read(step), damaged
         except DamagedCheckpointError as error:
@@ -391,12 +430,16 @@ def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tup
     )
 
 
-def _read_meta(directory: str | Path, step: int) -> dict[str, Any]:
-    """What lies beside the arrays of a checkpoint whose files are as they were written."""
+def _read_meta(directory: str | Path, step: int, check: Sequence[str] = ITEMS) -> dict[str, Any]:
+    """What lies beside the arrays of a checkpoint.
+
+    Args:
+      check: the items whose files must be as they were written, for which all of them are read.
+    """
     check_ours(_folder(directory, step), [_folder(directory, other) for other in all_steps(directory) if other != step])
     with _DamageNamed(directory, step):
         check_not_emptied(_folder(directory, step))
-        check_files(_folder(directory, step), ITEMS)
+        check_files(_folder(directory, step), check)
         # By each process for itself: where one fails, and never comes to read, nobody waits for it.
         with _reader(directory, alone=True) as manager:
             meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
@@ -411,7 +454,8 @@ def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> An
 
 
 class _DamageNamed:
-    """Whatever reading a damaged file raises becomes one error that says which checkpoint it is, and why."""
+    """Whatever reading a damaged file raises becomes one error that says which checkpoint it is, and why. Where the
+    disk fails, or a permission is missing, nothing is known of the file: an OSError says so."""
 
     def __init__(self, directory: str | Path, step: int) -> None:
         self.directory = directory
@@ -428,6 +472,11 @@ class _DamageNamed:
         if not isinstance(error, ValueError | KeyError | OSError) and kind is not Exception:
             return
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if error is not None and is_trouble(error):
+            raise OSError(
+                f"expected to read checkpoint {self.step} in {self.directory}; got {reason}. It stays as it is: try "
+                "again, or move it away to go on from an older one"
+            ) from error
         raise DamagedCheckpointError(f"checkpoint {self.step} in {self.directory} cannot be read: {reason}") from error
 
 
@@ -456,6 +505,9 @@ def _failure_named(directory: str | Path, step: int) -> Iterator[None]:
             raise
         for unfinished in Path(directory).glob(f"{step}.*tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, TimeoutError):
+            said = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
+            raise OSError(f"{said}{error}") from error
         there = all_steps(directory)
         kept = f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
         raise OSError(f"{failure(f'checkpoint {step} in {directory}', directory, error)}. {kept}") from error

@@ -23,16 +23,31 @@ def check_files(folder: Path, items: Sequence[str]) -> None:
 
     A run killed between the rename of the checkpoint and the list of its checksums leaves a whole one without: it
     passes.
+
+    Args:
+      items: folders whose files are read.
     """
-    file = folder / CHECKSUMS
-    if not file.is_file():
+    expected = {name: value for name, value in _listed(folder).items() if name.partition("/")[0] in items}
+    if not expected:
         return
-    expected = json.loads(file.read_text(encoding="utf-8"))
     found = _checksums(folder, items)
     damaged = [name for name in expected if expected[name] != found.get(name)]
     if damaged:
         lines = [f"{name} (CRC-32 expected {expected[name]}, got {found.get(name, 'no file')})" for name in damaged]
         raise ValueError(f"{len(lines)} of {len(expected)} files are damaged: {', '.join(lines)}")
+
+
+def check_there(folder: Path) -> None:
+    """Raises ValueError, which names every file of the list that is not to be seen; reads none of them."""
+    missing = [name for name in _listed(folder) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{len(missing)} files are not there: {', '.join(missing)}")
+
+
+def _listed(folder: Path) -> dict[str, int]:
+    """The list; empty where none was written."""
+    file = folder / CHECKSUMS
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _checksums(folder: Path, items: Sequence[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -88,10 +89,25 @@ def written(path: Path) -> Iterator[None]:
 def failure(what: str, place: str | Path, error: Exception) -> str:
     """One line on why something could not be written to the disk of `place`."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if code := re.search(rf"{OS_ERROR}'(\d+)'", str(error)):
-        reason = os.strerror(int(code[1]))
+    if code := _code_in(error):
+        reason = os.strerror(code)
     free = show_bytes(shutil.disk_usage(nearest(Path(place))).free)
     return f"{what} could not be written ({free} free on the disk): {reason}"
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether reading failed for a reason that has nothing to do with what a file holds: the disk, the network below
+    it, a permission, too many open files. A file that is not there is none of these."""
+    if isinstance(error, TimeoutError):
+        return True
+    code = error.errno if isinstance(error, OSError) else _code_in(error)
+    return code not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+
+def _code_in(error: BaseException) -> int | None:
+    """The system's code in what TensorStore says."""
+    found = re.search(rf"{OS_ERROR}'(\d+)'", str(error))
+    return int(found[1]) if found else None
 
 
 def nearest(path: Path) -> Path:

@@ -175,11 +175,15 @@ class GRPOLoop(PolicyLoop):
             return self.learn(state, samples)
         # Copied in the last step, too: a run that goes on behind it draws with them.
         now = copied(state.params)
+        before = int(state.step)
         # Python waits for threads before a process ends: a rollout that nobody asks for would hold it up.
         if follows():
-            following = int(state.step) // self.config.steps_per_rollout + 1
+            following = before // self.config.steps_per_rollout + 1
             self.ahead.begin(following, now, self._ahead_of(now, jnp.copy(state.key), following))
         state, metrics = self.learn(state, samples)
+        if int(state.step) == before:
+            # Refused: a resume draws this rollout once more, and with the parameters that drew it.
+            return state, metrics
         return state.replace(behind=now), metrics
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:

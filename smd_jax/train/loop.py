@@ -33,7 +33,7 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.process_rows import (
     check_prompts_divide,
 )
-from smd_jax.processes import is_first, on_host
+from smd_jax.processes import all_or_none, is_first, on_host
 from smd_jax.sampler.engine import Progress
 from smd_jax.sampler.static import Sampler
 from smd_jax.sharding import (
@@ -236,8 +236,10 @@ class Loop:
         if jax.process_count() > 1:
             # All processes send their rows, and one looks at them.
             samples = samples._replace(trajectory=jax.tree.map(on_host, samples.trajectory))
-        if is_first():
-            self.watch(index, samples._replace(advantages=self.known_advantages(samples)))
+        samples = samples._replace(advantages=self.known_advantages(samples))
+        with all_or_none():
+            if is_first():
+                self.watch(index, samples)
 
     @property
     def response_widths(self) -> tuple[int, ...]:
@@ -331,7 +333,8 @@ class Loop:
     def _drawing(self, params: Params, key: jax.Array, index: int) -> tuple[list[Row], Callable[[], Drawn]]:
         """The task's rows of a rollout, and what draws this process's part of the responses to them."""
         config = self.config
-        rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
+        with all_or_none():  # rows may be read from a network
+            rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
         own = self.responder.sampler_copy(self.policy_params(params))
         sizes = (config.policy, config.rollout, config.group_size)
         return rows, lambda: self.responder.drawn(own, rows, key, *sizes)

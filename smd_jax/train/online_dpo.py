@@ -26,7 +26,7 @@ from smd_jax.learner.step import check_sync
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
-from smd_jax.processes import gather_json, on_host
+from smd_jax.processes import all_or_none, gather_json, on_host
 from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
@@ -138,7 +138,8 @@ class OnlineDPOLoop(Loop):
             prompts = [row["prompt"] for row in samples.task_rows[::size]]
             # Every process asks about its own groups: a judge may be slow, and need not answer the same twice.
             own = self.responder.place.feeders.part(len(groups))
-            ranks = judged_ranks(self.judge, prompts[own], groups[own])
+            with all_or_none():
+                ranks = judged_ranks(self.judge, prompts[own], groups[own])
             of_all = self.responder.place.feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
             return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in of_all]))
         rewards = samples.rewards

@@ -143,9 +143,10 @@ def train(
         # What decides whether a rollout is refused.
         same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
         check_same(same | {"checkpoints": checkpoint.all_steps(directory / CHECKPOINTS)})
+    size = stored_bytes(without_base(state))  # which all processes find out together
     with all_or_none():  # before the first process writes anything there
         check_directory(directory, resume)
-        check_room(directory, stored_bytes(without_base(state)), run)
+        check_room(directory, size, run)
         _check_objective(run.objective, evaluates)
         check_progress(directory, resume, run)
     state = shard_tree(state, loop.mesh)
@@ -155,7 +156,7 @@ def train(
     start = done = int(state.step) // loop.config.steps_per_rollout
     # Rollouts that are in a checkpoint which is whole, and in one that may still be on its way to the disk.
     saved = begun = start
-    if resume and done > 0:
+    if resume and done > 0 and is_first():
         _say(f"goes on after {done} of {run.steps} rollouts" + _taken_again(directory, done))
     # Metrics of a rollout that is finished, until they are written: an evaluation follows, or the run has ended.
     unwritten: dict[str, float] | None = None
@@ -225,8 +226,8 @@ def train(
             # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
             for warning in journal.write_rollout(done, metrics, evaluated=is_due()):
                 print(warning, flush=True)
-        others.write(done - 1, metrics)
-        report(done, metrics)
+            others.write(done - 1, metrics)
+            report(done, metrics)
         now = standing(stop, journal, done)
         if run.keeps_best and now.is_best:
             save_best()
@@ -349,10 +350,14 @@ def _journal(
     directory: Path, start: int, *, resume: bool, objective: Objective | None, evaluates: bool
 ) -> Iterator[Journal | NoJournal]:
     """The journal, which the first process alone writes."""
-    if not is_first():
+    with all_or_none():
+        journal = (
+            Journal(directory, start, resume=resume, objective=objective, evaluates=evaluates) if is_first() else None
+        )
+    if journal is None:
         yield NoJournal()
         return
-    with Journal(directory, start, resume=resume, objective=objective, evaluates=evaluates) as journal:
+    with journal:
         yield journal
 
 
@@ -379,10 +384,10 @@ def check_config(directory: str | Path, config: object) -> None:
     checkpoint.check_config(directory / (CHECKPOINTS if has_newest else BEST), config)
 
 
-def check_state(directory: str | Path, state: TrainState) -> None:
-    """Raises OtherStateError if the run that lies there has saved another model or optimizer than that of `state`.
-    Before anything is written; arrays of checkpoints are not read."""
-    checkpoint.check_state(Path(directory) / CHECKPOINTS, without_base(state))
+def check_state(directory: str | Path, saved: TrainState) -> None:
+    """Raises OtherStateError if the run that lies there has saved another model or optimizer than that of `saved`, a
+    state as checkpoints hold it: `without_base`. Before anything is written; arrays of checkpoints are not read."""
+    checkpoint.check_state(Path(directory) / CHECKPOINTS, saved)
 
 
 def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
