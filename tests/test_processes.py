@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -30,6 +31,7 @@ from smd_jax.sharding import make_mesh
 from smd_jax.tasks.graded import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from smd_jax.train import checkpoint, sharing
+from smd_jax.train.machine import machine
 from smd_jax.trajectory import Trajectory
 from tests import joined
 
@@ -223,6 +225,8 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("other checkpoints", "process 1: checkpoints: expected [1, 2], got [1]"),
         ("other bound", "process 1: guard: expected 0.25, got 0.5"),
         ("other seed", "process 1: run.seed: expected 0, got 1"),
+        ("other evaluation", "process 1: evaluator.rows: expected 4, got 8"),
+        ("other held-out rows", "process 1: held-out prompts: expected 12, got 11"),
         ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
         ("failure", "process 1 ended with KeyError: 'no such row'"),
         ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
@@ -287,6 +291,21 @@ def test_differences_are_named():
         'more: expected "(absent)", got null',
     ]
     assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
+
+
+def test_versions_of_what_builds_the_rows_count(monkeypatch: pytest.MonkeyPatch):
+    builds = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
+    assert builds < processes.versions().keys()
+    version = metadata.version
+
+    def without_an_extra(name: str) -> str:
+        if name == "reasoning-gym":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_an_extra)
+    assert builds - processes.versions().keys() == {"reasoning-gym"}
+    assert machine(make_mesh()).keys() > processes.versions().keys()
 
 
 @pytest.mark.parametrize(

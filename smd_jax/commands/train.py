@@ -141,7 +141,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             check_progress(directory, args.run.resume, settings)
             check_config(directory, run_settings(args, ready.loop, files)[0])
-    check_same_plan(ready.loop.config)
+    check_same_plan(ready.loop.config, ready.evaluator)
     if is_first():
         print_plan(args, ready)
     if args.run.dry_run:
