@@ -19,7 +19,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "smd_jax")
+# What computes, and what builds the rows and prompts: every process makes those of the whole batch by itself.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "tokenizers", "smd_jax")
+# Of extras, which need not be installed.
+EXTRAS = ("datasets", "reasoning-gym")
 
 
 class OtherProcessError(RuntimeError):
@@ -119,8 +122,16 @@ def _taken_part(x: jax.Array | np.ndarray) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers of a run."""
-    return {name: metadata.version(name) for name in PACKAGES}
+    """Versions of what decides the numbers of a run; those of extras, where they are installed."""
+    return {name: metadata.version(name) for name in (*PACKAGES, *filter(_is_installed, EXTRAS))}
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def check_same(settings: Mapping[str, Any]) -> None:

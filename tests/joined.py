@@ -63,11 +63,14 @@ CONFIG = GRPOConfig(prompts_per_step=4, group_size=2, prompt_width=8, policy=H2O
 STEPS = 2
 
 
+@dataclasses.dataclass(frozen=True)
 class Words:
     """Prompts of several lengths."""
 
+    prompts: int = 12
+
     def __len__(self) -> int:
-        return 12
+        return self.prompts
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"prompt": "abcdefgh"[: 1 + index % 8], "number": index}
@@ -230,6 +233,8 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("other checkpoints", lambda: _trains_with_fewer_checkpoints(index, out)),
         ("other bound", lambda: _resumes_under(MismatchGuard(0.25 * (1 + index)), out)),
         ("other seed", lambda: processes.check_same({"run": {"seed": index, "steps": 4}})),
+        ("other evaluation", lambda: launch.check_same_plan(CONFIG, _evaluator(rows=4 * (1 + index)))),
+        ("other held-out rows", lambda: launch.check_same_plan(CONFIG, _evaluator(prompts=12 - index))),
         ("other version", lambda: _with_version(f"0.{index}.0")),
         ("failure", lambda: _fails_in_last(index)),
         ("mesh", lambda: make_mesh(1)),
@@ -245,6 +250,12 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         except (OtherProcessError, UserError, ValueError, KeyError, TooManyFailures) as error:
             said[f"refused: {name}"] = np.array(str(error))
     return said
+
+
+def _evaluator(rows: int = 4, prompts: int = 12) -> Evaluator:
+    """As one of a host with less memory would be."""
+    config = EvaluationConfig((Decode("h2o", H2O()),), ROLLOUT, CONFIG.prompt_width, rows=rows)
+    return Evaluator(MODEL, Words(prompts), TOKENIZER, config, mesh())
 
 
 def _with_version(version: str) -> None:

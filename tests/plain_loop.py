@@ -3,7 +3,7 @@
 As a program it takes steps when it is told to, so that a test can send it a signal in the middle of one:
 
     python -m tests.plain_loop DIRECTORY STEPS      prints "rollout N" at the begin of a step, which ends with a line of
-                                                    standard input
+                                                    standard input, and prints "end of rollout N"
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def main(directory: str, steps: str) -> None:
     def begins(number: int) -> None:
         print(f"rollout {number}", flush=True)
         sys.stdin.readline()
+        print(f"end of rollout {number}", flush=True)
 
     loop = PlainLoop(begins=begins)
     try:

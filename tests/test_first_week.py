@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import importlib.util
 import os
@@ -317,6 +318,30 @@ def test_two_processes_do_not_share_a_run(place: Path, tmp_path: Path, capsys: p
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert "expected no other process that trains in" in error_of(words(place, run), capsys)
     assert not (run / "config.yaml").exists()
+
+
+def flock_answers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    flock_answers(number, monkeypatch)
+    with only_process(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"got {os.strerror(number)}. Nothing keeps a second process from training there" in said
+
+
+def test_a_lock_that_fails_in_another_way_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flock_answers(errno.EIO, monkeypatch)
+    with pytest.raises(OSError, match=f"{LOCK} could not be written .*: .*error"), only_process(tmp_path / "run"):
+        pytest.fail("expected no run behind a disk that fails")
 
 
 def test_ctrl_c_before_the_run_has_begun(

@@ -8,8 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -25,8 +28,11 @@ from smd_jax.commands.train import kept_config
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.process_rows import Feeders, feeders, sampling_mesh
 from smd_jax.sharding import make_mesh
+from smd_jax.tasks.graded import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.train import checkpoint
+from smd_jax.train import checkpoint, sharing
+from smd_jax.train.machine import machine
+from smd_jax.trajectory import Trajectory
 from tests import joined
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +177,13 @@ def test_there_was_something_to_learn(found: dict[int, Found]):
     assert arrays["few_rows: metric 0 dynamic_sampling/rollouts"] == 2
 
 
+def test_every_rollout_of_a_step_gathers_the_weights(found: dict[int, Found]):
+    moved = "metric 0 rollout/weights_moved_bytes"
+    for run in found.values():
+        once, twice = run.arrays[f"grpo: {moved}"], run.arrays[f"few_rows: {moved}"]
+        assert twice == 2 * once > 0, "of one rollout, and of two that fill a batch"
+
+
 def test_the_command_gives_the_same_and_writes_once(found: dict[int, Found]):
     """One process took four steps; or two took the third, from what the one had saved, and one the fourth from that."""
     one, two = found[1].out, found[2].out
@@ -212,6 +225,8 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("other checkpoints", "process 1: checkpoints: expected [1, 2], got [1]"),
         ("other bound", "process 1: guard: expected 0.25, got 0.5"),
         ("other seed", "process 1: run.seed: expected 0, got 1"),
+        ("other evaluation", "process 1: evaluator.rows: expected 4, got 8"),
+        ("other held-out rows", "process 1: held-out prompts: expected 12, got 11"),
         ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
         ("failure", "process 1 ended with KeyError: 'no such row'"),
         ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
@@ -256,6 +271,18 @@ def test_one_process_talks_to_nobody():
     assert jax.process_count() == 1
 
 
+def test_a_step_takes_the_time_of_its_slowest_process(monkeypatch: pytest.MonkeyPatch):
+    took = {"time/rollout": 2.0, "time/grading": 0.5, "rollout/utilisation": 0.5}
+    other = {"time/rollout": 1.0, "time/grading": 1.5, "rollout/utilisation": 1.0}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharing, "all_or_none", nullcontext)
+    monkeypatch.setattr(sharing, "gather_json", lambda said: [said, said | {"took": other}])
+    graded = Graded(np.zeros(1, np.float32), {}, ())
+    sampled = mock.Mock(spec=Trajectory), sharing.Told(["text"], graded, took)
+    _, told = sharing.shared(Feeders(((0,), (1,)), own=0), lambda: sampled)
+    assert told.took == {"time/rollout": 2.0, "time/grading": 1.5, "rollout/utilisation": 0.75}
+
+
 def test_an_error_that_is_being_handled_is_none_of_the_body():
     try:
         raise KeyError("handled")
@@ -274,6 +301,21 @@ def test_differences_are_named():
         'more: expected "(absent)", got null',
     ]
     assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
+
+
+def test_versions_of_what_builds_the_rows_count(monkeypatch: pytest.MonkeyPatch):
+    builds = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
+    assert builds < processes.versions().keys()
+    version = metadata.version
+
+    def without_an_extra(name: str) -> str:
+        if name == "reasoning-gym":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_an_extra)
+    assert builds - processes.versions().keys() == {"reasoning-gym"}
+    assert machine(make_mesh()).keys() > processes.versions().keys()
 
 
 @pytest.mark.parametrize(

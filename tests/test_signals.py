@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,54 @@ def test_a_terminal_that_is_closed_stops_the_run_however_often_it_says_so(tmp_pa
         wait_for(process, "SIGHUP stopped the run after 1 of 5 rollouts")
         assert process.wait() == 129
     assert saved(tmp_path) == [1]
+
+
+# A process takes its terminal by itself: where subprocess would do it, after a fork, JAX's threads are gone.
+ON_A_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+runpy.run_module("tests.plain_loop", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_a_terminal_that_is_gone_takes_nothing_with_it(tmp_path: Path, first: signal.Signals | None):
+    """The panel, a line in the middle of a rollout and the last words all go to a terminal that takes them no more."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path), "1000"],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+        text=True,
+    )
+    os.close(theirs)
+    try:
+        read_up_to(ours, "rollout 0")
+        if first is not None:
+            process.send_signal(first)
+            read_up_to(ours, "SIGTERM: stops when")
+        os.close(ours)  # the system sends SIGHUP
+        # Rollouts end until the signal is heard.
+        while process.poll() is None:
+            with suppress(BrokenPipeError):
+                end_rollout(process)
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == (129 if first is None else 143)
+    done = len(rows(tmp_path))
+    assert 0 < done < 1000 and saved(tmp_path) == [done]
+    assert [row["step"] for row in rows(tmp_path)] == list(range(done))
+
+
+def read_up_to(terminal: int, text: str) -> None:
+    seen = b""
+    while text.encode() not in seen:
+        seen += os.read(terminal, 1024)
 
 
 def test_under_nohup_a_run_goes_on(tmp_path):

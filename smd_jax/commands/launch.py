@@ -13,6 +13,7 @@ from smd_jax import processes
 from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.processes import OtherProcessError
+from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.jsonable import to_jsonable
 from smd_jax.train.loop_config import LoopConfig
 
@@ -59,8 +60,11 @@ def check_told_the_same(algorithm: str, args: Common) -> None:
         )
 
 
-def check_same_plan(config: LoopConfig) -> None:
+def check_same_plan(config: LoopConfig, evaluator: Evaluator | None) -> None:
     """Refuses processes that made other plans of the same flags, such as with less memory; in all of them.
+
+    Args:
+      evaluator: what evaluates during the run; None: nothing does.
 
     Raises:
       UserError: names every difference.
@@ -68,7 +72,12 @@ def check_same_plan(config: LoopConfig) -> None:
     if jax.process_count() == 1:
         return
     with together():
-        processes.check_same({"loop": to_jsonable(config, "loop")})
+        # Rows at once and prompts say how many batches there are; in each of them processes wait for each other.
+        evaluates = None if evaluator is None else to_jsonable(evaluator.config, "evaluator")
+        held_out = 0 if evaluator is None else len(evaluator.task)
+        processes.check_same(
+            {"loop": to_jsonable(config, "loop"), "evaluator": evaluates, "held-out prompts": held_out}
+        )
 
 
 def check_shared(file: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
 from smd_jax.commands.arguments import Common
-from smd_jax.commands.errors import UserError
+from smd_jax.commands.errors import UserError, print_box
 from smd_jax.eviction.named import own_place
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.functions import is_file_name
@@ -24,6 +25,8 @@ PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eva
 FUNCTIONS = ("map_function", "reward")
 POLICIES = ("eviction", "eval_decode")
 LOCK = "process.lock"
+# What file systems without locks answer: Lustre mounted without `flock`, NFS without its lock daemon, others.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def from_the_root(args: Common) -> Common:
@@ -71,7 +74,8 @@ def policy_from_the_root(text: str) -> str:
 
 @contextmanager
 def only_process(directory: Path) -> Iterator[None]:
-    """Holds the directory of a run, until the process ends in whatever way.
+    """Holds the directory of a run, until the process ends in whatever way; where the file system has no locks, says so
+    and goes on.
 
     Raises:
       UserError: another process holds it.
@@ -83,11 +87,24 @@ def only_process(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("w")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"expected no other process that trains in {directory}; got one. Wait for it, or name another by "
-                "--output-dir"
-            ) from error
+        with written(directory / LOCK):
+            _lock(file, directory)
         yield
+
+
+def _lock(file: TextIO, directory: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"expected no other process that trains in {directory}; got one. Wait for it, or name another by "
+            "--output-dir"
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print_box(
+            "look at this",
+            f"expected a file system with locks at {directory}; got {error.strerror}. Nothing keeps a second process "
+            "from training there: see to it that none does",
+        )

@@ -142,14 +142,14 @@ def run(algorithm: str, args: Common) -> Outcome | None:
             # Before config.yaml is written: a refused resume must leave the run as it was.
             check_progress(directory, args.run.resume, settings)
             check_config(directory, run_settings(args, ready.loop, files)[0])
-    check_same_plan(ready.loop.config)
+    check_same_plan(ready.loop.config, ready.evaluator)
     with together(), all_or_none():
         if is_first():
             print_plan(args, ready)
     if args.run.dry_run:
         return None
     with ExitStack() as held:
-        with together(), all_or_none():
+        with together(), all_or_none(), troubles():
             held.enter_context(only_process(directory))
         return run_prepared(algorithm, args, settings, ready, files)
 

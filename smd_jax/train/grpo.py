@@ -25,7 +25,7 @@ from smd_jax.processes import on_host
 from smd_jax.sharding import shard_batch
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.train.rollout_ahead import Ahead, copied
-from smd_jax.train.samples import Samples
+from smd_jax.train.samples import ROLLOUTS, Samples
 from smd_jax.trajectory import Trajectory
 
 Estimator = Literal["group_relative", "leave_one_out"]
@@ -274,7 +274,7 @@ def fullest(rollouts: list[Samples], group_size: int, groups: int) -> Samples:
         task_rows=[every_row[i] for i in rows],
         completions=[every_completion[i] for i in rows],
         counted_rows=np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]),
-        metrics=metrics | {"dynamic_sampling/rollouts": jnp.float32(len(rollouts))},
+        metrics=metrics | {ROLLOUTS: jnp.float32(len(rollouts))},
         reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
     )
 

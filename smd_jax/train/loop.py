@@ -61,7 +61,7 @@ from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import order_of_pass
 from smd_jax.train.refused import never_finite, not_one_policy
 from smd_jax.train.responder import Drawn, Responder
-from smd_jax.train.samples import Samples
+from smd_jax.train.samples import ROLLOUTS, Samples
 from smd_jax.train.widths import response_widths, shortened
 from smd_jax.trajectory import Trajectory
 
@@ -165,7 +165,8 @@ class Loop:
         # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
-        host["rollout/weights_moved_bytes"] = self._weights_moved(state.params)
+        # Every rollout gathers them anew, those too that fill up a batch.
+        host["rollout/weights_moved_bytes"] = self._weights_moved(state.params) * host.get(ROLLOUTS, 1.0)
         # Where an update packs its rows it knows better.
         host.setdefault("update/padding", 1.0 - int(tokens) / samples.trajectory.valid.size)
         host |= {"time/update": ended - collected, "step_time": ended - started}
@@ -188,7 +189,7 @@ class Loop:
 
     @cached_property
     def _known_moves(self) -> dict[str, float]:
-        """Counted once: every step moves as much."""
+        """Counted once: every rollout moves as much."""
         return {}
 
     @property

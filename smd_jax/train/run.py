@@ -326,7 +326,7 @@ def _start(
     # The run will save these steps again, and never behind them.
     checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
     _say_differences("with another setting", restored.noted, noted)
-    _say_differences("elsewhere, which may change rounding", restored.machine, here)
+    _say_differences("elsewhere, which may change rounding or rows", restored.machine, here)
     metrics = restored.data_position.get(UNEVALUATED)
     # The evaluation was made, if its row is there: in the eyes of the first process, so that all make it or none.
     if not isinstance(metrics, dict) or gather_json(_rows(directory))[0] >= restored.data_position["rollouts"]:

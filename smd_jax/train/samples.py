@@ -11,6 +11,9 @@ import numpy as np
 from smd_jax.tasks.task import Row
 from smd_jax.trajectory import Trajectory
 
+# In `Samples.metrics`: rollouts that they come from, where there may be several.
+ROLLOUTS = "dynamic_sampling/rollouts"
+
 
 class Samples(NamedTuple):
     """One rollout and what the task said of it, on the host; the completions of a prompt are contiguous.

@@ -23,7 +23,8 @@ class Told(NamedTuple):
 
     Attributes:
       completions: their texts. graded: their rewards.
-      took: numbers about how they were sampled, of which all processes' mean is told.
+      took: numbers about how they were sampled. Of times, named `time/…`, the longest of all processes is told, for
+        which the others wait; of the rest the mean.
     """
 
     completions: list[str]
@@ -64,5 +65,9 @@ def _told(said: list[dict[str, Any]]) -> Told:
         {name: np.array([x for part in said for x in part["parts"][name]], np.float32) for name in said[0]["parts"]},
         tuple(failures),
     )
-    took = {name: float(np.mean([part["took"][name] for part in said])) for name in said[0]["took"]}
+    took = {name: _of_all(name, [part["took"][name] for part in said]) for name in said[0]["took"]}
     return Told([text for part in said for text in part["completions"]], graded, took)
+
+
+def _of_all(name: str, numbers: list[float]) -> float:
+    return max(numbers) if name.startswith("time/") else float(np.mean(numbers))

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STDOUT, STDERR = 1, 2
 
 
 class RunStoppedError(RuntimeError):
@@ -56,13 +57,15 @@ class StopSignals:
         self._listens = threading.current_thread() is threading.main_thread()
         if not self._listens:
             return self
+        # Asked now: of a terminal that is closed the system says that it is none.
+        self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
         self._read, self._write = os.pipe()
         # Python writes to it inside of a signal's handler, which must never wait.
         os.set_blocking(self._write, False)
         self._descriptor = signal.set_wakeup_fd(self._write)
-        # A handler that does nothing: without one Python would not write the number either.
+        # Handlers that do next to nothing: without one Python would not write the number either.
         heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, _nothing) for number in heard}
+        self._handlers = {number: signal.signal(number, self._heard) for number in heard}
         self._thread = threading.Thread(target=self._answer, name="stop signals", daemon=True)
         self._thread.start()
         return self
@@ -85,22 +88,34 @@ class StopSignals:
             for number in numbers:
                 if number not in SIGNALS:
                     continue
-                if self.received is not None:
-                    if number == signal.SIGHUP:
-                        continue
+                if number == signal.SIGHUP:
+                    self._leave_terminal()
+                if self.received is None:
+                    self.received = signal.Signals(number)
+                    _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
+                elif number != signal.SIGHUP:
                     self._end(number)
-                self.received = signal.Signals(number)
-                _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            # The thread does it, too; but this thread may be about to print before that one has its turn.
+            self._leave_terminal()
+
+    def _leave_terminal(self) -> None:
+        """What is printed from now on goes nowhere. Every write to a terminal that is closed fails (EIO), and a line of
+        progress would end the rollout that is still to be saved."""
+        if not self._terminals:
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
     def _end(self, number: int) -> None:
         # A progress bar hides the cursor, and nobody else will bring it back.
         _say("\x1b[?25hended without saving" if sys.stderr.isatty() else "ended without saving")
         # The main thread may be deep inside a compiled program: nothing that asks it to leave would be at once.
         os._exit(128 + number)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    pass
 
 
 def _say(line: str) -> None:
