@@ -172,6 +172,7 @@ class RunArgs:
     resume_if_there: bool = False  # go on where output_dir has a run, else begin one: for jobs that are started again
     seed: int = 0  # of prompts, completions, adapters and gates
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
+    wandb_project: str | None = None  # None: what the variable WANDB_PROJECT says, or else smd_jax
     wandb_mode: Literal["online", "offline"] = "online"  # offline: keep what is to be sent in the output directory
     completions_steps: int = 20  # rollouts between two files of completions and masks; 0: none
     print_completions: int = 0  # completions that are shown each time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import read_config
+from smd_jax.monitor.tensorboard import check_tensorboard
+from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.text.prompts import pad_token_id
@@ -77,6 +80,7 @@ def prepare(args: Common) -> Prepared:
       UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
     """
     check_platform(args.device.platform)
+    check_loggers(args.run.report_to)
     directory = model_directory(args.model.model)
     config = read_config(directory, compute_dtype(args.model.dtype))
     tokenizer = load_tokenizer(directory, args.model.tokenizer)
@@ -147,6 +151,14 @@ def check_platform(wanted: str) -> None:
             f"expected JAX to run on {wanted!r}, as --platform says; got {found!r} with {jax.devices()}. Is "
             f"smd_jax[{'cuda' if wanted == 'gpu' else wanted}] installed, and JAX_PLATFORMS unset?"
         )
+
+
+def check_loggers(report_to: Sequence[str]) -> None:
+    """Raises MissingExtraError for a logger whose package is not installed. Loggers are made when weights are there."""
+    if "tensorboard" in report_to:
+        check_tensorboard()
+    if "wandb" in report_to:
+        check_wandb()
 
 
 def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tuple[int, ...]) -> Loop:

@@ -171,7 +171,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     compared, noted = run_settings(args, loop, files)
     with users_mistakes():
-        copies = loggers(args) if is_first() else []
+        copies = loggers(algorithm, args) if is_first() else []
     with together(), troubles():
         state = train(
             loop,
@@ -338,14 +338,23 @@ def watched(args: Common, ready: Prepared) -> Loop:
     return replace(loop, watch=log, watch_every=args.run.completions_steps)
 
 
-def loggers(args: Common) -> list[Logger]:
+def loggers(algorithm: str, args: Common) -> list[Logger]:
     """Where metrics go beside metrics.jsonl."""
     found = list[Logger]()
     if "tensorboard" in args.run.report_to:
         found.append(TensorBoardLogger(args.run.output_dir))
     if "wandb" in args.run.report_to:
-        name = args.run.output_dir.name
-        found.append(WandbLogger(args.run.output_dir, name=name, mode=args.run.wandb_mode, resume=args.run.resume))
+        run = args.run
+        config = config_file.options(algorithm, args)
+        logger = WandbLogger(
+            run.output_dir,
+            run.wandb_project,
+            name=run.output_dir.name,
+            config=config,
+            mode=run.wandb_mode,
+            resume=run.resume,
+        )
+        found.append(logger)
     return found
 
 
