@@ -31,7 +31,7 @@ from smd_jax.commands.model_source import (
     shown_tokens,
 )
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import parameters_of, rewards_of
+from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.gate import EVICTION_GATE
@@ -163,6 +163,11 @@ def make_evaluator(
     """The evaluator, and a line on the prompts that were dropped."""
     told = parameters_of("--chat-template-kwargs", args.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
+    if args.split is None and not holds_back(args.task):
+        raise UserError(
+            f"expected --split with --task {args.task}, which does not say which rows it holds back; got none. A file "
+            "has the one split train"
+        )
     choice = TaskChoice(
         args.task,
         args.source,
