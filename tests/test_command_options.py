@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
+import json
 import sys
 import types
 from pathlib import Path
@@ -11,8 +13,16 @@ from typing import Any
 import pytest
 
 from smd_jax.commands.command_line import parse
+from smd_jax.commands.evaluate import Args, make_evaluator
+from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import loggers
-from smd_jax.testing import tiny_model_config, write_random_checkpoint
+from smd_jax.eviction.wrappers import Pyramid
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.weights import read_config
+from smd_jax.tasks.rewards import RewardWarning
+from smd_jax.tasks.task import Task
+from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
 
 SUMS = ["--dataset", "reasoning_gym:chain_sum", "--dataset-size", "20"]
@@ -67,3 +77,69 @@ def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypa
     config = began[-1]["config"]
     assert (config["algorithm"], config["learning_rate"], config["budget"]) == ("grpo", None, 512)
     assert config["output_dir"] == str(tmp_path / "mine")
+
+
+# --- smd-eval, as a run has it
+
+
+def prompts_of(task: Task | None) -> list[Any]:
+    assert task is not None
+    return [task[index]["prompt"] for index in range(len(task))]
+
+
+def test_an_evaluation_is_the_one_of_the_run(model: Path, tmp_path: Path):
+    """Same rows, same rollout, same eviction policy: nothing else reproduces the policy that was trained."""
+    task, size = ["reasoning_gym:chain_sum", "--dataset-size", "20"], ["--prefill-chunk", "16", "--pyramid"]
+    words = ["grpo", "--model", str(model), "--dataset", *task, *size, "--output-dir", str(tmp_path / "run")]
+    words += ["--seed", "3", "--max-completion-length", "6", "--min-completion-length", "2", "--eviction", "h2o"]
+    words += ["--budget", "16", "--buffer", "4", "--eval-steps", "1", "--eval-rows", "5", "--reward-timeout", "None"]
+    _, run = parse(words)
+    during = prepare(run).evaluator
+    assert during is not None
+    args = Args(
+        str(model),
+        task[0],
+        task_size=20,
+        task_seed=3,
+        rows=5,
+        reward_timeout=None,
+        decode="h2o:16+4",
+        pyramid=True,
+        prefill_chunk=16,
+        max_completion_length=6,
+        min_completion_length=2,
+    )
+    decoder = Decoder(read_config(model, "float32"))
+    after, _ = make_evaluator(args, decoder, byte_tokenizer(), None, (258,))
+    assert prompts_of(after.task) == prompts_of(during.task)
+    (decode,), trained = after.config.decodes, during.config.decodes[0]
+    assert isinstance(decode.policy, Pyramid) and decode.policy == trained.policy
+    # A single token that ends a response is kept as itself there, and as one of one here.
+    after_all = dataclasses.replace(decode.rollout(after.config.rollout), eos_token_id=258)
+    assert after_all == trained.rollout(during.config.rollout)
+    other, _ = make_evaluator(dataclasses.replace(args, task_seed=4), decoder, byte_tokenizer(), None, (258,))
+    assert prompts_of(other.task) != prompts_of(during.task)
+
+
+def test_rewards_of_an_evaluation_have_weights_and_limits(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+def one(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def fails_on_some(prompts, **columns):
+    if len(prompts) > 1 or "7" in prompts[0]:
+        raise RuntimeError("no sevens")
+    return [1.0]
+""")
+    words = ["--model", str(model), "--task", "reasoning_gym:chain_sum", "--rows", "6", "--json"]
+    words += ["--max-completion-length", "3", "--reward-timeout", "None", "--reward", f"{file}:one"]
+    smd_eval([*words, "overlong", "--overlong-cache", "3", "--reward-weights", "2", "0.5"])
+    # A completion of three tokens is at the limit, where `overlong` is -1, a shorter one between.
+    assert 1.5 <= json.loads(capsys.readouterr().out)["reward"] < 2.0
+    words = [*words, f"{file}:fails_on_some"]
+    with pytest.warns(RewardWarning):
+        assert "no sevens" in error_of([*words, "--max-failed-rewards", "0"], capsys, smd_eval)
