@@ -114,7 +114,7 @@ class LossArgs:
 
     correction: CorrectionName = "shadow"  # shadow: replay what the sampler saw; the others correct a dense learner
     dense_share: float = 0.0  # of the policy loss, for a dense TIS learner; the shadow masks' learner has the rest
-    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, with shadow masks; see docs/algorithms.md
+    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, where shadow masks hide any key, else none
     distill_coef: float = 0.1  # weight of the distillation in the loss
     distill_fraction: float = 1.0  # share of the rows that the teacher reads
     loss_type: LossName = "grpo"  # with its paper's weighting of tokens and bounds

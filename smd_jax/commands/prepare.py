@@ -20,7 +20,7 @@ from smd_jax.commands.choices import (
 )
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
-from smd_jax.commands.limits import check_context, check_devices
+from smd_jax.commands.limits import check_context, check_devices, evicts_keys
 from smd_jax.commands.model_source import check_template_kwargs, end_token_ids, load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -177,6 +177,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
+    completions = args.sampler.num_generations
+    evicts = evicts_keys(policy, shared["rollout"], model.shape.num_layers, data.width)
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
     match args:
@@ -185,7 +187,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
+                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
                 rollouts_ahead=args.ahead.rollouts_ahead,
@@ -196,14 +198,14 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
+                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
                 advantages="leave_one_out",
                 scale_rewards="none",
                 rollouts_ahead=args.ahead.rollouts_ahead,
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
-            update = update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations)
+            update = update_config(args.loss, args.reference, policy, device, completions, evicts)
             config = PPOConfig(
                 **shared,
                 minibatches=args.loss.minibatches,

@@ -262,6 +262,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
     kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
     print(f"eviction policy: {policy}{kept}")
+    if isinstance(ready.loop, PolicyLoop):
+        print(f"teacher: {teacher(ready.loop)}")
     ends = sizes.eos_token_id
     if ends is not None:
         print(f"a completion ends with: {shown_tokens(ready.tokenizer, ends if isinstance(ends, tuple) else (ends,))}")
@@ -283,6 +285,15 @@ def print_plan(args: Common, ready: Prepared) -> None:
         length = prompt_length(row, ready.tokenizer)
         text = visible(prompt_text(row, ready.tokenizer))
         print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
+
+
+def teacher(loop: PolicyLoop) -> str:
+    """The second track in words."""
+    distill = loop.config.update.distill
+    if distill is None:
+        return "none"
+    rows = "" if distill.fraction == 1 else f", on {distill.fraction:g} of the rows"
+    return f"{distill.direction}, with a weight of {distill.coef} in the loss{rows}"
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:
