@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.evaluate import Args, make_evaluator
 from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.export import main as export
 from smd_jax.commands.prepare import prepare
-from smd_jax.commands.train import loggers
+from smd_jax.commands.train import loggers, main
 from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config
@@ -24,6 +26,7 @@ from smd_jax.tasks.rewards import RewardWarning
 from smd_jax.tasks.task import Task
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
+from tests.hub_files import write_lines
 
 SUMS = ["--dataset", "reasoning_gym:chain_sum", "--dataset-size", "20"]
 
@@ -77,6 +80,32 @@ def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypa
     config = began[-1]["config"]
     assert (config["algorithm"], config["learning_rate"], config["budget"]) == ("grpo", None, 512)
     assert config["output_dir"] == str(tmp_path / "mine")
+
+
+# --- prompts
+
+
+def test_prompts_without_the_chat_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tokenizer = byte_tokenizer()  # with a template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "ab"}])
+    words = ["--model", str(model), "--max-completion-length", "4", "--reward", "format", "--reward-timeout", "None"]
+    words += ["--tokenizer", str(tmp_path / "tokenizer")]
+    train = ["grpo", *words, "--dataset", str(rows), "--num-prompts", "1", "--num-generations", "2", "--max-steps", "1"]
+    train += ["--budget", "12", "--buffer", "4", "--eviction", "h2o", "--output-dir", str(tmp_path / "run")]
+    main([*train, "--dry-run"])
+    assert "user" in capsys.readouterr().out.partition("--- prompt 0")[2]
+    main([*train, "--dry-run", "--chat-template", "none"])
+    assert "--- prompt 0, 2 of 2 tokens:\nab\n" in capsys.readouterr().out
+    said = error_of([*train, "--chat-template", "none", "--system-prompt", "Be kind."], capsys)
+    assert "expected a plain string, because the tokenizer has no chat template" in said
+    main([*train, "--chat-template", "none"])
+    export([str(tmp_path / "run"), "--out", str(tmp_path / "again")])
+    for folder in (tmp_path / "run" / "model", tmp_path / "again"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    capsys.readouterr()
+    smd_eval([*words, "--task", str(rows), "--split", "train", "--chat-template", "none"])
+    assert "the longest has 2 tokens" in capsys.readouterr().err
 
 
 # --- smd-eval, as a run has it

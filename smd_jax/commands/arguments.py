@@ -15,6 +15,7 @@ CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
 ]
 AttentionName = Literal["auto", "portable"]
+TemplateName = Literal["auto", "none"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
@@ -48,6 +49,7 @@ class DataArgs:
     dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
     prompt_column: str | None = None  # text or chat messages; None: "prompt"
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    chat_template: TemplateName = "auto"  # none: prompts are text, taken as it is; auto: a template is used if there
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     max_prompt_length: int | None = None  # tokens; None: those of the longest prompt

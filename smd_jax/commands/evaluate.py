@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from smd_jax.commands.arguments import AttentionName, RewardArgs
+from smd_jax.commands.arguments import AttentionName, RewardArgs, TemplateName
 from smd_jax.commands.choices import decoder, way_of_decoding
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
@@ -70,6 +70,7 @@ class Args:
     task_seed: int = 0  # of a procedural task's rows, as --eval-seed of smd-train, or its --seed
     prompt_column: str | None = None  # text or chat messages; None: "prompt"
     system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    chat_template: TemplateName = "auto"  # none: prompts are text, taken as it is; auto: a template is used if there
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     rows: int = 256  # prompts, at most
@@ -120,7 +121,7 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_platform(args.platform)
         directory = model_directory(args.model)
-        tokenizer = load_tokenizer(directory, args.tokenizer)
+        tokenizer = load_tokenizer(directory, args.tokenizer, args.chat_template)
         model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
         ends = end_token_ids(directory, tokenizer, args.eos_token)

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
+from smd_jax.commands.arguments import TemplateName
 from smd_jax.commands.errors import UserError
 from smd_jax.text.prompts import eos_token_id
 from smd_jax.text.visible_text import visible
@@ -62,12 +63,13 @@ def local_directory(name: str, flag: str, files: list[str]) -> Path:
         ) from error
 
 
-def load_tokenizer(model: Path, name: str | None = None) -> Any:
+def load_tokenizer(model: Path, name: str | None = None, template: TemplateName = "auto") -> Any:
     """The tokenizer of a model; without a padding token it pads with the one that ends a text.
 
     Args:
       model: its directory.
       name: a directory or an id on the Hub that has the tokenizer; None: the model's directory.
+      template: "none" takes its chat template from it, so that prompts are taken as they are, which must be text.
 
     Raises:
       UserError: no tokenizer there.
@@ -88,6 +90,8 @@ def load_tokenizer(model: Path, name: str | None = None) -> Any:
     if tokenizer.pad_token is None:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.
         tokenizer.pad_token = tokenizer.eos_token
+    if template == "none":
+        tokenizer.chat_template = None
     return tokenizer
 
 

@@ -83,7 +83,7 @@ def prepare(args: Common) -> Prepared:
     check_loggers(args.run.report_to)
     directory = model_directory(args.model.model)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory, args.model.tokenizer)
+    tokenizer = load_tokenizer(directory, args.model.tokenizer, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
