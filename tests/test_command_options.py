@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from smd_jax.commands.command_line import parse
@@ -80,6 +81,39 @@ def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypa
     config = began[-1]["config"]
     assert (config["algorithm"], config["learning_rate"], config["budget"]) == ("grpo", None, 512)
     assert config["output_dir"] == str(tmp_path / "mine")
+
+
+# --- models and tokenizers of the Hub
+
+
+def test_a_revision_is_what_the_hub_is_asked_for(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, str | None]] = []
+
+    def fetched(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        if revision == "gone":
+            raise LocalEntryNotFoundError("no such revision")
+        return str(model)
+
+    monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", fetched)
+    words = ["--model", "owner/name", "--model-revision", "v1", "--tokenizer", "owner/tokens"]
+    words += ["--tokenizer-revision", "abc123"]
+    train = ["grpo", *words, *SUMS, "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    main(train)
+    assert asked == [("owner/name", "v1"), ("owner/tokens", "abc123")]
+    evaluate = ["--task", "reasoning_gym:chain_sum", "--rows", "1", "--max-completion-length", "2"]
+    smd_eval([*words, *evaluate, "--reward-timeout", "None"])
+    assert asked[2:] == asked[:2]
+    said = error_of([*train, "--model-revision", "gone"], capsys)
+    assert "does not give a model of that name at --model-revision gone: no such revision" in said
+    said = error_of([*train, "--model", str(model)], capsys)
+    assert "expected no --model-revision with --model" in said and "a directory here; got 'v1'" in said
+    alone = ["grpo", "--model", "owner/name", *SUMS, "--tokenizer-revision", "v1"]
+    assert "expected --tokenizer, an id on the Hub, with --tokenizer-revision; got 'v1' alone" in error_of(
+        alone, capsys
+    )
 
 
 # --- prompts

@@ -322,7 +322,7 @@ def test_two_processes_do_not_share_a_run(place: Path, tmp_path: Path, capsys: p
 def test_ctrl_c_before_the_run_has_begun(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def interrupted(path: Path) -> None:
+    def interrupted(name: str, revision: str | None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("smd_jax.commands.prepare.model_directory", interrupted)

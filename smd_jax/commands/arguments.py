@@ -26,7 +26,9 @@ class ModelArgs:
     """The model, how its numbers are stored, and what of it is trained."""
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    model_revision: str | None = None  # branch, tag or commit of a model on the Hub; None: its main branch
     tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own
+    tokenizer_revision: str | None = None  # the same of --tokenizer
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again

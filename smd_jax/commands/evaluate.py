@@ -61,7 +61,9 @@ class Args:
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
     task: str  # as --dataset of smd-train: gsm8k, reasoning_gym:NAME, …
+    model_revision: str | None = None  # branch, tag or commit of a model on the Hub; None: its main branch
     tokenizer: str | None = None  # a directory, or an id on the Hub; by default the model's own
+    tokenizer_revision: str | None = None  # the same of --tokenizer
     source: str | None = None  # with a ready task: rows from elsewhere in its layout, a Hub id, file or folder
     config: str | None = None  # which of several configurations (subsets)
     split: str | None = None  # by default the rows that the task holds back
@@ -120,8 +122,8 @@ def run(args: Args) -> list[Evaluated]:
     keep_programs()
     with users_mistakes():
         check_platform(args.platform)
-        directory = model_directory(args.model)
-        tokenizer = load_tokenizer(directory, args.tokenizer, args.chat_template)
+        directory = model_directory(args.model, args.model_revision)
+        tokenizer = load_tokenizer(directory, args.tokenizer, args.tokenizer_revision, args.chat_template)
         model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
         ends = end_token_ids(directory, tokenizer, args.eos_token)

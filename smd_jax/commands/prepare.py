@@ -81,9 +81,10 @@ def prepare(args: Common) -> Prepared:
     """
     check_platform(args.device.platform)
     check_loggers(args.run.report_to)
-    directory = model_directory(args.model.model)
+    named = args.model
+    directory = model_directory(named.model, named.model_revision)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory, args.model.tokenizer, args.data.chat_template)
+    tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)

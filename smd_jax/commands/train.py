@@ -403,6 +403,6 @@ def export(args: Common, ready: Prepared, params: Params, directory: Path) -> No
         dtype=args.run.export_dtype,
         tokenizer_from=ready.directory,
         # Read again: that of the run may have been left without its chat template.
-        tokenizer=None if name is None else load_tokenizer(ready.directory, name),
+        tokenizer=None if name is None else load_tokenizer(ready.directory, name, args.model.tokenizer_revision),
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")
