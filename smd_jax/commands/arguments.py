@@ -50,7 +50,9 @@ class DataArgs:
     dataset_size: int = 10_000  # rows of a procedural dataset
     dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
     prompt_column: str | None = None  # text or chat messages; None: "prompt"
-    system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    # In front of every prompt, for models with a chat template. It makes chat messages of text prompts, and so of the
+    # completions that rewards get: smd.tasks.completion_text takes either
+    system_prompt: str | None = None
     chat_template: TemplateName = "auto"  # none: prompts are text, taken as it is; auto: a template is used if there
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
