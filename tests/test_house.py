@@ -44,8 +44,8 @@ NEVER_REACHES = {
 }
 
 # Catch-all arguments that somebody else's signature asks for: a task's `reward(prompts, completions, **columns)`, which
-# users know from TRL, and the listeners of jax.monitoring.
-GIVEN_SIGNATURES = {"**columns", "**tags"}
+# users know from TRL, the listeners of jax.monitoring, and what transformers' tokenizers tell a chat template.
+GIVEN_SIGNATURES = {"**columns", "**tags", "**told"}
 
 # `smd_kernels` depends on JAX alone; jaxtyping carries the shapes in its annotations, numpy comes with JAX.
 KERNELS_MAY_IMPORT = {"jax", "jaxlib", "jaxtyping", "numpy", "smd_kernels"} | sys.stdlib_module_names

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | dict[str, str] | None: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, **told: Any
     ) -> object: ...
 
 
