@@ -103,9 +103,18 @@ def test_what_is_said_of_a_cache_with_room_for_all_keys(
 ):
     words = ["grpo", "--model", str(model), *SORT, "--output-dir", str(tmp_path / "run"), "--dry-run"]
     words += ["--max-completion-length", "6", "--attention", "portable", "--eviction", "h2o"]
-    for more, said in ((["--budget", "500"], True), (["--budget", "8", "--buffer", "2", "--sinks", "1"], False)):
+    small = ["--budget", "8", "--buffer", "2", "--sinks", "1"]
+    for more, said, teacher in (
+        (["--budget", "500"], True, "none"),
+        (["--budget", "500", "--distill", "anchor"], True, "anchor, with a weight of 0.1 in the loss"),
+        (small, False, "anchor, with a weight of 0.1 in the loss"),
+        ([*small, "--correction", "tis"], False, "none"),
+    ):
         main([*words, *more])
-        assert ("Nothing will be evicted" in capsys.readouterr().err) == said, more
+        output = capsys.readouterr()
+        assert ("Nothing will be evicted" in output.err) == said, more
+        # It would see no more than the policy does, and cost a pass and a copy of the weights.
+        assert f"teacher: {teacher}\n" in output.out, more
 
 
 def test_adapters_take_larger_steps():
@@ -241,16 +250,17 @@ def test_names_become_the_librarys_objects():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
-    distill = update_config(LossArgs(), reference, SnapKV(), DeviceArgs(), 8).distill
+    distill = update_config(LossArgs(), reference, SnapKV(), DeviceArgs(), 8, evicts=True).distill
     assert distill is not None and distill.direction == "anchor"
-    assert update_config(LossArgs(), reference, Dense(), DeviceArgs(), 8).distill is None
-    dense = update_config(LossArgs(correction="tis"), reference, SnapKV(), DeviceArgs(microbatch=2), 8)
+    for policy in (Dense(), SnapKV()):  # also where the budget has room for all keys
+        assert update_config(LossArgs(), reference, policy, DeviceArgs(), 8, evicts=False).distill is None
+    dense = update_config(LossArgs(correction="tis"), reference, SnapKV(), DeviceArgs(microbatch=2), 8, evicts=True)
     assert dense.visibility == "dense" and dense.rows_per_prompt == 1
     with pytest.raises(ValueError, match="expected, with share_prompts, .* a common divisor above 1; got 8 and 3"):
-        update_config(LossArgs(), reference, Dense(), DeviceArgs(microbatch=3, share_prompts=True), 8)
+        update_config(LossArgs(), reference, Dense(), DeviceArgs(microbatch=3, share_prompts=True), 8, evicts=False)
     for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
         device = DeviceArgs(microbatch=microbatch, share_prompts=True)
-        assert update_config(LossArgs(), reference, Dense(), device, 8).rows_per_prompt == rows
+        assert update_config(LossArgs(), reference, Dense(), device, 8, evicts=False).rows_per_prompt == rows
     with pytest.raises(ValueError, match="no bounds but"):
         loss_config(LossArgs(loss_type="cispo", epsilon=0.1), reference)
 
@@ -473,6 +483,9 @@ def reward(prompts, completions, gold, **columns):
     data += ["--reward", f"{tmp_path}/mine.py:reward"]
     told = ["--chat-template-kwargs", "enable_thinking=false"]
     words = ["--model", f"{tmp_path}/model", "--task", str(rows), "--json", "--max-completion-length", "4", *data]
+    said = error_of(words, capsys, smd_eval)  # else it would be the rows to train on, and nobody would know
+    assert "expected --split with --task" in said and "got none" in said
+    words += ["--split", "train"]
     smd_eval([*words, *told, "--max-prompt-length", "8"])
     output = capsys.readouterr()
     assert json.loads(output.out)["prompts"] == 1 and "the longest has 9 tokens" in output.err  # abcd?<no>

@@ -160,7 +160,8 @@ def test_prompts_that_are_too_long_or_empty_are_dropped_with_counts():
     left, counts = select_prompts(task, prompt_lengths(task, PLAIN), 5)
     assert [left[i]["number"] for i in range(len(left))] == [0, 3]
     assert (counts.kept, counts.too_long, counts.empty, counts.dropped, counts.longest) == (2, 2, 1, 3, 9)
-    assert str(counts) == "2 prompts kept, 2 dropped as too long and 1 as empty; the longest has 9 tokens"
+    said = "2 prompts kept, 2 dropped as too long and 1 as empty; the longest has 9 tokens, the median 5"
+    assert str(counts) == said
     assert left.reward(["xxx"], ["ab"], number=[0]) == [2.0]
     with pytest.raises(IndexError, match="expected a row from 0 to 1; got 2"):
         left[2]

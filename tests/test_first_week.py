@@ -67,7 +67,7 @@ def test_flags_of_trl_are_answered_with_ours():
     options = {name for kind in ALGORITHMS.values() for _, group in config_file.groups_of(kind) for name in group}
     assert not options & TRL_NAMES.keys(), "a flag that is there is no foreign one"
     for instead in TRL_NAMES.values():
-        flags = [word.strip(",") for word in instead.split() if word.startswith("--")]
+        flags = [word.strip(",;") for word in instead.split() if word.startswith("--")]
         assert all(flag.removeprefix("--").replace("-", "_") in options for flag in flags), instead
     assert in_place_of("--bf16") == "TRL's --bf16 is --dtype bfloat16 here" and in_place_of("reward") is None
 
@@ -80,6 +80,7 @@ def test_flags_of_trl_are_answered_with_ours():
         (["dpo", "--model", "m"], "got 'dpo'"),
         (["grpo", "--reward-funcs", "f.py:f"], "TRL's --reward-funcs is --reward path/to/file.py:function here"),
         (["grpo", "--per_device_train_batch_size=4"], "is --num-prompts, prompts of a rollout"),
+        (["grpo", "--lora-dropout", "0.1"], "TRL's --lora-dropout has no flag here: with dropout sampler and learner"),
     ],
 )
 def test_a_command_line_that_cannot_be(given: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -305,6 +306,7 @@ def test_a_plot_that_cannot_be_written_costs_no_model(
     def full(*arguments: Any) -> None:
         raise OSError("No space left on device")
 
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken inside of the path
     monkeypatch.setattr("smd_jax.commands.train.plot_training", full)
     main(words(place, tmp_path / "run"))
     assert "training.png could not be written" in " ".join(capsys.readouterr().err.split())
@@ -347,7 +349,7 @@ def test_a_lock_that_fails_in_another_way_is_no_lock(tmp_path: Path, monkeypatch
 def test_ctrl_c_before_the_run_has_begun(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def interrupted(path: Path) -> None:
+    def interrupted(name: str, revision: str | None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("smd_jax.commands.prepare.model_directory", interrupted)

@@ -82,15 +82,16 @@ def test_names_are_those_of_transformers_trainer():
 
 
 def test_missing_extras_are_named():
-    for module, called, package in (("tensorboard", "TensorBoardLogger", "tensorboardX"),) + (
-        ("weights_and_biases", "WandbLogger", "wandb"),
+    for module, called, package, extra in (
+        ("tensorboard", "TensorBoardLogger", "tensorboardX", "train"),
+        ("weights_and_biases", "WandbLogger", "wandb", "wandb"),
     ):
         code = (
             f"import sys; sys.modules[{package!r}] = None; "
             f"from smd_jax.monitor.{module} import {called}; {called}('absent')"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert f"{package}: pip install -e '.[train]'" in done.stderr
+        assert f"{package}, which is not installed: pip install -e '.[{extra}]'" in done.stderr
 
 
 # --- TensorBoard

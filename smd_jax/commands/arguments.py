@@ -15,6 +15,7 @@ CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
 ]
 AttentionName = Literal["auto", "portable"]
+TemplateName = Literal["auto", "none"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
@@ -25,7 +26,9 @@ class ModelArgs:
     """The model, how its numbers are stored, and what of it is trained."""
 
     model: str  # Hugging Face checkpoint directory, or an id on the Hub
+    model_revision: str | None = None  # branch, tag or commit of a model on the Hub; None: its main branch
     tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own
+    tokenizer_revision: str | None = None  # the same of --tokenizer
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
@@ -47,7 +50,10 @@ class DataArgs:
     dataset_size: int = 10_000  # rows of a procedural dataset
     dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
     prompt_column: str | None = None  # text or chat messages; None: "prompt"
-    system_prompt: str | None = None  # in front of every prompt, for models with a chat template
+    # In front of every prompt, for models with a chat template. It makes chat messages of text prompts, and so of the
+    # completions that rewards get: smd.tasks.completion_text takes either
+    system_prompt: str | None = None
+    chat_template: TemplateName = "auto"  # none: prompts are text, taken as it is; auto: a template is used if there
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is told, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     max_prompt_length: int | None = None  # tokens; None: those of the longest prompt
@@ -114,7 +120,7 @@ class LossArgs:
 
     correction: CorrectionName = "shadow"  # shadow: replay what the sampler saw; the others correct a dense learner
     dense_share: float = 0.0  # of the policy loss, for a dense TIS learner; the shadow masks' learner has the rest
-    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, with shadow masks; see docs/algorithms.md
+    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, where shadow masks hide any key, else none
     distill_coef: float = 0.1  # weight of the distillation in the loss
     distill_fraction: float = 1.0  # share of the rows that the teacher reads
     loss_type: LossName = "grpo"  # with its paper's weighting of tokens and bounds
@@ -172,6 +178,7 @@ class RunArgs:
     resume_if_there: bool = False  # go on where output_dir has a run, else begin one: for jobs that are started again
     seed: int = 0  # of prompts, completions, adapters and gates
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
+    wandb_project: str | None = None  # None: what the variable WANDB_PROJECT says, or else smd_jax
     wandb_mode: Literal["online", "offline"] = "online"  # offline: keep what is to be sent in the output directory
     completions_steps: int = 20  # rollouts between two files of completions and masks; 0: none
     print_completions: int = 0  # completions that are shown each time

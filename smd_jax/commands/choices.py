@@ -148,15 +148,16 @@ def rollout_config(args: SamplerArgs, eos: tuple[int, ...], pad: int) -> Rollout
 
 
 def update_config(
-    loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs, completions: int
+    loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs, completions: int, evicts: bool
 ) -> UpdateConfig:
     """The learner of GRPO, RLOO and PPO, without a critic.
 
     Args:
-      policy: of the sampler: where it forgets nothing there is nothing to distil, and draws of a gate are learnt from.
+      policy: of the sampler; draws of a gate are learnt from.
       completions: of a prompt.
+      evicts: whether any key is lost in this run.
     """
-    direction = distillation(loss, reference, policy.evicts)
+    direction = distillation(loss, reference, evicts)
     distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
     # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
     together = math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1
@@ -187,7 +188,8 @@ def update_config(
 
 
 def distillation(loss: LossArgs, reference: ReferenceArgs, evicts: bool) -> Direction | None:
-    """The direction of the second track; by default the frozen dense teacher, which won in our own study."""
+    """The direction of the second track; by default the frozen dense teacher, which won in our own study. Where no key
+    is lost it would see what the policy sees: all that it could do is to hold the policy to its start."""
     if loss.distill == "none":
         return None
     if loss.distill == "auto":

@@ -177,11 +177,19 @@ def _field_types(kind: type) -> dict[str, Any]:
 def dump(algorithm: str, arguments: Any) -> str:
     """The YAML of a whole configuration, group by group."""
     parts = [yaml.safe_dump({ALGORITHM: algorithm})]
-    for field in dataclasses.fields(arguments):
-        group = getattr(arguments, field.name)
-        values = {name: _plain(value) for name, value in vars(group).items()}
-        parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(values, sort_keys=False)}")
+    for group in vars(arguments).values():
+        parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(_values(group), sort_keys=False)}")
     return "".join(parts)
+
+
+def options(algorithm: str, arguments: Any) -> dict[str, Any]:
+    """What `dump` writes, as one mapping."""
+    groups = [_values(group) for group in vars(arguments).values()]
+    return {ALGORITHM: algorithm} | {name: value for group in groups for name, value in group.items()}
+
+
+def _values(group: Any) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in vars(group).items()}
 
 
 def _plain(value: Any) -> Any:

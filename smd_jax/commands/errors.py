@@ -60,6 +60,7 @@ FLAGS: Mapping[str, str] = {
 # Of smd-eval, where the names differ.
 EVALUATION_FLAGS: Mapping[str, str] = {
     **{name: FLAGS[name] for name in ("max_new_tokens", "group_size", "prompt_width", "data axis", "fsdp", "tensor")},
+    **{name: FLAGS[name] for name in ("min_new_tokens", "prefill_chunk", "max_failed")},
     "budget": "--decode",
     "buffer": "--decode",
     "seconds=None": "--reward-timeout",

@@ -74,7 +74,7 @@ def run(args: Args) -> None:
     if not settings.is_file():
         raise UserError(f"expected a run with its config.yaml in {args.run}; found none")
     _, trained = parse(["--config", str(settings)])
-    directory = model_directory(trained.model.model)
+    directory = model_directory(trained.model.model, trained.model.model_revision)
     config = read_config(directory)
     try:
         params = trained_model(args, trained, directory, config)
@@ -99,7 +99,7 @@ def run(args: Args) -> None:
             config,
             dtype=args.dtype,
             tokenizer_from=directory,
-            tokenizer=None if name is None else load_tokenizer(directory, name),
+            tokenizer=None if name is None else load_tokenizer(directory, name, trained.model.tokenizer_revision),
         )
     print(args.out)
 

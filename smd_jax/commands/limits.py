@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.config import ModelConfig
-from smd_jax.sampler.config import plan
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.sampler.config import RolloutConfig, plan
 from smd_jax.train.loop import Loop
 
 # The flags of smd-train whose product is the number of devices.
@@ -56,22 +57,25 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
         )
 
 
-def without_evictions(loop: Loop) -> str | None:
-    """What to say of a loop with an eviction policy whose cache has room for all keys; None of any other.
+def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:
+    """Whether the longest sequence that there may be loses a key in any layer."""
+    budgets, _ = plan(policy, rollout, num_layers, prompt_width)
+    return policy.evicts and prompt_width + rollout.max_new_tokens > min(budgets)
 
-    Such a cache is larger than one that grows with the sequence, and a teacher would tell the model what it knows.
-    """
+
+def without_evictions(loop: Loop) -> str | None:
+    """What to say of a loop with an eviction policy whose cache has room for all keys; None of any other. Such a cache
+    is larger than one that grows with the sequence."""
     config = loop.config
-    if not config.policy.evicts:
+    layers = loop.model.shape.num_layers
+    if not config.policy.evicts or evicts_keys(config.policy, config.rollout, layers, config.prompt_width):
         return None
-    budgets, _ = plan(config.policy, config.rollout, loop.model.shape.num_layers, config.prompt_width)
+    budgets, _ = plan(config.policy, config.rollout, layers, config.prompt_width)
     longest = config.prompt_width + config.rollout.max_new_tokens
-    if longest > min(budgets):
-        return None
     return (
         f"Nothing will be evicted: prompts of at most {config.prompt_width} tokens and completions of at most "
         f"{config.rollout.max_new_tokens} fit into the {min(budgets)} keys that are kept. Lower --budget below "
-        f"{longest}, or take --eviction dense, which needs no slot more than that, and no teacher"
+        f"{longest}, or take --eviction dense, which needs no slot more than that"
     )
 
 

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
+from smd_jax.commands.arguments import TemplateName
 from smd_jax.commands.errors import UserError
 from smd_jax.text.prompts import eos_token_id
 from smd_jax.text.visible_text import visible
@@ -22,31 +23,37 @@ TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 
-def model_directory(name: str) -> Path:
+def model_directory(name: str, revision: str | None = None) -> Path:
     """The directory of a model, fetched if the name is an id on the Hub and no such directory is here.
 
+    Args:
+      revision: branch, tag or commit on the Hub; None: its main branch.
+
     Raises:
-      UserError: neither a directory with a config.json nor an id that the Hub has.
+      UserError: neither a directory with a config.json nor an id that the Hub has; a directory with a revision.
     """
-    directory = local_directory(name, "--model", FILES)
+    directory = local_directory(name, "--model", FILES, revision)
     if not (directory / "config.json").is_file():
         found = sorted(file.name for file in directory.iterdir())[:8]
         raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {found}")
     return directory
 
 
-def local_directory(name: str, flag: str, files: list[str]) -> Path:
+def local_directory(name: str, flag: str, files: list[str], revision: str | None = None) -> Path:
     """The directory of this name, or what the Hub has of it.
 
     Args:
       flag: that gave the name, for the message.
       files: patterns of what is fetched.
+      revision: of an id, as `model_directory`.
 
     Raises:
-      UserError: neither a directory nor an id that the Hub has.
+      UserError: neither a directory nor an id that the Hub has; a directory with a revision.
     """
     path = Path(name)
     if path.is_dir():
+        if revision is not None:
+            raise UserError(f"expected no {flag}-revision with {flag} {name}, a directory here; got {revision!r}")
         return path
     if path.is_absolute() or name.startswith(".") or not HUB_ID.fullmatch(name):
         raise UserError(
@@ -54,25 +61,32 @@ def local_directory(name: str, flag: str, files: list[str]) -> Path:
             f"Qwen/Qwen2.5-0.5B-Instruct; got {name!r}, which is neither"
         )
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        of_revision = "" if revision is None else f" at {flag}-revision {revision}"
         raise UserError(
             f"{flag}: expected a directory or a model on the Hub; there is no directory {name!r} here, and the Hub "
-            f"does not give a model of that name: {str(error).splitlines()[0]}"
+            f"does not give a model of that name{of_revision}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def load_tokenizer(model: Path, name: str | None = None) -> Any:
+def load_tokenizer(
+    model: Path, name: str | None = None, revision: str | None = None, template: TemplateName = "auto"
+) -> Any:
     """The tokenizer of a model; without a padding token it pads with the one that ends a text.
 
     Args:
       model: its directory.
       name: a directory or an id on the Hub that has the tokenizer; None: the model's directory.
+      revision: of that id, as `model_directory`.
+      template: "none" takes its chat template from it, so that prompts are taken as they are, which must be text.
 
     Raises:
-      UserError: no tokenizer there.
+      UserError: no tokenizer there; a revision without an id.
     """
-    directory = model if name is None else local_directory(name, "--tokenizer", TOKENIZER_FILES)
+    if name is None and revision is not None:
+        raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision; got {revision!r} alone")
+    directory = model if name is None else local_directory(name, "--tokenizer", TOKENIZER_FILES, revision)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((directory / file).is_file() for file in files):
         said = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
@@ -88,6 +102,8 @@ def load_tokenizer(model: Path, name: str | None = None) -> Any:
     if tokenizer.pad_token is None:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.
         tokenizer.pad_token = tokenizer.eos_token
+    if template == "none":
+        tokenizer.chat_template = None
     return tokenizer
 
 

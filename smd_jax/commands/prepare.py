@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from smd_jax.commands.choices import (
 )
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
-from smd_jax.commands.limits import check_context, check_devices
+from smd_jax.commands.limits import check_context, check_devices, evicts_keys
 from smd_jax.commands.model_source import check_template_kwargs, end_token_ids, load_tokenizer, model_directory
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
@@ -35,6 +36,8 @@ from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import read_config
+from smd_jax.monitor.tensorboard import check_tensorboard
+from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.text.prompts import pad_token_id
@@ -77,9 +80,11 @@ def prepare(args: Common) -> Prepared:
       UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
     """
     check_platform(args.device.platform)
-    directory = model_directory(args.model.model)
+    check_loggers(args.run.report_to)
+    named = args.model
+    directory = model_directory(named.model, named.model_revision)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory, args.model.tokenizer)
+    tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
@@ -149,6 +154,14 @@ def check_platform(wanted: str) -> None:
         )
 
 
+def check_loggers(report_to: Sequence[str]) -> None:
+    """Raises MissingExtraError for a logger whose package is not installed. Loggers are made when weights are there."""
+    if "tensorboard" in report_to:
+        check_tensorboard()
+    if "wandb" in report_to:
+        check_wandb()
+
+
 def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tuple[int, ...]) -> Loop:
     """The loop of the algorithm; `ends` are the tokens that end a response."""
     policy = eviction_policy(args.sampler)
@@ -165,6 +178,8 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
+    completions = args.sampler.num_generations
+    evicts = evicts_keys(policy, shared["rollout"], model.shape.num_layers, data.width)
     # Only the number of optimizer steps is still to be said, which each configuration knows.
     parts = (model, data.task, tokenizer)
     match args:
@@ -173,7 +188,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
+                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
                 scale_rewards=args.group.scale_rewards,
                 dynamic_sampling=args.group.dynamic_sampling,
                 rollouts_ahead=args.ahead.rollouts_ahead,
@@ -184,14 +199,14 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
                 **shared,
                 minibatches=args.loss.minibatches,
                 num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations),
+                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
                 advantages="leave_one_out",
                 scale_rewards="none",
                 rollouts_ahead=args.ahead.rollouts_ahead,
             )
             return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
         case Ppo():
-            update = update_config(args.loss, args.reference, policy, args.device, args.sampler.num_generations)
+            update = update_config(args.loss, args.reference, policy, device, completions, evicts)
             config = PPOConfig(
                 **shared,
                 minibatches=args.loss.minibatches,

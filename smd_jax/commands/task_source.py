@@ -113,13 +113,17 @@ def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
         own = replace(own, seed=args.eval_seed)
     if args.eval_dataset is not None:
         return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
-    holds_back = training.name in PRESETS or training.name.startswith(PROCEDURAL)
-    if args.eval_split is None and args.eval_source is None and not holds_back:
+    if args.eval_split is None and args.eval_source is None and not holds_back(training.name):
         raise UserError(
             f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not say which "
             "rows it holds back"
         )
     return own
+
+
+def holds_back(name: str) -> bool:
+    """Whether a task of this name says itself which rows are not for training."""
+    return name in PRESETS or name.startswith(PROCEDURAL)
 
 
 def rewards_of(args: RewardArgs, max_completion_length: int, task: Any, name: str) -> Rewards:

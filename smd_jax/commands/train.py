@@ -29,7 +29,7 @@ from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
-from smd_jax.commands.model_source import shown_tokens
+from smd_jax.commands.model_source import load_tokenizer, shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.eviction.learned import LearnedGate
@@ -175,7 +175,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     compared, noted = run_settings(args, loop, files)
     with together(), all_or_none(), users_mistakes():
-        copies = loggers(args) if is_first() else []
+        copies = loggers(algorithm, args) if is_first() else []
     with together(), troubles():
         state = train(
             loop,
@@ -268,6 +268,8 @@ def print_plan(args: Common, ready: Prepared) -> None:
     policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
     kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
     print(f"eviction policy: {policy}{kept}")
+    if isinstance(ready.loop, PolicyLoop):
+        print(f"teacher: {teacher(ready.loop)}")
     ends = sizes.eos_token_id
     if ends is not None:
         print(f"a completion ends with: {shown_tokens(ready.tokenizer, ends if isinstance(ends, tuple) else (ends,))}")
@@ -289,6 +291,15 @@ def print_plan(args: Common, ready: Prepared) -> None:
         length = prompt_length(row, ready.tokenizer)
         text = visible(prompt_text(row, ready.tokenizer))
         print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
+
+
+def teacher(loop: PolicyLoop) -> str:
+    """The second track in words."""
+    distill = loop.config.update.distill
+    if distill is None:
+        return "none"
+    rows = "" if distill.fraction == 1 else f", on {distill.fraction:g} of the rows"
+    return f"{distill.direction}, with a weight of {distill.coef} in the loss{rows}"
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:
@@ -344,14 +355,23 @@ def watched(args: Common, ready: Prepared) -> Loop:
     return replace(loop, watch=log, watch_every=args.run.completions_steps)
 
 
-def loggers(args: Common) -> list[Logger]:
+def loggers(algorithm: str, args: Common) -> list[Logger]:
     """Where metrics go beside metrics.jsonl."""
     found = list[Logger]()
     if "tensorboard" in args.run.report_to:
         found.append(TensorBoardLogger(args.run.output_dir))
     if "wandb" in args.run.report_to:
-        name = args.run.output_dir.name
-        found.append(WandbLogger(args.run.output_dir, name=name, mode=args.run.wandb_mode, resume=args.run.resume))
+        run = args.run
+        config = config_file.options(algorithm, args)
+        logger = WandbLogger(
+            run.output_dir,
+            run.wandb_project,
+            name=run.output_dir.name,
+            config=config,
+            mode=run.wandb_mode,
+            resume=run.resume,
+        )
+        found.append(logger)
     return found
 
 
@@ -381,13 +401,14 @@ def export(args: Common, ready: Prepared, params: Params, directory: Path) -> No
         save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
         print(f"adapters: {directory / 'adapter'}")
         params = merge_lora(params)
-    target = directory / "model"
+    target, name = directory / "model", args.model.tokenizer
     save_checkpoint(
         target,
         jax.device_get(params),
         ready.config,
         dtype=args.run.export_dtype,
         tokenizer_from=ready.directory,
-        tokenizer=None if args.model.tokenizer is None else ready.tokenizer,
+        # Read again: that of the run may have been left without its chat template.
+        tokenizer=None if name is None else load_tokenizer(ready.directory, name, args.model.tokenizer_revision),
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+NOTHING = "nothing: "  # in front of why there is no flag
+
 TRL_NAMES: Mapping[str, str] = {
     "model_name_or_path": "--model",
     "dataset_name": "--dataset",
@@ -20,16 +22,45 @@ TRL_NAMES: Mapping[str, str] = {
     "warmup_ratio": "--warmup-steps below 1",
     "importance_sampling_level": "--loss-type gspo",
     "vllm_importance_sampling_correction": "--correction",
+    "vllm_importance_sampling_mode": "--correction tis for token_truncate, --correction mis for sequence_mask",
+    "vllm_importance_sampling_cap": "nothing: --correction tis has 2, mis has 3; others are for Python",
+    "vllm_importance_sampling_clip_max": "nothing: --correction tis has 2, mis has 3; others are for Python",
+    "vllm_importance_sampling_clip_min": "nothing: a lower bound of the weights is for Python, smd.corrections",
+    "off_policy_mask_threshold": "nothing: the mask is for Python, smd.corrections.OPSM",
+    "delta": "nothing: the dual clip is for Python, smd.losses.grpo(delta=...)",
+    "sapo_temperature_pos": "nothing: other temperatures than TRL's defaults are for Python, smd.losses.sapo",
+    "sapo_temperature_neg": "nothing: other temperatures than TRL's defaults are for Python, smd.losses.sapo",
+    "use_adaptive_entropy": "nothing: --entropy-coef is constant",
+    "multi_objective_aggregation": "nothing: rewards are added, with --reward-weights",
+    "repetition_penalty": "nothing: the learner would have to replay it, as it does --top-k, --top-p and --min-p",
+    "generation_kwargs": "a flag for each: --temperature, --top-k, --top-p, --min-p, --min-completion-length, --stop",
+    "cache_implementation": "--eviction, and --quant-bits",
     "torch_dtype": "--dtype",
     "bf16": "--dtype bfloat16",
+    "fp16": "nothing: --dtype has bfloat16 and float32",
+    "load_in_4bit": "nothing: weights are not quantised; the cache is, with --quant-bits",
+    "load_in_8bit": "nothing: weights are not quantised; the cache is, with --quant-bits",
     "use_peft": "--lora-r",
+    "lora_dropout": "nothing: with dropout sampler and learner would be two policies",
+    "disable_dropout": "nothing: there is no dropout",
+    "use_liger_kernel": "nothing: the loss never has the logits of all tokens at once",
+    "deepspeed": "--fsdp",
+    "trust_remote_code": "nothing: code that comes with a model or data is never run",
+    "shuffle_dataset": "nothing: every epoch has an order of its own",
+    "remove_unused_columns": "nothing: all columns go to the rewards",
+    "tools": "nothing: rollouts have one turn",
     "eval_strategy": "--eval-steps",
+    "eval_on_start": "nothing: with --eval-steps the start is evaluated, too",
     "save_strategy": "--save-steps",
     "load_best_model_at_end": "--metric-for-best-model",
     "resume_from_checkpoint": "--resume, from the newest checkpoint in --output-dir",
     "log_completions": "--completions-steps",
     "num_completions_to_print": "--print-completions",
     "run_name": "--output-dir, whose last part is the run's name",
+    "push_to_hub": "nothing: the folder model in --output-dir can be uploaded, as with `hf upload`",
+    "hub_model_id": "nothing: the folder model in --output-dir can be uploaded, as with `hf upload`",
+    "callbacks": "nothing: in Python a loop has report and watch, and train has loggers",
+    "logging_dir": "--output-dir",
     "logging_steps": "nothing: every rollout is logged",
     "use_vllm": "nothing: the sampler is part of this library",
     "vllm_mode": "nothing: the sampler is part of this library",
@@ -44,4 +75,8 @@ def in_place_of(name: str) -> str | None:
       name: with dashes or underscores, also as a flag.
     """
     plain = name.removeprefix("--").replace("-", "_")
-    return f"TRL's {name} is {TRL_NAMES[plain]} here" if plain in TRL_NAMES else None
+    if plain not in TRL_NAMES:
+        return None
+    said = TRL_NAMES[plain]
+    why = said.removeprefix(NOTHING)
+    return f"TRL's {name} is {said} here" if why == said else f"TRL's {name} has no flag here: {why}"

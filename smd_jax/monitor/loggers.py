@@ -12,9 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from smd_jax.tasks.task import MissingExtraError
 from smd_jax.text.visible_text import one_line
 
 
@@ -39,6 +41,17 @@ def dashboard_name(name: str) -> str:
     """`train/reward` for `reward`, and `eval/sparse` as it is: what transformers' Trainer, and so TRL, calls a metric
     on TensorBoard and Weights & Biases. Runs of both then share their charts."""
     return name if name.startswith("eval/") else f"train/{name}"
+
+
+def check_installed(package: str, extra: str, what: str) -> None:
+    """Raises MissingExtraError where a logger's package is not installed, without importing it.
+
+    Args:
+      extra: that brings the package.
+      what: needs it.
+    """
+    if find_spec(package) is None:
+        raise MissingExtraError(f"{what} {package}, which is not installed: pip install -e '.[{extra}]'")
 
 
 class Loggers:

@@ -10,10 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from smd_jax.monitor.loggers import dashboard_name
+from smd_jax.monitor.loggers import check_installed, dashboard_name
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
+
+
+def check_tensorboard() -> None:
+    """Raises MissingExtraError without tensorboardX."""
+    check_installed("tensorboardX", "train", "TensorBoard's files need")
 
 
 class TensorBoardLogger:
@@ -26,14 +31,11 @@ class TensorBoardLogger:
       directory: of the run.
 
     Raises:
-      ImportError: without tensorboardX.
+      MissingExtraError: without tensorboardX.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        try:
-            import tensorboardX.event_file_writer  # noqa: F401 - what is missing is said now, not after a rollout
-        except ImportError as error:
-            raise ImportError("TensorBoard's files need tensorboardX: pip install -e '.[train]'") from error
+        check_tensorboard()  # said now, not after a rollout
         self._folder = Path(directory) / "tensorboard"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None

@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases. Needs `wandb`: `pip install -e '.[train]'`."""
+"""Metrics for Weights & Biases. Needs `wandb`: `pip install -e '.[wandb]'`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from smd_jax.monitor.loggers import dashboard_name
+from smd_jax.monitor.loggers import check_installed, dashboard_name
 
 Mode = Literal["online", "offline"]
+
+
+def check_wandb() -> None:
+    """Raises MissingExtraError without wandb."""
+    check_installed("wandb", "wandb", "Weights & Biases needs")
 
 
 class WandbLogger:
@@ -22,31 +27,30 @@ class WandbLogger:
 
     Args:
       directory: of the run.
-      project: where Weights & Biases puts the run.
+      project: where Weights & Biases puts the run; None: what the variable WANDB_PROJECT says, or else smd_jax.
       name: what it calls the run there; None: it makes one up.
       config: what it shows as the run's configuration.
       mode: "offline" needs neither a network nor an account.
       resume: go on with the run of this directory, if it has one.
 
     Raises:
-      ImportError: without wandb.
+      MissingExtraError: without wandb.
       wandb.errors.UsageError: online, without an account's key.
     """
 
     def __init__(
         self,
         directory: str | Path,
-        project: str = "smd_jax",
+        project: str | None = None,
         *,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         mode: Mode = "online",
         resume: bool = False,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("Weights & Biases needs wandb: pip install -e '.[train]'") from error
+        check_wandb()
+        import wandb
+
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._file = directory / "wandb.json"
@@ -54,7 +58,7 @@ class WandbLogger:
         self._id: str = known.get("id", secrets.token_hex(4))
         self._next_step: int = known.get("next_step", 0)
         self._run = wandb.init(
-            project=project,
+            project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
             name=name,
             id=self._id,
             dir=directory,

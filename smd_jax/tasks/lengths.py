@@ -23,22 +23,25 @@ class PromptCounts:
 
     Attributes:
       kept, too_long, empty: how many prompts; an empty one has no text that an answer could follow.
-      longest: tokens of the longest prompt of all.
+      longest: tokens of the longest prompt of all, which all others are padded to.
+      median: tokens of the median prompt, empty ones aside; None: not known, as of a stream.
     """
 
     kept: int = 0
     too_long: int = 0
     empty: int = 0
     longest: int = 0
+    median: int | None = None
 
     @property
     def dropped(self) -> int:
         return self.too_long + self.empty
 
     def __str__(self) -> str:
+        median = "" if self.median is None else f", the median {self.median}"
         return (
             f"{self.kept} prompts kept, {self.too_long} dropped as too long and {self.empty} as empty; "
-            f"the longest has {self.longest} tokens"
+            f"the longest has {self.longest} tokens{median}"
         )
 
 
@@ -130,6 +133,7 @@ def select_prompts(
         too_long=len(longer),
         empty=int(np.sum(lengths == 0)),
         longest=int(lengths.max()),
+        median=int(np.median(lengths[lengths > 0])) if (lengths > 0).any() else None,
     )
     if refuse and len(longer):
         raise ValueError(

@@ -1,0 +1,208 @@
+"""Options of the commands, one by one: what each changes, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from smd_jax.commands.command_line import parse
+from smd_jax.commands.evaluate import Args, make_evaluator
+from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.export import main as export
+from smd_jax.commands.prepare import prepare
+from smd_jax.commands.train import loggers, main
+from smd_jax.eviction.wrappers import Pyramid
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.weights import read_config
+from smd_jax.tasks.rewards import RewardWarning
+from smd_jax.tasks.task import Task
+from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from tests.command_errors import error_of
+from tests.hub_files import write_lines
+
+SUMS = ["--dataset", "reasoning_gym:chain_sum", "--dataset-size", "20"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(directory, config=tiny_model_config(num_layers=1, max_positions=2048))
+    return directory
+
+
+# --- loggers
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [("wandb", "wandb", "wandb"), ("tensorboard", "tensorboardX", "train")]
+)
+def test_a_logger_without_its_package_is_refused_before_weights_are_read(
+    name: str,
+    package: str,
+    extra: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    # Not even the model is looked for.
+    words = ["grpo", "--model", "no/such/model", *SUMS, "--output-dir", str(tmp_path / "run"), "--report-to", name]
+    said = error_of(words, capsys)
+    assert f"{package}, which is not installed: pip install -e '.[{extra}]'" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    began: list[dict[str, Any]] = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    vars(fake).update(init=lambda **options: began.append(options), Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    words = ["grpo", "--model", "somewhere", *SUMS, "--output-dir", str(tmp_path / "mine"), "--report-to", "wandb"]
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for variable, more, project in (
+        (None, [], "smd_jax"),
+        ("of the variable", [], "of the variable"),
+        ("of the variable", ["--wandb-project", "of the flag"], "of the flag"),
+    ):
+        if variable is not None:
+            monkeypatch.setenv("WANDB_PROJECT", variable)
+        loggers(*parse([*words, *more]))
+        assert (began[-1]["project"], began[-1]["name"], began[-1]["mode"]) == (project, "mine", "online")
+    config = began[-1]["config"]
+    assert (config["algorithm"], config["learning_rate"], config["budget"]) == ("grpo", None, 512)
+    assert config["output_dir"] == str(tmp_path / "mine")
+
+
+# --- models and tokenizers of the Hub
+
+
+def test_a_revision_is_what_the_hub_is_asked_for(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, str | None]] = []
+
+    def fetched(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        if revision == "gone":
+            raise LocalEntryNotFoundError("no such revision")
+        return str(model)
+
+    monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", fetched)
+    words = ["--model", "owner/name", "--model-revision", "v1", "--tokenizer", "owner/tokens"]
+    words += ["--tokenizer-revision", "abc123"]
+    train = ["grpo", *words, *SUMS, "--output-dir", str(tmp_path / "run"), "--dry-run"]
+    main(train)
+    assert asked == [("owner/name", "v1"), ("owner/tokens", "abc123")]
+    evaluate = ["--task", "reasoning_gym:chain_sum", "--rows", "1", "--max-completion-length", "2"]
+    smd_eval([*words, *evaluate, "--reward-timeout", "None"])
+    assert asked[2:] == asked[:2]
+    said = error_of([*train, "--model-revision", "gone"], capsys)
+    assert "does not give a model of that name at --model-revision gone: no such revision" in said
+    said = error_of([*train, "--model", str(model)], capsys)
+    assert "expected no --model-revision with --model" in said and "a directory here; got 'v1'" in said
+    alone = ["grpo", "--model", "owner/name", *SUMS, "--tokenizer-revision", "v1"]
+    assert "expected --tokenizer, an id on the Hub, with --tokenizer-revision; got 'v1' alone" in error_of(
+        alone, capsys
+    )
+
+
+# --- prompts
+
+
+def test_prompts_without_the_chat_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tokenizer = byte_tokenizer()  # with a template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "ab"}])
+    words = ["--model", str(model), "--max-completion-length", "4", "--reward", "format", "--reward-timeout", "None"]
+    words += ["--tokenizer", str(tmp_path / "tokenizer")]
+    train = ["grpo", *words, "--dataset", str(rows), "--num-prompts", "1", "--num-generations", "2", "--max-steps", "1"]
+    train += ["--budget", "12", "--buffer", "4", "--eviction", "h2o", "--output-dir", str(tmp_path / "run")]
+    main([*train, "--dry-run"])
+    assert "user" in capsys.readouterr().out.partition("--- prompt 0")[2]
+    main([*train, "--dry-run", "--chat-template", "none"])
+    assert "--- prompt 0, 2 of 2 tokens:\nab\n" in capsys.readouterr().out
+    said = error_of([*train, "--chat-template", "none", "--system-prompt", "Be kind."], capsys)
+    assert "expected a plain string, because the tokenizer has no chat template" in said
+    main([*train, "--chat-template", "none"])
+    export([str(tmp_path / "run"), "--out", str(tmp_path / "again")])
+    for folder in (tmp_path / "run" / "model", tmp_path / "again"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    capsys.readouterr()
+    smd_eval([*words, "--task", str(rows), "--split", "train", "--chat-template", "none"])
+    assert "the longest has 2 tokens" in capsys.readouterr().err
+
+
+# --- smd-eval, as a run has it
+
+
+def prompts_of(task: Task | None) -> list[Any]:
+    assert task is not None
+    return [task[index]["prompt"] for index in range(len(task))]
+
+
+def test_an_evaluation_is_the_one_of_the_run(model: Path, tmp_path: Path):
+    """Same rows, same rollout, same eviction policy: nothing else reproduces the policy that was trained."""
+    task, size = ["reasoning_gym:chain_sum", "--dataset-size", "20"], ["--prefill-chunk", "16", "--pyramid"]
+    words = ["grpo", "--model", str(model), "--dataset", *task, *size, "--output-dir", str(tmp_path / "run")]
+    words += ["--seed", "3", "--max-completion-length", "6", "--min-completion-length", "2", "--eviction", "h2o"]
+    words += ["--budget", "16", "--buffer", "4", "--eval-steps", "1", "--eval-rows", "5", "--reward-timeout", "None"]
+    _, run = parse(words)
+    during = prepare(run).evaluator
+    assert during is not None
+    args = Args(
+        str(model),
+        task[0],
+        task_size=20,
+        task_seed=3,
+        rows=5,
+        reward_timeout=None,
+        decode="h2o:16+4",
+        pyramid=True,
+        prefill_chunk=16,
+        max_completion_length=6,
+        min_completion_length=2,
+    )
+    decoder = Decoder(read_config(model, "float32"))
+    after, _ = make_evaluator(args, decoder, byte_tokenizer(), None, (258,))
+    assert prompts_of(after.task) == prompts_of(during.task)
+    (decode,), trained = after.config.decodes, during.config.decodes[0]
+    assert isinstance(decode.policy, Pyramid) and decode.policy == trained.policy
+    # A single token that ends a response is kept as itself there, and as one of one here.
+    after_all = dataclasses.replace(decode.rollout(after.config.rollout), eos_token_id=258)
+    assert after_all == trained.rollout(during.config.rollout)
+    other, _ = make_evaluator(dataclasses.replace(args, task_seed=4), decoder, byte_tokenizer(), None, (258,))
+    assert prompts_of(other.task) != prompts_of(during.task)
+
+
+def test_rewards_of_an_evaluation_have_weights_and_limits(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+def one(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def fails_on_some(prompts, **columns):
+    if len(prompts) > 1 or "7" in prompts[0]:
+        raise RuntimeError("no sevens")
+    return [1.0]
+""")
+    words = ["--model", str(model), "--task", "reasoning_gym:chain_sum", "--rows", "6", "--json"]
+    words += ["--max-completion-length", "3", "--reward-timeout", "None", "--reward", f"{file}:one"]
+    smd_eval([*words, "overlong", "--overlong-cache", "3", "--reward-weights", "2", "0.5"])
+    # A completion of three tokens is at the limit, where `overlong` is -1, a shorter one between.
+    assert 1.5 <= json.loads(capsys.readouterr().out)["reward"] < 2.0
+    words = [*words, f"{file}:fails_on_some"]
+    with pytest.warns(RewardWarning):
+        assert "no sevens" in error_of([*words, "--max-failed-rewards", "0"], capsys, smd_eval)
