@@ -87,7 +87,7 @@ def gather_json(value: Any) -> list[Any]:
 def all_or_none() -> Iterator[None]:
     """What fails in one process ends all of them, where otherwise they would wait for it: whatever the body raises is
     raised, and OtherProcessError in the processes where it went well. All must come here; nobody leaves before the
-    others have come. In the body nothing may wait for another process.
+    others have come. In the body nothing may wait for another process, unless that wait has a limit of its own.
     """
     went_well = False
     try:

@@ -243,6 +243,7 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("failed rewards of an evaluation", _evaluates_without_rewards),
         ("no room for checksums", lambda: _said_by_all(lambda: _saves_without_checksums(out.parent / "full"))),
         ("unseen file", lambda: _said_by_all(lambda: _sees_fewer_files(out.parent / "unseen"))),
+        ("part that cannot be read", lambda: _said_by_all(lambda: _reads_a_part_less(out.parent / "unseen"))),
         ("data that cannot be read", lambda: _said_by_all(lambda: _draws_without_rows(index))),
     ):
         try:
@@ -313,6 +314,19 @@ def _sees_fewer_files(place: Path) -> None:
     hidden = mock.patch.object(checkpoint, "check_there", side_effect=ValueError("1 files are not there: state/d/1"))
     with nullcontext() if processes.is_first() else hidden:
         checkpoint.restore_newest(place, state, config=1)
+
+
+def _reads_a_part_less(place: Path) -> None:
+    """The last process finds its part of the newest checkpoint cut off; it does not go back to the older one alone."""
+    read = checkpoint._read_item  # pyright: ignore[reportPrivateUsage]
+
+    def cut_off(*arguments: Any) -> None:
+        read(*arguments)
+        raise ValueError("state/d/1 is cut off")
+
+    broken = mock.patch.object(checkpoint, "_read_item", cut_off)
+    with nullcontext() if processes.is_first() else broken:
+        checkpoint.restore_newest(place, shard_tree(params(), mesh()), config=1)
 
 
 def _draws_without_rows(index: int) -> None:

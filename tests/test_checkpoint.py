@@ -520,6 +520,22 @@ def test_what_fails_beside_the_updates_is_said_at_the_next_look(tmp_path, monkey
         writer.wait()  # said once
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ETIMEDOUT, "Connection timed out"), r"checkpoint 1 in .* could not be written \(.*timed out"),
+        (TimeoutError("barrier"), r"expected all processes to write their parts of checkpoint 1 in .*did not: barrier"),
+    ],
+)
+def test_a_disk_that_takes_too_long_is_no_process_that_is_missing(tmp_path, monkeypatch, error, said):
+    def late(folder: Path, items: Sequence[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "write_checksums", late)
+    with pytest.raises(OSError, match=said):
+        checkpoint.save(tmp_path, 1, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
+
+
 def test_saved_on_eight_devices_and_read_on_four_and_on_one(tmp_path):
     """Fully sharded, with the optimizer's state and the keys, which lie on all of them."""
 

@@ -10,22 +10,31 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from smd_jax.commands.command_line import parse
+from smd_jax.commands.contents import by_content
 from smd_jax.commands.evaluate import Args, make_evaluator
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
+from smd_jax.commands.limits import evicts_keys
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import loggers, main
+from smd_jax.eviction.policies import H2O
 from smd_jax.eviction.wrappers import Pyramid
+from smd_jax.masks import ShadowMask
+from smd_jax.metrics import evicted_share
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.tasks.rewards import RewardWarning
 from smd_jax.tasks.task import Task
-from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.text.prompts import PromptBatch
 from tests.command_errors import error_of
 from tests.hub_files import write_lines
 
@@ -64,7 +73,7 @@ def test_a_logger_without_its_package_is_refused_before_weights_are_read(
 def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     began: list[dict[str, Any]] = []
     fake = types.ModuleType("wandb")
-    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     vars(fake).update(init=lambda **options: began.append(options), Settings=lambda **options: options)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     words = ["grpo", "--model", "somewhere", *SUMS, "--output-dir", str(tmp_path / "mine"), "--report-to", "wandb"]
@@ -193,16 +202,41 @@ def one(completions, **columns):
     return [1.0 for _ in completions]
 
 
-def fails_on_some(prompts, **columns):
-    if len(prompts) > 1 or "7" in prompts[0]:
-        raise RuntimeError("no sevens")
-    return [1.0]
+def fails(prompts, **columns):
+    raise RuntimeError("no answer")
 """)
     words = ["--model", str(model), "--task", "reasoning_gym:chain_sum", "--rows", "6", "--json"]
     words += ["--max-completion-length", "3", "--reward-timeout", "None", "--reward", f"{file}:one"]
     smd_eval([*words, "overlong", "--overlong-cache", "3", "--reward-weights", "2", "0.5"])
     # A completion of three tokens is at the limit, where `overlong` is -1, a shorter one between.
     assert 1.5 <= json.loads(capsys.readouterr().out)["reward"] < 2.0
-    words = [*words, f"{file}:fails_on_some"]
+    words = [*words, f"{file}:fails"]
     with pytest.warns(RewardWarning):
-        assert "no sevens" in error_of([*words, "--max-failed-rewards", "0"], capsys, smd_eval)
+        assert "no answer" in error_of([*words, "--max-failed-rewards", "0"], capsys, smd_eval)
+
+
+# --- what changes no run
+
+
+def test_options_that_came_later_are_compared_where_somebody_uses_them():
+    """A run that was begun before there was such an option has nothing in its place."""
+    words = ["grpo", "--model", "somewhere", *SUMS]
+    later = {"model_revision", "tokenizer_revision", "chat_template", "chat_template_kwargs"}
+    groups = by_content(parse(words)[1]).groups
+    assert not later & {*groups["model"], *groups["data"]}
+    groups = by_content(parse([*words, "--model-revision", "v1", "--chat-template", "none"])[1]).groups
+    assert (groups["model"]["model_revision"], groups["data"]["chat_template"]) == ("v1", "none")
+
+
+@pytest.mark.parametrize("prompt", [8, 9, 12, 13])
+@pytest.mark.parametrize("tokens", [4, 5, 8, 9])
+def test_whether_a_key_will_be_lost(prompt: int, tokens: int):
+    """Twelve keys and a buffer of four; what is compressed behind the last token is lost to nobody."""
+    decoder = Decoder(tiny_model_config(num_layers=1))
+    policy, config = H2O(), RolloutConfig(tokens, budget=12, buffer=4, eos_token_id=None)
+    prompts = PromptBatch(jnp.ones((1, prompt), jnp.int32), jnp.ones((1, prompt), bool))
+    params = random_params(decoder.config)
+    drawn = rollout(decoder, params, prompts, jax.random.key(0), policy=policy, config=config)
+    assert isinstance(drawn.mask, ShadowMask)
+    evicted = float(evicted_share(drawn.mask.evicted_at, drawn.valid)) > 0
+    assert evicts_keys(policy, config, 1, prompt) == evicted

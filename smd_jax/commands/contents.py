@@ -25,6 +25,13 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors
 MODELS = ("model", "tokenizer")
 DATA = ("dataset", "dataset_source")
 CODE = ("map_function", "reward")
+# Options that came later, with their defaults, which leave a run as it was: runs from before them go on.
+LATER = (
+    ("model_revision", None),
+    ("tokenizer_revision", None),
+    ("chat_template", "auto"),
+    ("chat_template_kwargs", []),
+)
 LARGE = 64 * 2**20
 END = 2**20
 
@@ -75,7 +82,7 @@ def by_content(args: Common) -> Contents:
     for group in ("model", "data", "rewards"):
         fields = to_jsonable(getattr(rooted, group), group)
         assert isinstance(fields, dict)
-        groups[group] = {name: of(name, value) for name, value in fields.items()}
+        groups[group] = {name: of(name, value) for name, value in fields.items() if (name, value) not in LATER}
     # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
     if place is not None and is_file_name(place):

@@ -29,6 +29,7 @@ from smd_jax.commands.model_source import (
     load_tokenizer,
     model_directory,
     shown_tokens,
+    with_template,
 )
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of
@@ -125,7 +126,9 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_platform(args.platform)
         directory = model_directory(args.model, args.model_revision)
-        tokenizer = load_tokenizer(directory, args.tokenizer, args.tokenizer_revision, args.chat_template)
+        tokenizer = with_template(
+            load_tokenizer(directory, args.tokenizer, args.tokenizer_revision), args.chat_template
+        )
         model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
         ends = end_token_ids(directory, tokenizer, args.eos_token)

@@ -58,9 +58,15 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
 
 
 def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:
-    """Whether the longest sequence that there may be loses a key in any layer."""
+    """Whether the longest sequence that there may be loses a key in any layer, which a later query would have seen."""
     budgets, _ = plan(policy, rollout, num_layers, prompt_width)
-    return policy.evicts and prompt_width + rollout.max_new_tokens > min(budgets)
+    return policy.evicts and most_compressed(rollout, prompt_width) > min(budgets)
+
+
+def most_compressed(rollout: RolloutConfig, prompt_width: int) -> int:
+    """The most keys at a compression that is followed by another token: there is one behind the prompt, and then one
+    every `buffer` tokens."""
+    return prompt_width + (rollout.max_new_tokens - 1) // rollout.buffer * rollout.buffer
 
 
 def without_evictions(loop: Loop) -> str | None:
@@ -71,11 +77,11 @@ def without_evictions(loop: Loop) -> str | None:
     if not config.policy.evicts or evicts_keys(config.policy, config.rollout, layers, config.prompt_width):
         return None
     budgets, _ = plan(config.policy, config.rollout, layers, config.prompt_width)
-    longest = config.prompt_width + config.rollout.max_new_tokens
+    most = most_compressed(config.rollout, config.prompt_width)
     return (
         f"Nothing will be evicted: prompts of at most {config.prompt_width} tokens and completions of at most "
-        f"{config.rollout.max_new_tokens} fit into the {min(budgets)} keys that are kept. Lower --budget below "
-        f"{longest}, or take --eviction dense, which needs no slot more than that"
+        f"{config.rollout.max_new_tokens} fit into the {min(budgets)} keys that are kept, and {config.rollout.buffer} "
+        f"of the buffer. Lower --budget below {most}, or take --eviction dense, which needs no slot more than that"
     )
 
 

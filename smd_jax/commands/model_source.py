@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -70,16 +71,13 @@ def local_directory(name: str, flag: str, files: list[str], revision: str | None
         ) from error
 
 
-def load_tokenizer(
-    model: Path, name: str | None = None, revision: str | None = None, template: TemplateName = "auto"
-) -> Any:
+def load_tokenizer(model: Path, name: str | None = None, revision: str | None = None) -> Any:
     """The tokenizer of a model; without a padding token it pads with the one that ends a text.
 
     Args:
       model: its directory.
       name: a directory or an id on the Hub that has the tokenizer; None: the model's directory.
       revision: of that id, as `model_directory`.
-      template: "none" takes its chat template from it, so that prompts are taken as they are, which must be text.
 
     Raises:
       UserError: no tokenizer there; a revision without an id.
@@ -102,9 +100,16 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         # Padding is told from tokens by a mask and never by its id, so that any id will do.
         tokenizer.pad_token = tokenizer.eos_token
-    if template == "none":
-        tokenizer.chat_template = None
     return tokenizer
+
+
+def with_template(tokenizer: Any, template: TemplateName) -> Any:
+    """The tokenizer that makes prompts of rows; with "none" it has no chat template, and takes text as it is."""
+    if template == "auto":
+        return tokenizer
+    plain = copy.copy(tokenizer)  # what is exported keeps the template
+    plain.chat_template = None
+    return plain
 
 
 def check_template_kwargs(tokenizer: Any, names: Sequence[str]) -> None:

@@ -21,7 +21,13 @@ from smd_jax.commands.choices import (
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices, evicts_keys
-from smd_jax.commands.model_source import check_template_kwargs, end_token_ids, load_tokenizer, model_directory
+from smd_jax.commands.model_source import (
+    check_template_kwargs,
+    end_token_ids,
+    load_tokenizer,
+    model_directory,
+    with_template,
+)
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
@@ -38,6 +44,7 @@ from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import read_config
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
+from smd_jax.processes import is_first
 from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import make_mesh
 from smd_jax.text.prompts import pad_token_id
@@ -57,6 +64,7 @@ class Prepared(NamedTuple):
 
     Attributes:
       directory: of the model.
+      tokenizer: makes prompts of rows. own_tokenizer: with its chat template, whatever became of prompts.
       loop: with microbatch and decode rows as they fit into the memory.
       plan: of a device's memory; None for an algorithm that has none.
       chosen: what was made smaller to fit, in one line; None where it is not known what there is, or without a plan.
@@ -66,6 +74,7 @@ class Prepared(NamedTuple):
     directory: Path
     config: ModelConfig
     tokenizer: Any
+    own_tokenizer: Any
     data: Data
     loop: Loop
     plan: MemoryPlan | None
@@ -80,11 +89,13 @@ def prepare(args: Common) -> Prepared:
       UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
     """
     check_platform(args.device.platform)
-    check_loggers(args.run.report_to)
+    if is_first():  # the others have none
+        check_loggers(args.run.report_to)
     named = args.model
     directory = model_directory(named.model, named.model_revision)
     config = read_config(directory, compute_dtype(args.model.dtype))
-    tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision, args.data.chat_template)
+    own_tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision)
+    tokenizer = with_template(own_tokenizer, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
@@ -96,13 +107,14 @@ def prepare(args: Common) -> Prepared:
     loop = make_loop(args, model, data, tokenizer, ends)
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
-        return Prepared(directory, config, tokenizer, data, loop, None, None, make_evaluator(args, loop, data))
+        evaluator = make_evaluator(args, loop, data)
+        return Prepared(directory, config, tokenizer, own_tokenizer, data, loop, None, None, evaluator)
     params = shapes(args, model)
     fits, plan = fitted(args, loop, params, memory)
     wanted = make_evaluator(args, fits, data)
     evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
     chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
-    return Prepared(directory, config, tokenizer, data, fits, plan, chosen, evaluator)
+    return Prepared(directory, config, tokenizer, own_tokenizer, data, fits, plan, chosen, evaluator)
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:

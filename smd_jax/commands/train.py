@@ -29,7 +29,7 @@ from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
-from smd_jax.commands.model_source import load_tokenizer, shown_tokens
+from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.eviction.learned import LearnedGate
@@ -401,14 +401,13 @@ def export(args: Common, ready: Prepared, params: Params, directory: Path) -> No
         save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
         print(f"adapters: {directory / 'adapter'}")
         params = merge_lora(params)
-    target, name = directory / "model", args.model.tokenizer
+    target = directory / "model"
     save_checkpoint(
         target,
         jax.device_get(params),
         ready.config,
         dtype=args.run.export_dtype,
         tokenizer_from=ready.directory,
-        # Read again: that of the run may have been left without its chat template.
-        tokenizer=None if name is None else load_tokenizer(ready.directory, name, args.model.tokenizer_revision),
+        tokenizer=None if args.model.tokenizer is None else ready.own_tokenizer,
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

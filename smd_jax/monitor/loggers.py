@@ -50,7 +50,9 @@ def check_installed(package: str, extra: str, what: str) -> None:
       extra: that brings the package.
       what: needs it.
     """
-    if find_spec(package) is None:
+    spec = find_spec(package)
+    # A plain folder of that name in the working directory, such as the one that wandb makes, has no origin.
+    if spec is None or spec.origin is None:
         raise MissingExtraError(f"{what} {package}, which is not installed: pip install -e '.[{extra}]'")
 
 

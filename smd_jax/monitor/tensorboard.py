@@ -35,7 +35,9 @@ class TensorBoardLogger:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        check_tensorboard()  # said now, not after a rollout
+        # Said now, not after a rollout: that it is not there, or cannot be imported.
+        check_tensorboard()
+        importlib.import_module("tensorboardX.event_file_writer")
         self._folder = Path(directory) / "tensorboard"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: EventsWriter | None = None

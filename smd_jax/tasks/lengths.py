@@ -23,7 +23,7 @@ class PromptCounts:
 
     Attributes:
       kept, too_long, empty: how many prompts; an empty one has no text that an answer could follow.
-      longest: tokens of the longest prompt of all, which all others are padded to.
+      longest: tokens of the longest prompt of all, those that are dropped included.
       median: tokens of the median prompt, empty ones aside; None: not known, as of a stream.
     """
 

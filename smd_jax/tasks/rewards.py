@@ -156,7 +156,7 @@ class Rewards:
           ValueError: arguments of different lengths; a function that asks for what is not there.
         """
         graded = self.grade_part(prompts, completions, completion_ids, columns)
-        self.check_failures(graded, prompts)
+        self.check_failures(graded, lambda row: prompts[row])
         return graded
 
     def grade_part(
@@ -193,8 +193,12 @@ class Rewards:
         self._warn(graded, prompts)
         return graded
 
-    def check_failures(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
-        """Raises TooManyFailures if more than `max_failed` of the completions of a whole batch have no reward."""
+    def check_failures(self, graded: Graded, prompt_of: Callable[[int], Prompt]) -> None:
+        """Raises TooManyFailures if more than `max_failed` of the completions of a whole batch have no reward.
+
+        Args:
+          prompt_of: gives the prompt of a completion, by its number in the batch.
+        """
         failed = int(np.isnan(graded.rewards).sum())
         if failed > self.max_failed * len(graded.rewards):
             kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
@@ -202,7 +206,7 @@ class Rewards:
             first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
             raise TooManyFailures(
                 f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
-                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompts[first.row])}"
+                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompt_of(first.row))}"
             )
 
     def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:

@@ -39,7 +39,7 @@ from orbax.checkpoint.options import MultiprocessingOptions
 from smd_jax.processes import all_or_none, gather_json, is_first
 from smd_jax.train.checkpoint_folder import FORMAT, ITEMS, check_format, check_keys, check_not_emptied, check_ours
 from smd_jax.train.checkpoint_leaves import check_leaves, leaf_table, placed
-from smd_jax.train.checksums import check_files, check_there, write_checksums
+from smd_jax.train.checksums import check_files, check_there, names_in, write_checksums
 from smd_jax.train.disk import OS_ERROR, failure, is_trouble
 from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 
@@ -118,16 +118,16 @@ class Writer:
             "machine": to_jsonable(machine, "machine"),
         }
         self.wait()
-        _check_later(self.directory, step)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        with _failure_named(self.directory, step):
-            self._manager = self._manager or _manager(self.directory, self._max_to_keep)
-            self._manager.save(step, args=items)
-        self._writing = step, self._thread.submit(self._finish, self._manager, step)
-        if jax.process_count() > 1:
-            # Beside it the processes wait for each other, which must not come between those of the next step. What
-            # fails in one of them, such as the list of checksums that the first one writes, ends all.
-            with all_or_none():
+        # What fails in one of several processes, such as the list of checksums that the first one writes, ends all.
+        with all_or_none():
+            _check_later(self.directory, step)
+            with _failure_named(self.directory, step):
+                self._manager = self._manager or _manager(self.directory, self._max_to_keep)
+                self._manager.save(step, args=items)
+            self._writing = step, self._thread.submit(self._finish, self._manager, step)
+            if jax.process_count() > 1:
+                # Beside it the processes wait for each other, which must not come between those of the next step.
                 self.wait()
 
     def wait(self) -> None:
@@ -268,13 +268,16 @@ def restore_newest(directory: str | Path, like: Any, *, config: object, may_diff
       OSError: the disk fails, which says nothing of what lies on it.
       OtherProcessError: another process sees less of the checkpoint than the first.
     """
-    checked, before = (None, []) if jax.process_count() == 1 else _agreed_step(directory)
-
-    def read(step: int) -> Restored:
-        return _restored(directory, like, config, step, may_differ, checked=step == checked)
-
-    restored, damaged = _newest_readable(directory, read, up_to=checked)
-    return dataclasses.replace(restored, damaged=(*before, *damaged))
+    if jax.process_count() == 1:
+        restored, damaged = _newest_readable(
+            directory, lambda step: _restored(directory, like, config, step, may_differ)
+        )
+    else:
+        step, damaged = _agreed_step(directory)
+        # None of them may go back to an older one by itself.
+        with all_or_none():
+            restored = _restored(directory, like, config, step, may_differ, checked=True)
+    return dataclasses.replace(restored, damaged=tuple(damaged))
 
 
 def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:
@@ -282,18 +285,18 @@ def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:
     them all; the others take its word, because every host would read the checkpoints of all, and might come to another
     step."""
 
-    def whole(step: int) -> int:
+    def whole(step: int) -> tuple[int, list[str]]:
         _read_meta(directory, step)
-        return step
+        return step, names_in(_folder(directory, step), ITEMS)
 
     found = None
     with all_or_none():
         if is_first():
             found = _newest_readable(directory, whole)
-    step, damaged = gather_json(found)[0]
+    (step, names), damaged = gather_json(found)[0]
     # A host may not have heard yet of files that others wrote.
     with all_or_none(), _DamageNamed(directory, step):
-        check_there(_folder(directory, step))
+        check_there(_folder(directory, step), names)
     return step, damaged
 
 
@@ -410,17 +413,11 @@ def _existing_step(directory: str | Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _newest_readable(
-    directory: str | Path, read: Callable[[int], _Read], up_to: int | None = None
-) -> tuple[_Read, list[str]]:
-    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors.
-
-    Args:
-      up_to: the newest step to look at; None: the newest of all.
-    """
+def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tuple[_Read, list[str]]:
+    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors."""
     damaged = list[str]()
-    last = _existing_step(directory, up_to)
-    for step in sorted((step for step in all_steps(directory) if step <= last), reverse=True):
+    last = _existing_step(directory, None)
+    for step in sorted(all_steps(directory), reverse=True):
         try:
             return read(step), damaged
         except DamagedCheckpointError as error:
@@ -505,7 +502,8 @@ def _failure_named(directory: str | Path, step: int) -> Iterator[None]:
             raise
         for unfinished in Path(directory).glob(f"{step}.*tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, TimeoutError):
+        # Orbax's own, after it has waited for others. A disk in a network has a number for what it took too long for.
+        if isinstance(error, TimeoutError) and error.errno is None:
             said = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
             raise OSError(f"{said}{error}") from error
         there = all_steps(directory)

@@ -37,9 +37,14 @@ def check_files(folder: Path, items: Sequence[str]) -> None:
         raise ValueError(f"{len(lines)} of {len(expected)} files are damaged: {', '.join(lines)}")
 
 
-def check_there(folder: Path) -> None:
-    """Raises ValueError, which names every file of the list that is not to be seen; reads none of them."""
-    missing = [name for name in _listed(folder) if not (folder / name).is_file()]
+def names_in(folder: Path, items: Sequence[str]) -> list[str]:
+    """Relative paths of all files in the items, and of the list of checksums where there is one."""
+    return [file.relative_to(folder).as_posix() for file in _files(folder, items)] + [CHECKSUMS] * bool(_listed(folder))
+
+
+def check_there(folder: Path, names: Sequence[str]) -> None:
+    """Raises ValueError, which tells every file that is not to be seen; reads none of them."""
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{len(missing)} files are not there: {', '.join(missing)}")
 
@@ -52,8 +57,11 @@ def _listed(folder: Path) -> dict[str, int]:
 
 def _checksums(folder: Path, items: Sequence[str]) -> dict[str, int]:
     """Relative path -> CRC-32 of every file in the items."""
-    files = [file for item in items for file in sorted((folder / item).rglob("*")) if file.is_file()]
-    return {file.relative_to(folder).as_posix(): _crc32(file) for file in files}
+    return {file.relative_to(folder).as_posix(): _crc32(file) for file in _files(folder, items)}
+
+
+def _files(folder: Path, items: Sequence[str]) -> list[Path]:
+    return [file for item in items for file in sorted((folder / item).rglob("*")) if file.is_file()]
 
 
 def _crc32(file: Path) -> int:

@@ -36,7 +36,7 @@ from smd_jax.sampler.fixed_batch import rollout, rollout_program
 from smd_jax.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
 from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, Task
+from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.decoding import Decode, check_names
@@ -235,9 +235,9 @@ class Evaluator:
         """One object for all batches, because it reports every kind of failure once."""
         return self.rewards or Rewards((self.task.reward,), seconds=None)
 
-    def _rows(self, numbers: np.ndarray) -> list[Row]:
-        """The rows of a batch, of which the last is filled up with the first rows."""
-        return [self.task[int(number) % len(self.task)] for number in numbers]
+    def _row(self, number: np.int64) -> Row:
+        """A row of a batch, of which the last is filled up with the first rows."""
+        return self.task[int(number) % len(self.task)]
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
         batches = list[_Batch]()
@@ -272,16 +272,18 @@ class Evaluator:
             with all_or_none():
                 own = self._run_own(params, decode, numbers[part], own_kept, first)
             batch = _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
-        rows = repeat_each(self._rows(numbers[:kept]), self.config.group_size)
-        graded = Graded(batch.rewards.reshape(-1), {}, batch.failures)
-        self._grader.check_failures(graded, [row["prompt"] for row in rows])
+
+        def prompt_of(completion: int) -> Prompt:
+            return self._row(numbers[completion // self.config.group_size])["prompt"]
+
+        self._grader.check_failures(Graded(batch.rewards.reshape(-1), {}, batch.failures), prompt_of)
         return batch
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
         """The prompts of a batch, the first one or a later, that this process feeds; of them the first `kept` count."""
         group_size = self.config.group_size
         mesh = self.place.own_mesh
-        rows = self._rows(numbers)
+        rows = [self._row(number) for number in numbers]
         prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
         with jax.set_mesh(mesh):

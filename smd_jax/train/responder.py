@@ -125,7 +125,7 @@ class Responder:
             return own, Told(completions, graded, took | {"time/grading": time.perf_counter() - began})
 
         own, told = shared(self.place.feeders, sample)
-        rewards.check_failures(told.graded, [row["prompt"] for row in repeat_each(rows, group_size)])
+        rewards.check_failures(told.graded, lambda completion: rows[completion // group_size]["prompt"])
         return own, told
 
     def respond(

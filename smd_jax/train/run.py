@@ -156,8 +156,9 @@ def train(
     start = done = int(state.step) // loop.config.steps_per_rollout
     # Rollouts that are in a checkpoint which is whole, and in one that may still be on its way to the disk.
     saved = begun = start
-    if resume and done > 0 and is_first():
-        _say(f"goes on after {done} of {run.steps} rollouts" + _taken_again(directory, done))
+    with all_or_none():
+        if resume and done > 0 and is_first():
+            _say(f"goes on after {done} of {run.steps} rollouts" + _taken_again(directory, done))
     # Metrics of a rollout that is finished, until they are written: an evaluation follows, or the run has ended.
     unwritten: dict[str, float] | None = None
 

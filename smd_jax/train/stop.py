@@ -48,7 +48,7 @@ class RunStoppedError(RuntimeError):
 
 class StopSignals:
     """Listens to SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP while it is open. Beside the main thread,
-    where Python allows no handlers, it opens and hears nothing."""
+    where Python allows no handlers, it opens and hears nothing. After SIGHUP what this process prints goes nowhere."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -59,6 +59,8 @@ class StopSignals:
             return self
         # Asked now: of a terminal that is closed the system says that it is none.
         self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
+        # Opened now: a handler must not fail because there is no descriptor left.
+        self._nowhere = os.open(os.devnull, os.O_WRONLY)
         self._read, self._write = os.pipe()
         # Python writes to it inside of a signal's handler, which must never wait.
         os.set_blocking(self._write, False)
@@ -82,6 +84,7 @@ class StopSignals:
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
+        os.close(self._nowhere)
 
     def _answer(self) -> None:
         while numbers := os.read(self._read, 64):
@@ -104,12 +107,8 @@ class StopSignals:
     def _leave_terminal(self) -> None:
         """What is printed from now on goes nowhere. Every write to a terminal that is closed fails (EIO), and a line of
         progress would end the rollout that is still to be saved."""
-        if not self._terminals:
-            return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+            os.dup2(self._nowhere, descriptor)
 
     def _end(self, number: int) -> None:
         # A progress bar hides the cursor, and nobody else will bring it back.
