@@ -304,7 +304,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
     save(tmp_path, 3)
     save(tmp_path, 6)
 
-    def unreadable(folder: Path, items: Sequence[str]) -> None:
+    def unreadable(folder: Path, items: Sequence[str], left_out: Sequence[str]) -> None:
         raise error
 
     monkeypatch.setattr(checkpoint, "check_files", unreadable)

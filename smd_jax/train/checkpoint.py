@@ -436,7 +436,7 @@ def _read_meta(directory: str | Path, step: int, check: Sequence[str] = ITEMS) -
     check_ours(_folder(directory, step), [_folder(directory, other) for other in all_steps(directory) if other != step])
     with _DamageNamed(directory, step):
         check_not_emptied(_folder(directory, step))
-        check_files(_folder(directory, step), check)
+        check_files(_folder(directory, step), check, left_out=[item for item in ITEMS if item not in check])
         # By each process for itself: where one fails, and never comes to read, nobody waits for it.
         with _reader(directory, alone=True) as manager:
             meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]

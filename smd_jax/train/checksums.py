@@ -18,7 +18,7 @@ def write_checksums(folder: Path, items: Sequence[str]) -> None:
     temporary.replace(folder / CHECKSUMS)
 
 
-def check_files(folder: Path, items: Sequence[str]) -> None:
+def check_files(folder: Path, items: Sequence[str], left_out: Sequence[str] = ()) -> None:
     """Raises ValueError, which names every file that is not as it was written.
 
     A run killed between the rename of the checkpoint and the list of its checksums leaves a whole one without: it
@@ -26,8 +26,9 @@ def check_files(folder: Path, items: Sequence[str]) -> None:
 
     Args:
       items: folders whose files are read.
+      left_out: folders whose files are in the list, and are not looked at.
     """
-    expected = {name: value for name, value in _listed(folder).items() if name.partition("/")[0] in items}
+    expected = {name: value for name, value in _listed(folder).items() if name.partition("/")[0] not in left_out}
     if not expected:
         return
     found = _checksums(folder, items)
