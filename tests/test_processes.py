@@ -100,11 +100,10 @@ def wait_for(running: list[subprocess.Popen[str]], file: Path) -> dict[str, np.n
     finally:
         for process in running:
             process.kill()
-    # When JAX's coordination service is shut down, all is said and written. It was seen to abort (a check of gRPC's).
-    codes = [process.returncode for process in running]
-    ended = [
-        code == 0 or (code == -signal.SIGABRT and SHUTDOWN in said) for code, said in zip(codes, errors, strict=True)
-    ]
+    # All is said and written when JAX's coordination service is shut down, which was seen to abort (gRPC: "Check failed:
+    # queue.Pop() == nullptr").
+    aborted = [process.returncode == -signal.SIGABRT and SHUTDOWN in said for process, said in zip(running, errors)]
+    ended = [process.returncode == 0 or late for process, late in zip(running, aborted)]
     assert all(ended) and file.exists(), "\n".join(errors)
     with np.load(file) as arrays:
         return {name: arrays[name] for name in arrays.files}
