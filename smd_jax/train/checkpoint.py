@@ -345,6 +345,13 @@ def latest_step(directory: str | Path) -> int | None:
     return max(all_steps(directory), default=None)
 
 
+def unfinished_bytes(directory: str | Path) -> int:
+    """Bytes that saves which did not come to their end have left in `directory`; the next save deletes them before it
+    writes."""
+    files = [file for folder in _unfinished(directory) for file in folder.rglob("*")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def check_config(directory: str | Path, config: object) -> None:
     """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as
     `restore_newest` does, before anything is read that takes long. It waits for no other process."""
@@ -491,7 +498,7 @@ def _others_named(directory: str | Path, step: int) -> Iterator[None]:
 
 @contextmanager
 def _failure_named(directory: str | Path, step: int) -> Iterator[None]:
-    """What orbax raises when the disk fails becomes one line, and what is half written goes."""
+    """What orbax raises when the disk fails becomes one line, and what is half written makes room."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_said_once)  # which adds the same filter no second time
     try:
@@ -500,7 +507,8 @@ def _failure_named(directory: str | Path, step: int) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and OS_ERROR not in str(error):
             raise
-        for unfinished in Path(directory).glob(f"{step}.*tmp*"):
+        # As far as TensorStore has stopped: its threads may write a file more, which the next manager deletes.
+        for unfinished in _unfinished(directory):
             shutil.rmtree(unfinished, ignore_errors=True)
         # Orbax's own, after it has waited for others. A disk in a network has a number for what it took too long for.
         if isinstance(error, TimeoutError) and error.errno is None:
@@ -519,6 +527,11 @@ def _said_once(record: logging.LogRecord) -> bool:
 
 def _folder(directory: str | Path, step: int) -> Path:
     return Path(directory) / str(step)
+
+
+def _unfinished(directory: str | Path) -> list[Path]:
+    """What the next save deletes: checkpoints that are not whole, and one whose deletion has not ended."""
+    return [*Path(directory).glob("*.orbax-checkpoint-tmp*"), *Path(directory).glob(_GONE)]
 
 
 def _delete_gone(directory: str | Path) -> None:

@@ -38,13 +38,14 @@ def check_writable(directory: str | Path) -> None:
         raise PermissionError(f"expected a directory that can be written at {directory}; got {error}") from error
 
 
-def check_space(directory: str | Path, needed: int, what: str) -> None:
+def check_space(directory: str | Path, needed: int, what: str, deleted_before: int = 0) -> None:
     """Raises OSError if the disk of `directory` has less than `needed` bytes free.
 
     Args:
       what: what they are for, as in "4 checkpoints of 1.5 GiB".
+      deleted_before: bytes there that are given back before these are taken.
     """
-    free = shutil.disk_usage(nearest(Path(directory))).free
+    free = shutil.disk_usage(nearest(Path(directory))).free + deleted_before
     if free < needed:
         raise OSError(
             f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "

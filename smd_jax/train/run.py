@@ -447,7 +447,9 @@ def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
     if run.keeps_best:
         new += 2 - min(len(checkpoint.all_steps(directory / BEST)), 1)
     what = f"{new} checkpoints of {show_bytes(state_bytes)}" if new > 1 else "one checkpoint"
-    check_space(directory, new * state_bytes, what)
+    # A save that was cut off has taken room, which the next one gives back first.
+    half_written = sum(checkpoint.unfinished_bytes(directory / name) for name in (CHECKPOINTS, BEST))
+    check_space(directory, new * state_bytes, what, half_written)
 
 
 def _check_objective(objective: Objective | None, evaluates: bool) -> None:
