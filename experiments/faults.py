@@ -59,7 +59,7 @@ from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.train import checkpoint
-from smd_jax.train.checkpoint_leaves import OtherStateError
+from smd_jax.train.checkpoint import OtherStateError
 from study.files import read_rows, write_rows
 
 

@@ -42,7 +42,7 @@ from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
 from smd_jax.train.disk import check_export
 from smd_jax.train.journal import EVALUATIONS_FILE
-from smd_jax.train.run import check_directory
+from smd_jax.train.run_folder import check_directory
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)

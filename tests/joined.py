@@ -45,6 +45,7 @@ from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train import checkpoint, run
 from smd_jax.train import loop as loop_module
+from smd_jax.train.checkpoint import reading, writing
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
@@ -52,7 +53,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
 from smd_jax.train.refused import RefusedRolloutError
-from smd_jax.train.run import RunConfig
+from smd_jax.train.run_config import RunConfig
 from smd_jax.train.samples import Samples
 
 EOS, PAD = 258, 256
@@ -272,7 +273,7 @@ def _resumes_without_rows(index: int, folder: Path, out: Path) -> None:
 
 
 def _trains_with_fewer_checkpoints(index: int, out: Path) -> None:
-    fewer = mock.patch.object(checkpoint, "all_steps", return_value=[1])
+    fewer = mock.patch.object(run, "all_steps", return_value=[1])
     with fewer if index else nullcontext():
         _resumes_under(MismatchGuard(), out)
 
@@ -301,7 +302,7 @@ def _said_by_all(body: Callable[[], None]) -> None:
 
 
 def _saves_without_checksums(place: Path) -> None:
-    full = mock.patch.object(checkpoint, "write_checksums", side_effect=OSError(28, "No space left on device"))
+    full = mock.patch.object(writing, "write_checksums", side_effect=OSError(28, "No space left on device"))
     with full if processes.is_first() else nullcontext():
         checkpoint.save(place, 1, shard_tree(params(), mesh()), data_position={}, config=1)
 
@@ -311,20 +312,20 @@ def _sees_fewer_files(place: Path) -> None:
     state = shard_tree(params(), mesh())
     for step in (1, 2):
         checkpoint.save(place, step, state, data_position={}, config=1)
-    hidden = mock.patch.object(checkpoint, "check_there", side_effect=ValueError("1 files are not there: state/d/1"))
+    hidden = mock.patch.object(reading, "check_there", side_effect=ValueError("1 files are not there: state/d/1"))
     with nullcontext() if processes.is_first() else hidden:
         checkpoint.restore_newest(place, state, config=1)
 
 
 def _reads_a_part_less(place: Path) -> None:
     """The last process finds its part of the newest checkpoint cut off; it does not go back to the older one alone."""
-    read = checkpoint._read_item  # pyright: ignore[reportPrivateUsage]
+    read = reading._read_item  # pyright: ignore[reportPrivateUsage]
 
     def cut_off(*arguments: Any) -> None:
         read(*arguments)
         raise ValueError("state/d/1 is cut off")
 
-    broken = mock.patch.object(checkpoint, "_read_item", cut_off)
+    broken = mock.patch.object(reading, "_read_item", cut_off)
     with nullcontext() if processes.is_first() else broken:
         checkpoint.restore_newest(place, shard_tree(params(), mesh()), config=1)
 

@@ -23,9 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from smd_jax.config import LinearRope, ModelConfig
 from smd_jax.sharding import make_mesh, shard_tree
-from smd_jax.train import checkpoint, checksums
-from smd_jax.train.checkpoint_folder import FORMAT, OtherFormatError
-from smd_jax.train.checksums import write_checksums
+from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint import checksums, managers, reading, writing
+from smd_jax.train.checkpoint.checksums import write_checksums
+from smd_jax.train.checkpoint.ownership import FORMAT, OtherFormatError
 from smd_jax.train.disk import OS_ERROR
 from smd_jax.train.jsonable import to_jsonable
 from tests.bitwise import assert_bitwise_equal
@@ -180,7 +181,8 @@ def test_only_the_newest_are_kept(tmp_path):
 def test_a_deletion_that_is_killed_leaves_no_checkpoint_that_does_not_load(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # The process is killed before a file of a checkpoint is deleted, or after some of them are.
-        patch.setattr(checkpoint, "_delete_gone", lambda directory: None)
+        for module in (managers, writing):
+            patch.setattr(module, "delete_gone", lambda directory: None)
         for step in (3, 6):
             save(tmp_path, step, {"x": jnp.float32(step)}, max_to_keep=1)
         assert checkpoint.all_steps(tmp_path) == [6] and list(tmp_path.glob("deleted/3/*"))
@@ -307,7 +309,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
     def unreadable(folder: Path, items: Sequence[str], left_out: Sequence[str]) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "check_files", unreadable)
+    monkeypatch.setattr(reading, "check_files", unreadable)
     with pytest.raises(OSError, match=r"expected to read checkpoint 6 in .*; got .*It stays as it is"):
         checkpoint.restore_newest(tmp_path, initial_state(), config=CONFIG)
     monkeypatch.undo()
@@ -487,7 +489,7 @@ def test_saving_goes_on_beside_the_updates(tmp_path, monkeypatch):
         write_checksums(folder, items)
         written.set()
 
-    monkeypatch.setattr(checkpoint, "write_checksums", slow)
+    monkeypatch.setattr(writing, "write_checksums", slow)
     with checkpoint.Writer(tmp_path) as writer:
         writer.save(1, state, data_position={}, config=CONFIG)
         for _ in range(3):
@@ -512,7 +514,7 @@ def test_what_fails_beside_the_updates_is_said_at_the_next_look(tmp_path, monkey
     with checkpoint.Writer(tmp_path) as writer:
         writer.save(1, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
         writer.wait()
-        monkeypatch.setattr(checkpoint, "write_checksums", full_disk)
+        monkeypatch.setattr(writing, "write_checksums", full_disk)
         writer.save(2, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
         assert failed.wait(60)
         with pytest.raises(OSError, match=r"checkpoint 2 in .* could not be written \(.*No space left"):
@@ -531,7 +533,7 @@ def test_a_disk_that_takes_too_long_is_no_process_that_is_missing(tmp_path, monk
     def late(folder: Path, items: Sequence[str]) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "write_checksums", late)
+    monkeypatch.setattr(writing, "write_checksums", late)
     with pytest.raises(OSError, match=said):
         checkpoint.save(tmp_path, 1, {"x": jnp.ones(3)}, data_position={}, config=CONFIG)
 

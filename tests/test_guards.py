@@ -35,7 +35,8 @@ from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError
-from smd_jax.train.run import RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
 from smd_jax.train.samples import Samples
 from smd_jax.train.settings import split_settings
 from smd_jax.trajectory import Trajectory

@@ -21,7 +21,8 @@ from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.train import checkpoint
 from smd_jax.train.frozen_base import BASE, fingerprint, with_base, without_base
 from smd_jax.train.ppo import PPOLoop
-from smd_jax.train.run import RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
 from tests.adapted import SMALL
 from tests.bitwise import assert_bitwise_equal
 from tests.test_ppo import CONFIG as PPO

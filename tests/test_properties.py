@@ -53,7 +53,7 @@ from smd_jax.train.objective import Objective
 from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.optimizers import OptimizerConfig
 from smd_jax.train.ppo import PPOConfig
-from smd_jax.train.run import RunConfig
+from smd_jax.train.run_config import RunConfig
 from smd_jax.typed_fields import check_types
 from tests.drawn_cases import TIMES, cases, without_jaxtyping  # noqa: F401 - a fixture
 

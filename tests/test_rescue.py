@@ -13,7 +13,8 @@ from breaking.disks import files_end_at
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.train import checkpoint
 from smd_jax.train.rescue import with_notes
-from smd_jax.train.run import RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import PlainLoop, new_state
 
@@ -88,6 +89,7 @@ def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
 
 # TensorStore's other writes fail, too, and may tell an event loop that is closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
 def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
         start(tmp_path, 6, PlainLoop(begins=raises_at(4)), new_state(size=100_000))
@@ -96,6 +98,7 @@ def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
 def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
     with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
         train(PlainLoop(), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
@@ -104,6 +107,7 @@ def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
 def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
         train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)

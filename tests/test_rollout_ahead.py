@@ -18,7 +18,8 @@ from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.responder import Responder
 from smd_jax.train.rollout_ahead import Ahead, one_behind
-from smd_jax.train.run import RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.widths import shortened
 from tests import toy_loop

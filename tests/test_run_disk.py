@@ -16,7 +16,8 @@ from smd_jax.model.weights import save_checkpoint
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import disk
 from smd_jax.train.objective import Objective
-from smd_jax.train.run import RunConfig, check_directory, check_room
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import check_directory, check_room
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import PlainLoop, new_state
 from tests.plain_runs import never, rows, saved, start
@@ -79,6 +80,7 @@ def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
 def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, caplog):
     state = new_state(size=100_000)
     whole = start(tmp_path / "whole", 4, state=state)

@@ -16,7 +16,9 @@ from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective, Standing
-from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import check_directory
 from smd_jax.train.settings import rounding_only, split_settings, taken_out
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state

@@ -18,7 +18,9 @@ from smd_jax.monitor.metrics_log import MACHINE_METRICS, TIME_METRICS, read_metr
 from smd_jax.monitor.saved_masks import load_masks
 from smd_jax.train import checkpoint
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.run import RunConfig, check_directory, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import check_directory
 from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_programs

@@ -15,7 +15,9 @@ from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.train import checkpoint
 from smd_jax.train.frozen_base import without_base
 from smd_jax.train.loop import Loop
-from smd_jax.train.run import CHECKPOINTS, RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import CHECKPOINTS
 from smd_jax.train.settings import split_settings
 
 EVERY = 2  # rollouts between two checkpoints

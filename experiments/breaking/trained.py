@@ -27,7 +27,7 @@ from smd_jax.train import checkpoint
 from smd_jax.train.frozen_base import without_base
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import CHECKPOINTS
+from smd_jax.train.run_folder import CHECKPOINTS
 from smd_jax.train.samples import Samples
 from smd_jax.train.settings import split_settings
 

@@ -21,7 +21,9 @@ from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.journal import METRICS_FILE
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.run import CHECKPOINTS, RunConfig, train
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import CHECKPOINTS
 from smd_jax.train.settings import split_settings
 from study.files import Row, fingerprint, number
 from study.runs import FULL_CACHE, MAX_MISMATCH_KL, measured

@@ -35,11 +35,11 @@ from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint
-from smd_jax.train import checkpoint
-from smd_jax.train.checkpoint import DamagedCheckpointError
+from smd_jax.train.checkpoint.errors import DamagedCheckpointError
+from smd_jax.train.checkpoint.reading import restore_part
 from smd_jax.train.disk import check_export
 from smd_jax.train.frozen_base import params_with_base, params_without_base
-from smd_jax.train.run import BEST, CHECKPOINTS
+from smd_jax.train.run_folder import BEST, CHECKPOINTS
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
     key = jax.random.key(0)
     if lora_config(trained.model) is None:
         like = shapes(trained, Decoder(config))
-        return drop_value_head(checkpoint.restore_part(place, {"params": like}, args.step)["params"])
+        return drop_value_head(restore_part(place, {"params": like}, args.step)["params"])
     _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
     whole = with_parts(trained, base, config, key)
-    saved = checkpoint.restore_part(place, {"params": params_without_base(whole)}, args.step)["params"]
+    saved = restore_part(place, {"params": params_without_base(whole)}, args.step)["params"]
     return drop_value_head(params_with_base(saved, whole))

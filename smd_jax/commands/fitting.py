@@ -14,11 +14,12 @@ from smd_jax.commands.errors import UserError
 from smd_jax.memory.fit import fit_loop, usable_memory
 from smd_jax.memory.plan import MemoryPlan
 from smd_jax.model.protocol import Params
-from smd_jax.train import checkpoint
+from smd_jax.train.checkpoint.reading import saved_config
+from smd_jax.train.checkpoint.steps import latest_step
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.run import CHECKPOINTS
+from smd_jax.train.run_folder import CHECKPOINTS
 from smd_jax.train.settings import rounding_only
 
 L = TypeVar("L", bound=PolicyLoop)
@@ -46,10 +47,10 @@ def fitted(args: Common, loop: L, params: Params, memory_bytes: int | None) -> t
     """
     update = loop.config.update
     checkpoints = args.run.output_dir / CHECKPOINTS
-    begun = args.run.resume and checkpoint.latest_step(checkpoints) is not None
+    begun = args.run.resume and latest_step(checkpoints) is not None
     if not begun or update.microbatch_size is not None or "update.microbatch_size" in rounding_only(loop.config):
         return fit_loop(loop, params, memory_bytes)
-    saved: Any = checkpoint.saved_config(checkpoints)
+    saved: Any = saved_config(checkpoints)
     # Settings of another algorithm or loss may lack it; that run is refused when all are compared.
     size = saved["loop"]["update"].get("microbatch_size")
     minibatch = loop.config.completions_per_step // loop.config.minibatches

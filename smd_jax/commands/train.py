@@ -60,9 +60,10 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
-from smd_jax.train.checkpoint import DamagedCheckpointError, OtherConfigError
-from smd_jax.train.checkpoint_folder import OtherFormatError
-from smd_jax.train.checkpoint_leaves import OtherStateError
+from smd_jax.train.checkpoint.errors import DamagedCheckpointError
+from smd_jax.train.checkpoint.leaves import OtherStateError
+from smd_jax.train.checkpoint.ownership import OtherFormatError
+from smd_jax.train.checkpoint.reading import OtherConfigError
 from smd_jax.train.disk import check_export, stored_bytes, written
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.frozen_base import without_base
@@ -72,15 +73,9 @@ from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.refused import RefusedRolloutError
 from smd_jax.train.rescue import with_notes
 from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import (
-    RunConfig,
-    check_config,
-    check_directory,
-    check_progress,
-    check_room,
-    check_state,
-    train,
-)
+from smd_jax.train.run import train
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import check_config, check_directory, check_progress, check_room, check_state
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict

@@ -1,85 +1,52 @@
-"""A run on disk: the loop with progress, metrics, evaluations, checkpoints, resume, and an orderly end on Ctrl-C.
-
-directory/metrics.jsonl       one row a rollout, with the evaluation after it where there was one
-directory/evaluations.jsonl   one row an evaluation; "step" counts finished rollouts, so that 0 is the start
-directory/checkpoints/        the newest: parameters, optimizer, PRNG key, step, data position, resolved configuration;
-                              of a model with adapters those, without their base
-directory/best/               the one with the best value of the objective, if there is one
-"""
+"""A run on disk: the loop with progress, metrics, evaluations, checkpoints, resume, and an orderly end on Ctrl-C."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from smd_jax.byte_sizes import show_bytes
-from smd_jax.config import check_whole
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
-from smd_jax.monitor.metrics_log import numbers, read_metrics, without_nulls
+from smd_jax.monitor.metrics_log import numbers, without_nulls
 from smd_jax.monitor.panel import training_panel
 from smd_jax.monitor.progress import Report
 from smd_jax.processes import all_or_none, check_same, gather_json, is_first
 from smd_jax.sharding import shard_tree
 from smd_jax.text.visible_text import visible
-from smd_jax.train import checkpoint
-from smd_jax.train.disk import check_space, check_writable, stored_bytes
+from smd_jax.train.checkpoint import reading
+from smd_jax.train.checkpoint.steps import all_steps, latest_step
+from smd_jax.train.checkpoint.writing import Writer, discard_after
+from smd_jax.train.disk import stored_bytes
 from smd_jax.train.frozen_base import with_base, without_base
-from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE, Journal, NoJournal
+from smd_jax.train.journal import Journal, NoJournal
 from smd_jax.train.jsonable import Json, config_differences, to_jsonable
 from smd_jax.train.loop import Loop
 from smd_jax.train.machine import machine
 from smd_jax.train.objective import Objective
 from smd_jax.train.refused import RefusedRolloutError, write_refused
 from smd_jax.train.rescue import Rescue, is_whole
+from smd_jax.train.run_config import RunConfig
+from smd_jax.train.run_folder import (
+    BEST,
+    CHECKPOINTS,
+    check_directory,
+    check_progress,
+    check_room,
+    finished_rollouts,
+)
 from smd_jax.train.settings import split_settings
 from smd_jax.train.standing import RunStanding, standing
 from smd_jax.train.stop import RunStoppedError, StopSignals
-from smd_jax.typed_fields import check_types
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
 
-CHECKPOINTS = "checkpoints"
-BEST = "best"
 # In a checkpoint's data position: metrics of its last rollout, whose row waits for an evaluation.
 UNEVALUATED = "unevaluated"
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """How a run is kept.
-
-    Attributes:
-      steps: rollouts in all, those before a resume included.
-      checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0 saves the last one only.
-      evaluate_every: rollouts between two evaluations; the start and the end are evaluated, too. 0 never evaluates.
-      keep: the newest checkpoints that stay on disk.
-      objective: a metric by which the best checkpoint is kept, and the run may stop early; None: neither.
-    """
-
-    steps: int
-    checkpoint_every: int = 0
-    evaluate_every: int = 0
-    keep: int = 3
-    objective: Objective | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_whole("steps", self.steps, 1, "rollouts in all")
-        check_whole("checkpoint_every", self.checkpoint_every, 0, "rollouts; 0: the last one only")
-        check_whole("evaluate_every", self.evaluate_every, 0, "rollouts; 0: never")
-        check_whole("keep", self.keep, 1, "checkpoints")
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the best checkpoint stays beside the newest."""
-        return self.objective is not None and self.objective.keep_best
 
 
 def train(
@@ -142,7 +109,7 @@ def train(
         same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
         # What decides whether a rollout is refused.
         same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
-        check_same(same | {"checkpoints": checkpoint.all_steps(directory / CHECKPOINTS)})
+        check_same(same | {"checkpoints": all_steps(directory / CHECKPOINTS)})
     size = stored_bytes(without_base(state))  # which all processes find out together
     with all_or_none():  # before the first process writes anything there
         check_directory(directory, resume)
@@ -162,7 +129,7 @@ def train(
     # Metrics of a rollout that is finished, until they are written: an evaluation follows, or the run has ended.
     unwritten: dict[str, float] | None = None
 
-    def save(writer: checkpoint.Writer) -> None:
+    def save(writer: Writer) -> None:
         position: dict[str, Any] = {"rollouts": done, "seed": loop.config.seed}
         if unwritten is not None:
             position[UNEVALUATED] = numbers(unwritten)
@@ -252,8 +219,8 @@ def train(
         _panel(run.steps, start, label) as report,
         # The first to close, because loggers that wait for a network must not keep a checkpoint from being whole; and
         # a signal that comes then must not cut it off.
-        checkpoint.Writer(directory / CHECKPOINTS, run.keep) as newest,
-        checkpoint.Writer(directory / BEST, 1) as best,
+        Writer(directory / CHECKPOINTS, run.keep) as newest,
+        Writer(directory / BEST, 1) as best,
     ):
         now = standing(stop, journal, done)
         if evaluate is not None and evaluates and done == 0 and not now.start_is_evaluated:
@@ -315,34 +282,31 @@ def _start(
     it was, and that a checkpoint is damaged. Beside it the metrics of its last rollout, if the evaluation after it is
     still to come. Arguments are those of `train`; `here` is its machine."""
     # Without `resume` there is none: `check_directory` has seen to that.
-    if checkpoint.latest_step(directory / CHECKPOINTS) is None:
+    if latest_step(directory / CHECKPOINTS) is None:
         # A run that was killed before its first checkpoint may have left a best one, which this run goes on to compare.
-        checkpoint.check_config(directory / BEST, config)
+        reading.check_config(directory / BEST, config)
         return state, None
     # A base below adapters is not in there: it comes from `state`, and is checked to be the same.
-    restored = checkpoint.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
+    restored = reading.restore_newest(directory / CHECKPOINTS, without_base(state), config=config)
     state = with_base(restored.state, state)
     for line in restored.damaged:
         _say(f"warning: {line}; the run goes on from step {restored.step}")
     # The run will save these steps again, and never behind them.
-    checkpoint.discard_after(directory / CHECKPOINTS, restored.step)
+    discard_after(directory / CHECKPOINTS, restored.step)
     _say_differences("with another setting", restored.noted, noted)
     _say_differences("elsewhere, which may change rounding or rows", restored.machine, here)
     metrics = restored.data_position.get(UNEVALUATED)
+    if not isinstance(metrics, dict):
+        return state, None
     # The evaluation was made, if its row is there: in the eyes of the first process, so that all make it or none.
-    if not isinstance(metrics, dict) or gather_json(_rows(directory))[0] >= restored.data_position["rollouts"]:
+    rows = gather_json(finished_rollouts(directory))[0]
+    if rows >= restored.data_position["rollouts"]:
         return state, None
     return state, without_nulls(metrics)
 
 
-def _rows(directory: Path) -> int:
-    """Rollouts that have a row."""
-    metrics = directory / METRICS_FILE
-    return len(read_metrics(metrics)) if metrics.exists() else 0
-
-
 def _taken_again(directory: Path, done: int) -> str:
-    behind = _rows(directory) - done
+    behind = finished_rollouts(directory) - done
     return f"; {behind} behind them {'is' if behind == 1 else 'are'} taken again" if behind > 0 else ""
 
 
@@ -375,81 +339,6 @@ def _panel(steps: int, start: int, name: str) -> Iterator[Report]:
 def _say(line: str) -> None:
     if is_first():
         print(line, flush=True)
-
-
-def check_config(directory: str | Path, config: object) -> None:
-    """Raises OtherConfigError if the run that lies there, by its newest checkpoint, or where it has none yet by its
-    best, is of another configuration. Before anything is read that takes long."""
-    directory = Path(directory)
-    has_newest = checkpoint.latest_step(directory / CHECKPOINTS) is not None
-    checkpoint.check_config(directory / (CHECKPOINTS if has_newest else BEST), config)
-
-
-def check_state(directory: str | Path, saved: TrainState) -> None:
-    """Raises OtherStateError if the run that lies there has saved another model or optimizer than that of `saved`, a
-    state as checkpoints hold it: `without_base`. Before anything is written; arrays of checkpoints are not read."""
-    checkpoint.check_state(Path(directory) / CHECKPOINTS, saved)
-
-
-def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
-    """Refuses a resume that would lose rollouts. Cheap, and changes nothing: call it before what is not.
-
-    Raises:
-      ValueError: more rollouts are finished than the run is to have.
-      FileNotFoundError: by the rows of its metrics the run has saved, and there is no checkpoint.
-    """
-    directory = Path(directory)
-    finished = checkpoint.latest_step(directory / CHECKPOINTS)
-    if finished is not None and run.steps < finished:
-        raise ValueError(
-            f"expected steps of at least {finished}, the rollouts that are finished in {directory}; got {run.steps}"
-        )
-    # The row behind a save is written when the save is whole, but for the last row of a run that ended on an error.
-    if resume and finished is None and 0 < run.checkpoint_every < _rows(directory) - 1:
-        raise FileNotFoundError(
-            f"expected a checkpoint in {directory / CHECKPOINTS}, since {METRICS_FILE} has {_rows(directory)} rollouts "
-            f"and one is saved every {run.checkpoint_every}; found none. Bring it back, or begin in another directory"
-        )
-
-
-def check_directory(directory: str | Path, resume: bool) -> None:
-    """Refuses a directory in which a run cannot be kept. Cheap, and leaves nothing behind: call it before what is not.
-
-    Raises:
-      FileExistsError: a new run would write over another one.
-      OSError: it cannot be written.
-    """
-    directory = Path(directory)
-    check_writable(directory)
-    files = [directory / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
-    begun = any(file.exists() and file.stat().st_size > 0 for file in files)
-    begun |= any(checkpoint.latest_step(directory / name) is not None for name in (CHECKPOINTS, BEST))
-    if not resume and begun:
-        raise FileExistsError(
-            f"expected no earlier run in {directory}; got one. Continue it with resume=True, or name another directory"
-        )
-
-
-def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
-    """Raises OSError if the disk has no room for the checkpoints that the run has still to write.
-
-    Args:
-      state_bytes: of one checkpoint, see `smd_jax.train.disk.stored_bytes`.
-    """
-    directory = Path(directory)
-    there = checkpoint.all_steps(directory / CHECKPOINTS)
-    left = run.steps - max(there, default=0)
-    if left <= 0:
-        return
-    saves = 1 if run.checkpoint_every == 0 else -(-left // run.checkpoint_every)
-    # An old one goes when the new one is whole, so that for a moment there is one more than is kept.
-    new = min(saves, max(run.keep + 1 - len(there), 1))
-    if run.keeps_best:
-        new += 2 - min(len(checkpoint.all_steps(directory / BEST)), 1)
-    what = f"{new} checkpoints of {show_bytes(state_bytes)}" if new > 1 else "one checkpoint"
-    # A save that was cut off has taken room, which the next one gives back first.
-    half_written = sum(checkpoint.unfinished_bytes(directory / name) for name in (CHECKPOINTS, BEST))
-    check_space(directory, new * state_bytes, what, half_written)
 
 
 def _check_objective(objective: Objective | None, evaluates: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from smd_jax.train.checksums import CHECKSUMS
+from smd_jax.train.checkpoint.checksums import CHECKSUMS
 
 # Of what a checkpoint holds, and where. Those from before there was a number have this one, without notes and machine.
 FORMAT = 1
