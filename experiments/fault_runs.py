@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import tyro
@@ -26,7 +27,8 @@ from breaking.trained import AHEAD, CONFIG, RealLoop, real_loop, real_state
 from smd_jax import processes
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.learner.state import TrainState
-from smd_jax.train import checkpoint
+from smd_jax.train import run
+from smd_jax.train.checkpoint.writing import Writer
 from smd_jax.train.stop import RunStoppedError
 
 
@@ -40,7 +42,7 @@ class Saying(RealLoop):
         return super().step(state, follows)
 
 
-class SayingWriter(checkpoint.Writer):
+class SayingWriter(Writer):
     """Prints when a save begins."""
 
     def save(self, step: int, state: Any, **what: Any) -> None:
@@ -71,9 +73,10 @@ def main(args: Args) -> None:
         processes.join(args.coordinator, 2, args.index)
     loop = real_loop(config, args.mesh)
     loop = Saying(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
-    checkpoint.Writer = SayingWriter
     try:
-        start(loop, real_state(config), args.directory, args.rollouts)
+        # Refused where `train` takes it from elsewhere: a process that says nothing is never killed.
+        with mock.patch.object(run, "Writer", SayingWriter):
+            start(loop, real_state(config), args.directory, args.rollouts)
     except RunStoppedError as stopped:
         print(stopped, flush=True)
         raise SystemExit(stopped.exit_code) from stopped

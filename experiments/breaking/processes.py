@@ -122,6 +122,8 @@ def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
             while injected < times and not killed_once(directory, at, rng, config):
                 injected += 1
                 outcomes.append(found_after(directory, config))
+            if not outcomes:
+                raise RuntimeError(f"expected {directory} to be killed at {at!r}; got a run that never said it")
             run_through(directory, config=config)
             equal = same(real_left(directory, config), whole)
             yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
