@@ -36,17 +36,19 @@ help:
 
 setup: $(STAMP)
 
-# Done again only when a requirement or a pin changes; the sources are installed editable.
 # pycosat, which reasoning-gym needs, is compiled on the spot: with no C compiler around, Zig from PyPI serves as one.
+define WITH_COMPILER
+if [ -z "$$CC" ] && ! $(BIN)/python -c '$(FIND_COMPILER)'; then \
+	echo "No C compiler found: taking Zig from PyPI"; \
+	$(PIP) install --quiet --constraint constraints.txt ziglang; \
+	export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
+fi
+endef
+
+# Done again only when a requirement or a pin changes; the sources are installed editable.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt pip
-	@set -e; \
-	if [ -z "$$CC" ] && ! $(BIN)/python -c '$(FIND_COMPILER)'; then \
-		echo "No C compiler found: taking Zig from PyPI"; \
-		$(PIP) install --quiet --constraint constraints.txt ziglang; \
-		export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
-	fi; \
-	set -x; \
+	@set -e; $(WITH_COMPILER); set -x; \
 	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,notebooks,wandb,dev,docs]"
 	@touch $@
 
@@ -86,14 +88,16 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/pre-commit run --all-files
 
-# sdist -> wheel -> a fresh environment outside the repository -> import.
+# sdist -> wheel -> a fresh environment outside the repository -> import, a small run, a page and a picture of it.
+# Installed as a user installs it: without constraints, in the versions that pip chooses.
 wheel: $(STAMP)
 	rm -rf dist
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
-	@set -eu; repository="$(CURDIR)"; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	@set -e; $(WITH_COMPILER); set -u; repository="$(CURDIR)"; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	"$(BIN)/python" -m venv "$$folder/venv"; \
-	"$$folder/venv/bin/python" -m pip install --quiet --constraint constraints.txt dist/*.whl; \
+	wheel=$$(echo "$$repository"/dist/*.whl); \
 	cp .ci/check_wheel.py "$$folder"; cd "$$folder"; \
+	env -u PIP_CONSTRAINT venv/bin/python -m pip install --quiet "$$wheel[train]"; \
 	$(WHEEL_PYTHON) check_wheel.py "$$repository"
 
 # Every kernel, for Hopper GPUs and for TPUs, to machine code, on a machine that has neither.

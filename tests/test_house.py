@@ -245,6 +245,17 @@ def test_no_function_takes_any_keyword(path: Path):
     assert not unnamed, f"{label(path)} takes {sorted(unnamed)}: name every argument"
 
 
+@pytest.mark.parametrize("package", [LIBRARY, KERNELS], ids=label)
+def test_the_wheel_has_every_file_that_is_no_module(package: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"][package.name]
+    shipped = {pattern: set(package.glob(pattern)) for pattern in patterns}
+    assert all(shipped.values()), f"patterns without a file: {[p for p, files in shipped.items() if not files]}"
+    ignored = {".py", ".pyc"}
+    there = {path for path in package.rglob("*") if path.is_file() and path.suffix not in ignored}
+    assert set().union(*shipped.values()) == there
+
+
 def constraint_pins() -> dict[str, set[str]]:
     """Name -> exact versions in constraints.txt; more than one where Python versions differ."""
     pins: dict[str, set[str]] = {}
