@@ -24,12 +24,12 @@ import numpy as np
 from jax import numpy as jnp
 from jaxtyping import Array, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from smd_jax.config import FloatName, ModelConfig, RopeScaling
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import save_checkpoint
+from smd_jax.text.hugging_face import PreTrainedTokenizerFast
 from smd_jax.text.token_bytes import byte_alphabet
 
 PAD = "<|endoftext|>"

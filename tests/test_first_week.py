@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-import smd_jax.commands
-from smd_jax.commands import config_file
+from smd_jax.commands import config_file, console_scripts
 from smd_jax.commands.arguments import Grpo, RewardArgs
 from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import UserError
@@ -130,11 +129,9 @@ def test_rows_without_a_prompt(more: list[str], place: Path, tmp_path: Path, cap
 
 def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tyro" else there(name))
+    monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else there(name))
     with pytest.raises(SystemExit) as end:
-        importlib.reload(smd_jax.commands)
-    monkeypatch.undo()
-    importlib.reload(smd_jax.commands)
+        console_scripts.smd_train()
     assert end.value.code == 2 and "need tyro, not installed here: pip install -e '.[train]'" in capsys.readouterr().err
 
 

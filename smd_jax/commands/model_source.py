@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoTokenizer
 
 from smd_jax.commands.arguments import TemplateName
 from smd_jax.commands.errors import UserError
+from smd_jax.text.hugging_face import AutoTokenizer, snapshot_download
 from smd_jax.text.prompts import eos_token_id
 from smd_jax.text.visible_text import visible
 

@@ -1,5 +1,5 @@
 """`python -m smd_jax.train` is `smd-train`."""
 
-from smd_jax.commands.train import main
+from smd_jax.commands.console_scripts import smd_train
 
-main()
+smd_train()
