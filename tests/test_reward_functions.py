@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from decimal import Decimal
 
 import pytest
 
@@ -46,6 +47,21 @@ def one(function, completion, **columns):
         ("18", "<think>17 or 18</think><answer>18</answer> and not 5", 1.0),
         ("18", "", 0.0),
         ("", "18", None),
+        # A correction counts, and boxes that belong together are one answer.
+        ("3", r"\boxed{4}. Wait, 1 + 2 is three. So it is \boxed{3}.", 1.0),
+        ("4", r"\boxed{4}. Wait, 1 + 2 is three. So it is \boxed{3}.", 0.0),
+        ("3", r"$\boxed{4}$. No: $$\boxed{3}$$", 1.0),
+        ("3", r"\boxed{4}, no, \boxed{3}", 1.0),
+        (r"\frac{1}{2}", r"\(\boxed{\frac{1}{3}}\)\nor rather \(\boxed{\frac{1}{2}}\)", 1.0),
+        ("4, 5", r"\boxed{4} and \boxed{5}", 1.0),
+        ("4, 5", r"$x = \boxed{4}$, $y = \boxed{5}$", 1.0),
+        ("4, 5", r"\boxed{4}\text{ or }\boxed{5}", 1.0),
+        ("4, 5", r"\boxed{3}. Wait: \boxed{4}, \boxed{5}", 1.0),
+        ("5", r"\boxed{4} and \boxed{5}", 0.0),
+        ("3", "#### 4\nWait.\n#### 3", 1.0),
+        ("3", "#### 4\nWait: \\boxed{3}", 1.0),
+        ("4", r"\boxed{4}. Wait: \boxed{3", 1.0),
+        ("50", r"\boxed{4}. Wait, \boxed{50\%}", 1.0),
     ],
 )
 def test_math_answer(gold, completion, reward):
@@ -67,6 +83,39 @@ def test_math_answer(gold, completion, reward):
 )
 def test_gsm8k_answer(gold, completion, reward):
     assert one(gsm8k_answer, completion, answer=gold) == reward
+
+
+@pytest.mark.parametrize("function", [math_answer, gsm8k_answer, exact_match, token_f1, rouge_l])
+@pytest.mark.parametrize(
+    ("gold", "completion", "reward"),
+    [
+        (7, "7", 1.0),
+        (0, "0", 1.0),
+        (7, "8", 0.0),
+        (7.0, "7", 1.0),
+        (7.0, "7.0", 1.0),
+        (2.5, "2.5", 1.0),
+        (1e-7, "0.0000001", 1.0),
+        (Decimal("7.50"), "7.50", 1.0),
+        ([4, 5], "5", 1.0),
+        ([4, "5"], "5", 1.0),
+        ([4, 5], "6", 0.0),
+        (None, "7", None),
+        ([], "7", None),
+    ],
+)
+def test_a_number_is_an_answer(function, gold, completion, reward):
+    if function is gsm8k_answer:
+        completion = f"#### {completion}"
+    if function is rouge_l:
+        assert one(function, completion, summary=gold) == reward
+    else:
+        assert one(function, completion, answer=gold) == reward
+
+
+def test_an_answer_of_another_type():
+    with pytest.raises(ValueError, match="expected an answer as text, a number or a list of them; got dict {'a': 1}"):
+        one(exact_match, "7", answer={"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -119,6 +168,11 @@ def test_rouge_l(gold, completion, rouge, longer):
         ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
         ("<think>a<answer>b</think><answer>c</answer>", 0.0),
         ("c", 0.0),
+        # Where the chat template has written the first tag, as DeepSeek-R1's does.
+        ("\na</think>\n<answer>c</answer>", 1.0),
+        ("a</think><answer>c</answer> and more", 0.0),
+        ("a</think>b</think><answer>c</answer>", 0.0),
+        ("a<answer>c</answer>", 0.0),
     ],
 )
 def test_format(completion, reward):

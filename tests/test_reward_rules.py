@@ -5,8 +5,11 @@ import functools
 import itertools
 import math
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -129,7 +132,7 @@ def test_names():
             reward_cases.as_number,
             r"ValueError: could not convert string to float: 'bad' \(.*reward_cases.py, line \d+\)",
         ),
-        (reward_cases.skips_some, "expected 1 rewards, one per completion; got 0"),
+        (reward_cases.skips_some, "expected 3 rewards, one per completion; got 2; for this completion .*"),
         (reward_cases.not_finite, "expected a finite float32 or None; got nan"),
         (reward_cases.as_text, "expected a number or None; got '1.0'"),
     ],
@@ -170,6 +173,42 @@ def test_a_scalar_is_no_list():
     message += "'mean_of_all' failed on completion 0: expected a list of 1 rewards, one per completion; got 2.0"
     with pytest.warns(RewardWarning), pytest.raises(TooManyFailures, match=message):
         graded(here(reward_cases.mean_of_all, max_failed=0.5), ["ab", "cd"])
+
+
+def test_a_reward_of_the_wrong_length_is_reported_with_the_numbers_of_the_whole_call():
+    rewards = here(lambda completions: [1.0] * 5, max_failed=0.25)
+    expected = r"expected 4 rewards, one per completion; got 5; for this completion alone: expected 1 .*; got 5"
+    with pytest.warns(RewardWarning, match=expected), pytest.raises(TooManyFailures, match=expected):
+        graded(rewards, ["a", "b", "c", "d"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(jnp.bfloat16(1.5), ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(1.5), np.float64(1.5), np.array(1.5)),
+        *(jnp.array(1.5), Fraction(3, 2), Decimal("1.5")),
+    ],
+)
+def test_scalars_of_every_library_are_numbers(value):
+    assert graded(here(lambda completions: [value, value]), ["a", "b"]).rewards.tolist() == [1.5, 1.5]
+
+
+def test_a_bfloat16_array_is_a_list_of_rewards():
+    rewards = here(lambda completions: jnp.arange(3, dtype=jnp.bfloat16))
+    assert graded(rewards, ["a", "b", "c"]).rewards.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "value", ["1", np.array("1"), 1j, np.complex64(1), np.timedelta64(1, "s"), np.void(b"1"), [1.0], np.ones(1)]
+)
+def test_other_values_are_no_numbers(value):
+    with pytest.warns(RewardWarning, match="expected a number or None; got"):
+        assert numbers(graded(here(lambda completions: [value, 1.0]), ["a", "b"]).rewards) == [None, 1]
+
+
+def test_whole_numbers_beyond_every_float():
+    with pytest.warns(RewardWarning, match="expected a finite float32 or None; got 1000"):
+        assert numbers(graded(here(lambda completions: [10**400, 1.0]), ["a", "b"]).rewards) == [None, 1]
 
 
 @pytest.mark.parametrize("returned", [[1.0], [1.0] * 3])

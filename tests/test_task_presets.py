@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
+from smd_jax.tasks.answers import last_boxed
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
-from smd_jax.tasks.countdown import countdown_answer, last_answer, reaches
+from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
 from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
-from smd_jax.tasks.presets import PRESETS, last_boxed
+from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Row, Task, batch_columns
 from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
@@ -296,3 +297,14 @@ def test_the_answer_of_a_completion():
         "<answer>1+2</answer>",
     ]
     assert countdown_answer(said, **columns) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("row", [{"nums": "[1, 2]", "target": 3}, {"nums": [1, 2], "target": "3"}])
+def test_countdown_asks_for_numbers(row):
+    with pytest.raises(ValueError, match="expected nums as a list of whole numbers and target as one; got "):
+        countdown_row(row)
+
+
+def test_an_answer_of_zero_is_an_answer():
+    row = {"problem": "1 - 1?", "solution": r"\boxed{1}", "answer": 0}
+    assert PRESETS["math"].map_row(row)["answer"] == 0

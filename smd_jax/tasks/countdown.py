@@ -34,6 +34,11 @@ OPERATORS: Mapping[type[ast.operator], Any] = {
 
 def countdown_row(row: Row) -> Row:
     """The row of a task from `{"nums": list[int], "target": int}`, the columns of Jiayi-Pan/Countdown-Tasks-3to4."""
+    if not isinstance(row["nums"], list) or not all(isinstance(x, int) for x in (*row["nums"], row["target"])):
+        raise ValueError(
+            f"expected nums as a list of whole numbers and target as one; got {row['nums']!r:.80} and "
+            f"{row['target']!r:.80}"
+        )
     numbers = ", ".join(map(str, row["nums"]))
     prompt = (
         f"Using the numbers {numbers}, write an arithmetic expression that equals {row['target']}. You may use + - * / "

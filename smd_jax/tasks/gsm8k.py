@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smd_jax.tasks.answers import BOXED, last_boxes
 from smd_jax.tasks.datasets import numbered_rows
 from smd_jax.tasks.task import Prompt, Row, column_of, missing_extra
 
@@ -82,13 +83,17 @@ def gsm8k_gold(solution: str) -> str:
 
 
 def final_answer(completion: str) -> str:
-    r"""The part of a completion to grade: the line after its last "####", or else all of its last 2,000 characters.
+    r"""The part of a completion to grade: the line after its last "####", or its end from the last boxed answer on,
+    whichever comes last; without either its last 2,000 characters.
 
-    In the second case math-verify looks for the answer: in `\boxed{}` first, then after "answer", then the last number.
+    math-verify looks for the answer there: in `\boxed{}` first, then after "answer", then the last number.
     """
-    # The last marker: an answer that is corrected later counts as corrected.
-    _, marker, after = completion[-GRADED_CHARACTERS:].rpartition(GSM8K_MARKER)
-    return after.strip().partition("\n")[0] if marker else completion[-GRADED_CHARACTERS:]
+    end = completion[-GRADED_CHARACTERS:]
+    # The last one: an answer that is corrected later counts as corrected.
+    _, marker, after = end.rpartition(GSM8K_MARKER)
+    if marker and BOXED not in after:
+        return after.strip().partition("\n")[0]
+    return last_boxes(end)
 
 
 def same_answer(gold: str, answer: str) -> bool:
@@ -109,5 +114,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def _check_gsm8k(row: Row, where: str) -> None:
-    if GSM8K_MARKER not in row["answer"] or not gsm8k_gold(row["answer"]):
-        raise ValueError(f"{where}: expected an answer that ends with '#### <number>'; got {row['answer'][-60:]!r}")
+    answer = row["answer"]
+    if not isinstance(answer, str) or GSM8K_MARKER not in answer or not gsm8k_gold(answer):
+        got = repr(answer[-60:]) if isinstance(answer, str) else f"{type(answer).__name__} {answer!r:.60}"
+        raise ValueError(f"{where}: expected an answer that ends with '#### <number>'; got {got}")

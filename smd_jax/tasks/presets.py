@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from smd_jax.tasks import reward_functions
+from smd_jax.tasks.answers import last_boxed
 from smd_jax.tasks.countdown import countdown_answer, countdown_row
 from smd_jax.tasks.gsm8k import gsm8k_row
 from smd_jax.tasks.rewards import RewardFunction
@@ -18,7 +19,6 @@ from smd_jax.tasks.row_format import RowFunction
 from smd_jax.tasks.sources import DataSource
 from smd_jax.tasks.task import Row
 
-BOXED = "\\boxed{"
 MATH_INSTRUCTION = "Think step by step, then give the final answer in \\boxed{}."
 HOTPOTQA_INSTRUCTION = "Answer the question from these paragraphs, in as few words as possible."
 GOVREPORT_INSTRUCTION = "Summarise this report of the government."
@@ -45,7 +45,9 @@ class Preset:
 def math_row(row: Row) -> Row:
     """MATH (arXiv:2103.03874) and what has its columns: the answer is that of the column "answer", or else what the
     solution's last `\\boxed{}` encloses."""
-    answer = row.get("answer") or last_boxed(row["solution"])
+    answer = row.get("answer")
+    if answer is None or answer == "":
+        answer = last_boxed(row["solution"])
     return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
 
 
@@ -71,24 +73,6 @@ def hotpotqa_row(row: Row) -> Row:
     columns = {name: value for name, value in row.items() if name != "context"}
     prompt = "\n\n".join([*paragraphs, f"{HOTPOTQA_INSTRUCTION}\nQuestion: {row['question']}"])
     return {**columns, "prompt": prompt}
-
-
-def last_boxed(solution: str) -> str:
-    """What the last `\\boxed{…}` of a solution encloses, braces inside of it included.
-
-    Raises:
-      ValueError: there is none, or it never closes.
-    """
-    start = solution.rfind(BOXED)
-    if start < 0:
-        raise ValueError(f"expected a solution with its answer in \\boxed{{}}; got {solution[-60:]!r}")
-    start += len(BOXED)
-    depth = 1
-    for place, character in enumerate(solution[start:], start):
-        depth += (character == "{") - (character == "}")
-        if not depth:
-            return solution[start:place]
-    raise ValueError(f"expected a \\boxed{{}} that closes; got {solution[start - len(BOXED) :][:60]!r}")
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(

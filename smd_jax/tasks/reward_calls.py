@@ -88,14 +88,29 @@ def value_of(reward: Any) -> Value:
     """The reward rounded to float32, None as it is, or what is wrong with it."""
     if reward is None:
         return None
-    array = np.asarray(reward)
-    # Booleans, signed and unsigned integers, floats.
-    if array.ndim or array.dtype.kind not in "biuf":
+    number = _number(reward)
+    if number is None:
         return "a number", reprlib.repr(reward)
     # What is too large becomes infinity and is refused below; a warning beside that would say nothing new.
     with np.errstate(over="ignore"):
-        number = float(np.float32(array))
-    return number if math.isfinite(number) else ("a finite float32", reprlib.repr(reward))
+        rounded = float(np.float32(number))
+    return rounded if math.isfinite(rounded) else ("a finite float32", reprlib.repr(reward))
+
+
+def _number(reward: Any) -> float | None:
+    """A scalar of Python, NumPy, JAX, ml_dtypes or torch, or anything else with `__float__`; None for other values."""
+    if isinstance(reward, str | bytes | bytearray) or getattr(reward, "ndim", 0):
+        return None
+    dtype = getattr(reward, "dtype", None)
+    # Kind V: bfloat16 and its like, and raw bytes. NumPy would make numbers of bytes, texts and times, too.
+    if isinstance(dtype, np.dtype) and (dtype.kind not in "biufV" or dtype.type is np.void):
+        return None
+    try:
+        return float(reward)
+    except OverflowError:  # whole numbers and fractions beyond float64
+        return math.inf
+    except (TypeError, ValueError):
+        return None
 
 
 def described(error: BaseException) -> str:

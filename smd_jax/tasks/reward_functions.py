@@ -8,7 +8,8 @@
     format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
     Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
 
-Where a completion has `<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` look at the last one alone.
+Columns hold text or numbers, or a list of them of which one is enough (`smd_jax.tasks.answers`). Where a completion has
+`<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` look at the last one alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import functools
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smd_jax.tasks.answers import answer_texts, last_boxes
 from smd_jax.tasks.gsm8k import GSM8K_MARKER, final_answer, gsm8k_gold, same_answer
 from smd_jax.tasks.task import Completion, completion_text, missing_extra
 
@@ -28,50 +30,57 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
 
-Golds = str | Sequence[str]  # one right answer, or several
-
 
 def math_answer(
-    completions: Sequence[Completion], answer: Sequence[str], **columns: Sequence[Any]
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
-    r"""1.0 where math-verify finds an expression in the completion that equals the reference, else 0.0.
+    r"""1.0 where math-verify finds an expression in the completion that equals the reference, else 0.0. The last answer
+    of a completion counts.
 
     Args:
-      answer: a number, LaTeX (`\frac{1}{2}`), a solution with `\boxed{…}` or `$…$`, or one that ends with "#### 18".
-        Where math-verify finds nothing in it, the function does not apply (None).
+      answer: a number, LaTeX (`\frac{1}{2}`), a solution with `\boxed{…}` or `$…$`, one that ends with "#### 18", or a
+        list of these: one is enough. Where math-verify finds nothing in it, the function does not apply (None).
     """
-    return [_math_reward(_answer_part(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
+    return [_math_reward(_answer_part(text), gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def gsm8k_answer(completions: Sequence[Completion], answer: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+def gsm8k_answer(
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
+) -> list[float | None]:
     """1.0 where the number right after the last "####" is that of the reference to the digit, thousands separators and
     a dollar sign aside, else 0.0; also where there is no "####". Stricter than `math_answer`, and teaches the form.
 
     Args:
-      answer: solutions that end with "#### <number>", or the numbers.
+      answer: solutions that end with "#### <number>", or the numbers; a list of them: one is enough. None: does not
+        apply.
     """
-    pairs = zip(map(completion_text, completions), answer, strict=True)
-    return [float(_marked(text) == gsm8k_gold(solution)) for text, solution in pairs]
+    marked = [_marked(completion_text(completion)) for completion in completions]
+    pairs = zip(marked, answer, strict=True)
+    return [_best(lambda gold, number=number: float(number == gsm8k_gold(gold)), golds) for number, golds in pairs]
 
 
-def exact_match(completions: Sequence[Completion], answer: Sequence[Golds], **columns: Sequence[Any]) -> list[float]:
+def exact_match(
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
+) -> list[float | None]:
     """1.0 where completion and reference are the same words (arXiv:1606.05250): without case, punctuation and articles.
 
     Args:
-      answer: a reference, or a list of them, of which one is enough.
+      answer: a reference, or a list of them, of which one is enough; text or numbers. None: does not apply.
     """
-    pairs = zip(completions, answer, strict=True)
-    return [max(float(_words(_answer_part(c)) == _words(gold)) for gold in _several(golds)) for c, golds in pairs]
+    pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
+    return [_best(lambda gold, words=words: float(words == _words(gold)), golds) for words, golds in pairs]
 
 
-def token_f1(completions: Sequence[Completion], answer: Sequence[Golds], **columns: Sequence[Any]) -> list[float]:
+def token_f1(
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
+) -> list[float | None]:
     """F1 over the words of completion and reference (arXiv:1606.05250): without case, punctuation and articles.
 
     Args:
-      answer: a reference, or a list of them, of which the nearest counts.
+      answer: a reference, or a list of them, of which the nearest counts; text or numbers. None: does not apply.
     """
-    pairs = zip(completions, answer, strict=True)
-    return [max(_f1(_words(_answer_part(c)), _words(gold)) for gold in _several(golds)) for c, golds in pairs]
+    pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
+    return [_best(lambda gold, words=words: _f1(words, _words(gold)), golds) for words, golds in pairs]
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,11 @@ class RougeL:
             raise ValueError(f"expected length_penalty >= 0; got {self.length_penalty}")
 
     def __call__(
-        self, completions: Sequence[Completion], summary: Sequence[Golds], **columns: Sequence[Any]
-    ) -> list[float]:
-        """The nearest reference counts, where the column has a list of them."""
+        self, completions: Sequence[Completion], summary: Sequence[object], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        """The nearest reference counts, where the column has a list of them. None: does not apply."""
         pairs = zip(map(completion_text, completions), summary, strict=True)
-        return [max(self._score(text, gold) for gold in _several(golds)) for text, golds in pairs]
+        return [_best(lambda gold, text=text: self._score(text, gold), golds) for text, golds in pairs]
 
     def _score(self, text: str, gold: str) -> float:
         longer = len(text.split()) / max(len(gold.split()), 1) - 1
@@ -108,6 +117,9 @@ class RougeL:
 @dataclass(frozen=True)
 class FormatReward:
     """1.0 where the whole completion, white space at its ends aside, has the form of a pattern, else 0.0.
+
+    Some chat templates end the prompt with `<think>`. So a completion that closes this tag without opening it is read
+    as if it began with it.
 
     Attributes:
       pattern: a regular expression, in which a dot takes ends of lines as well. By default
@@ -125,7 +137,8 @@ class FormatReward:
 
     def __call__(self, completions: Sequence[Completion], **columns: Sequence[Any]) -> list[float]:
         form = re.compile(self.pattern, re.DOTALL)
-        return [float(form.fullmatch(text.strip()) is not None) for text in map(completion_text, completions)]
+        texts = [_with_opened_think(completion_text(completion).strip()) for completion in completions]
+        return [float(form.fullmatch(text) is not None) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -156,17 +169,20 @@ rouge_l = RougeL()
 format_reward = FormatReward()
 
 
-def _math_reward(text: str, gold: str) -> float | None:
-    expected = _math_gold(gold)
+def _math_reward(text: str, golds: object) -> float | None:
+    expected = map(_math_gold, answer_texts(golds))
     # The reference against itself: what math-verify reads nothing in, it cannot compare with either.
-    if not same_answer(expected, expected):
+    readable = [gold for gold in expected if same_answer(gold, gold)]
+    if not readable:
         return None
-    return float(same_answer(expected, final_answer(text)))
+    found = final_answer(text)
+    return float(any(same_answer(gold, found) for gold in readable))
 
 
 def _math_gold(gold: str) -> str:
     if GSM8K_MARKER in gold:
         return gsm8k_gold(gold)
+    gold = last_boxes(gold)
     # Bare LaTeX is found only where something says that it is LaTeX.
     return gold if "$" in gold or r"\boxed" in gold or r"\(" in gold else rf"\boxed{{{gold}}}"
 
@@ -187,8 +203,13 @@ def _answer_part(completion: Completion) -> str:
     return tagged[-1] if tagged else text
 
 
-def _several(golds: Golds) -> Sequence[str]:
-    return [golds] if isinstance(golds, str) else golds
+def _with_opened_think(text: str) -> str:
+    return f"<think>{text}" if "</think>" in text and "<think>" not in text else text
+
+
+def _best(score: Callable[[str], float], golds: object) -> float | None:
+    """The highest score among the references; None without any."""
+    return max(map(score, answer_texts(golds)), default=None)
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -237,6 +237,8 @@ class Rewards:
                 # Such as one mean of all: what it gives for a completion alone is no reward of that completion.
                 return [failed] * rows
             self._say(name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone")
+        if failed[0] == ANOTHER_NUMBER:
+            return [_with_call_of_all(outcome, failed) for outcome in outcomes]
         return outcomes
 
     def _sum(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -346,6 +348,13 @@ def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:
     for name, values in arguments.items():
         if len(values) != rows:
             raise ValueError(f"expected {rows} values in {name!r}, one per completion; got {len(values)}")
+
+
+def _with_call_of_all(outcome: Outcome, failed: tuple[str, str]) -> Outcome:
+    """The outcome of one completion; another number of rewards is reported with the numbers of the whole call."""
+    if isinstance(outcome, tuple) and outcome[0] == ANOTHER_NUMBER:
+        return ANOTHER_NUMBER, f"{failed[1]}; for this completion alone: {outcome[1]}"
+    return outcome
 
 
 def _by_rows(values: list[Any]) -> list[Outcome]:
