@@ -1,15 +1,15 @@
 """What corrections are tested on: ratios chosen by hand, and the arrays of golden/corrections.json."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.corrections import CorrectionInputs
+from tests import paths
 
-GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("corrections.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((paths.GOLDEN / "corrections.json").read_text(encoding="utf-8"))
 
 
 def inputs_of(xi: Any, r: Any = 1.0, *, sampler=0.2, advantages=None, mask: Any = None) -> CorrectionInputs:

@@ -25,7 +25,7 @@ from smd_jax.text.prompts import PromptBatch
 
 ROWS, WIDTH, LENGTH = 8, 8, 10
 TEMPERATURE = 0.9
-# One layer: half the program to compile, and what layers do to masks is the business of tests/test_identity.py.
+# One layer: half the program to compile, and what layers do to masks is the business of tests/sampler/test_identity.py.
 MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1))
 
 # An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.

@@ -1,7 +1,7 @@
 """Bytes of the learner's forward and backward pass over a microbatch, on one device. A part of `smd_jax.memory.plan`.
 
 Counted from the equations of the model, and calibrated against the buffers that XLA assigns to the compiled update (jax
-0.10.2, CPU, float32; `tests/test_memory.py`). Under two of its schedulers: the default, which runs what it can early,
+0.10.2, CPU, float32; `tests/memory`). Under two of its schedulers: the default, which runs what it can early,
 and the one that spares memory, which is nearer to those of accelerators. Under the default recomputing saves nothing.
 """
 

@@ -11,7 +11,7 @@ rollouts ahead they go on side by side, and hold all of it:
     print(plan_memory(work, params))                           all rows at once, in one program
     check_memory(plan_memory(work, params), available)         raises if that is too much
 
-Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/test_memory.py`. What
+Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/memory`. What
 is chosen by a plan: `smd_jax.memory.fit`.
 """
 

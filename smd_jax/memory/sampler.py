@@ -2,7 +2,7 @@
 
 Sizes of arrays that exist by name (parameters, optimizer, cache, trajectory) are exact. What is worked with is counted
 from the equations, and was calibrated against the buffers that XLA assigns to the compiled programs (jax 0.10.2, CPU,
-float32; `tests/test_memory.py`). `shape` is one device's part of a model.
+float32; `tests/memory/test_memory.py`). `shape` is one device's part of a model.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def load_checkpoint(
     Names, shapes and dtypes are checked from the headers before any tensor is read. Then one tensor at a time is on the
     host, in `dtype`, besides a block of at most 8 MiB of what is stored: at most 1.2 times the largest tensor. With a
     mesh it is one device's part of a tensor, read from its place in the file, or two of them where JAX is slow to let
-    go of one: a model need not fit onto the host. `tests/test_families.py` measures both; a process that loaded 468 MB
+    go of one: a model need not fit onto the host. `tests/model` measures both; a process that loaded 468 MB
     on a CPU took 1.18 times the largest tensor more than that, of eight fake devices 0.16 times. Pages of the files,
     which the kernel may drop, are not counted.
 

@@ -4,7 +4,7 @@ Some verifiers call `eval` on what a model wrote, others sympy's `parse_expr`, w
 `__import__("os").system(...)` would run, with the rights of whoever trains. So what is neither a literal nor arithmetic
 is put before those verifiers as "?", which none of them can read; it gets the reward of an unreadable answer.
 
-`tests/test_security.py` compares both lists with the sources of the installed package.
+`tests/house/test_security.py` compares both lists with the sources of the installed package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs TRL's own GRPO loss on given log-probabilities: the yardstick of tests/test_losses.py.
+"""Runs TRL's own GRPO loss on given log-probabilities: the yardstick of tests/losses/test_losses.py.
 
     pip install torch==2.13.0 trl==1.16.0
     python tests/golden/make_losses.py

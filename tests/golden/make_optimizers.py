@@ -1,4 +1,4 @@
-"""Runs torch's and transformers' optimizers on given gradients: the yardstick of tests/test_optimizers.py.
+"""Runs torch's and transformers' optimizers on given gradients: the yardstick of tests/train/test_optimizers.py.
 
     pip install torch==2.13.0 transformers==5.23.0
     python tests/golden/make_optimizers.py

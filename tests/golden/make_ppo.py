@@ -1,4 +1,4 @@
-"""Runs TRL's own PPO arithmetic on given arrays: the yardstick of tests/test_gae.py and tests/test_value.py.
+"""Runs TRL's own PPO arithmetic on given arrays: the yardstick of losses/test_gae.py and model/test_value.py.
 
     pip install torch==2.13.0 trl==1.12.0      # the last release with PPO
     python tests/golden/make_ppo.py

@@ -1,4 +1,4 @@
-"""Writes tiny random checkpoints and their logits with transformers: the yardstick of tests/test_weights.py.
+"""Writes tiny random checkpoints and their logits with transformers: the yardstick of tests/model/test_weights.py.
 
     pip install torch==2.13.0 transformers==5.23.0
     python tests/golden/make_transformers_logits.py

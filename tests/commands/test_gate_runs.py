@@ -1,0 +1,220 @@
+"""A gate of evictions in whole runs: smd-train, smd-export, smd-eval; its file, its sinks, its rate, its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.export import main as export
+from smd_jax.commands.train import main
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import Random
+from smd_jax.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.evictions import recorded_draws, replay_evictions
+from smd_jax.learner.state import init_state
+from smd_jax.memory.compiled import loop_memory
+from smd_jax.memory.plan import plan_memory, workload_of
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.gate_format import GATE_FILE, load_gate, save_gate
+from smd_jax.model.weights import load_checkpoint
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
+from tests.command_errors import error_of
+from tests.under_test import left_padded
+
+CONFIG = tiny_model_config(num_layers=1, max_positions=2048)
+TASK = ["reasoning_gym:distractor_sort"]
+PARAMETERS = ["num_digits=3", "num_distractors=4"]
+TRAIN = ["--dataset", *TASK, "--dataset-parameters", *PARAMETERS, "--dataset-size", "20", "--reward-timeout", "None"]
+TRAIN += ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "6", "--budget", "6"]
+TRAIN += ["--buffer", "2", "--eviction", "gate", "--sinks", "1", "--distill", "none"]
+
+
+def parameters(config: Any, sinks: int = 0) -> dict[str, Any]:
+    """Of a model, with a gate that has opinions."""
+    gate = LinearGate(sinks)
+    params = add_gate(
+        random_params(config),
+        gate,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    keys = iter(jax.random.split(jax.random.key(5), config.num_layers))
+    opinions = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params[EVICTION_GATE])
+    return {**params, EVICTION_GATE: opinions}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gate")
+    write_random_checkpoint(folder / "start", config=CONFIG)
+    where = ["--model", str(folder / "start"), "--output-dir", str(folder / "run")]
+    main(["grpo", *where, *TRAIN, "--max-steps", "2", "--learning-rate", "1e-3", "--reward", f"{__name__}:odd"])
+    return folder
+
+
+def odd(completion_ids: Any, **columns: Any) -> list[float]:
+    """A reward that random completions have some of."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+def test_a_run_leaves_a_model_and_a_gate(trained: Path):
+    gate = load_file(trained / "run" / "gate" / GATE_FILE)
+    assert {name: x.shape for name, x in gate.items()} == {"layers_0.kernel": (2, 2 * CONFIG.head_dim + 2, 2)}
+    # Adam's first steps are as long as the rate: 30 times that of the model, twice.
+    moved = np.abs(gate["layers_0.kernel"]).max()
+    assert 0.02 < moved < 0.07, moved
+    model = load_checkpoint(trained / "run" / "model")[1]
+    assert EVICTION_GATE not in model
+    start = load_checkpoint(trained / "start")[1]
+    assert (
+        0
+        < np.abs(model["layers_0"]["mlp"]["up_proj"]["kernel"] - start["layers_0"]["mlp"]["up_proj"]["kernel"]).max()
+        < 0.003
+    )
+
+
+def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path):
+    export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])
+    once, again = (load_gate(place, CONFIG) for place in (trained / "run" / "gate", tmp_path / "gate"))
+    assert once[1] == again[1] == LinearGate(sinks=1)
+    jax.tree.map(np.testing.assert_array_equal, once[0], again[0])
+    export([str(trained / "run"), "--out", str(tmp_path / "model")])
+    model, other = (load_checkpoint(place)[1] for place in (trained / "run" / "model", tmp_path / "model"))
+    jax.tree.map(np.testing.assert_array_equal, model, other)
+
+
+def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--model", str(trained / "run" / "model"), "--task", *TASK, "--task-parameters", *PARAMETERS]
+    words += ["--rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
+    smd_eval([*words, "--decode", "dense,gate:6+2", "--gate", str(trained / "run" / "gate")])
+    assert '"decode": "gate-6-2"' in capsys.readouterr().out
+    assert "expected --gate, a directory with a trained gate" in error_of(
+        [*words, "--decode", "gate:6+2"], capsys, smd_eval
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "said"),
+    [
+        ("ppo", [], "expected grpo or rloo with --eviction gate"),
+        ("online-dpo", [], "expected grpo or rloo with --eviction gate"),
+        ("grpo", ["--pyramid"], "expected no pyramid with the policy 'gate'"),
+        ("grpo", ["--correction", "tis"], "expected visibility 'shadow' with an eviction_coef"),
+        ("grpo", ["--gate-speed", "0"], "expected a finite gate_speed > 0"),
+        ("grpo", ["--sinks", "7"], "budget"),
+    ],
+)
+def test_what_does_not_go_with_a_gate(
+    algorithm: str, more: list[str], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    flags = [flag for flag in TRAIN if algorithm != "online-dpo" or flag not in ("--distill", "none")]
+    words = [algorithm, "--model", str(trained / "start"), *flags, "--output-dir", str(tmp_path / "run"), *more]
+    assert said in error_of(words, capsys)
+
+
+def test_a_gate_file(tmp_path: Path):
+    params = parameters(CONFIG, sinks=3)
+    save_gate(tmp_path, params, LinearGate(3))
+    loaded, gate = load_gate(tmp_path, CONFIG)
+    assert gate == LinearGate(3)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params[EVICTION_GATE])
+    with pytest.raises(ValueError, match=r"expected a gate for 2 layers .* for layers_1.kernel .* got None"):
+        load_gate(tmp_path, dataclasses.replace(CONFIG, num_layers=2))
+    save_file({"x": np.zeros(1)}, tmp_path / GATE_FILE)
+    with pytest.raises(ValueError, match="expected the gate LinearGate with a number of sinks in .* got {}"):
+        load_gate(tmp_path, CONFIG)
+    (tmp_path / GATE_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="in the format of safetensors"):
+        load_gate(tmp_path, CONFIG)
+    with pytest.raises(FileNotFoundError, match=GATE_FILE):
+        load_gate(tmp_path / "elsewhere", CONFIG)
+    with pytest.raises(ValueError, match="expected parameters with 'eviction_gate'"):
+        save_gate(tmp_path, random_params(CONFIG), LinearGate())
+
+
+def test_sinks_never_go_and_the_learner_knows():
+    config = tiny_model_config(num_layers=2)
+    model, params = Decoder(config), parameters(config, sinks=2)
+    prompts = left_padded([9, 4, 7], 9, config.vocab_size)
+    trajectory = rollout(
+        model,
+        params,
+        prompts,
+        jax.random.key(0),
+        policy=LearnedGate(LinearGate(sinks=2)),
+        config=RolloutConfig(16, 4, 2),
+    )
+    mask, draws = recorded_draws(trajectory)
+    start = np.asarray(trajectory.valid).argmax(axis=1)
+    columns = np.arange(trajectory.tokens.shape[1])
+    sinks = (columns >= start[:, None]) & (columns < start[:, None] + 2)
+    order = np.moveaxis(np.asarray(draws.order), 0, 2)  # layers, heads, rows, columns
+    assert (order[:, :, sinks] == -1).all() and (order >= 0).any(axis=(2, 3)).all()
+    assert (np.asarray(draws.logprobs) < -0.1).any()
+    again = replay_evictions(model, params, trajectory)
+    np.testing.assert_allclose(again, draws.logprobs, atol=3e-5)
+    # Among the rest the draw is that of a gate without sinks: theirs is no weight.
+    without = dataclasses.replace(draws, gate=LinearGate())
+    other = replay_evictions(model, params, dataclasses.replace(trajectory, evictions=without))
+    assert (np.asarray(other) <= np.asarray(again) + 1e-5).all() and (np.asarray(other) < np.asarray(again) - 0.1).any()
+
+
+def test_a_sinks_logit_has_no_gradient():
+    config = tiny_model_config(num_layers=1)
+    gate = LinearGate(sinks=2)
+    keys = jnp.ones((1, config.num_kv_heads, 5, config.head_dim))
+    kernel = {"kernel": jnp.ones((config.num_kv_heads, 2 * config.head_dim + 2, 2))}
+
+    def logits(kernel: Any) -> jax.Array:
+        return gate.logits(kernel, keys, keys, jnp.arange(5)[None, None], jnp.full((1, 1), 4))
+
+    assert (logits(kernel)[..., :2] == KEPT).all() and (logits(kernel)[..., 2:] < 1000).all()
+    slope = jax.grad(lambda kernel: logits(kernel)[..., :2].sum())(kernel)["kernel"]
+    assert not slope.any()
+    with pytest.raises(ValueError, match="expected sinks >= 0"):
+        LinearGate(-1)
+
+
+def test_a_gate_moves_faster():
+    params = {"w": {"kernel": jnp.ones((2, 2))}, EVICTION_GATE: {"layers_0": {"kernel": jnp.ones((1, 4, 2))}}}
+    grads = jax.tree.map(jnp.ones_like, params)
+    for speed, expected in ((None, 1.0), (30.0, 30.0)):
+        config = OptimizerConfig(learning_rate=1e-3, max_grad_norm=None, gate_speed=speed)
+        optimizer = make_optimizer(config, 10)
+        updates: Any = optimizer.update(grads, optimizer.init(params), params)[0]
+        ratio = updates[EVICTION_GATE]["layers_0"]["kernel"].mean() / updates["w"]["kernel"].mean()
+        assert ratio == pytest.approx(expected, rel=1e-5)
+        assert updates["w"]["kernel"].mean() == pytest.approx(-1e-3, rel=1e-3)
+
+
+def test_a_gate_is_planned():
+    """Within the bounds of the other plans at their widest: many layers, whose logits of all keys are kept."""
+    config = dataclasses.replace(tiny_model_config(num_layers=8, max_positions=512), num_kv_heads=4, num_heads=8)
+
+    def figures(policy: Any, params: Any, update: UpdateConfig) -> tuple[Any, Any]:
+        tokens = byte_tokenizer(chat=False)
+        settings = GRPOConfig(2, 4, 64, policy, RolloutConfig(256, 64, 32, 258, 256), update=update, update_widths=1)
+        task = ReasoningGymTask("chain_sum", seed=0, size=9)
+        loop = GRPOLoop(Decoder(config), task, tokens, optax.adam(1e-3), settings)
+        state = init_state(params, loop.optimizer, jax.random.key(0))
+        return plan_memory(workload_of(loop), params), loop_memory(loop, state)
+
+    plan, compiled = figures(LearnedGate(), parameters(config), UpdateConfig(eviction_coef=1.0))
+    bare, _ = figures(Random(), random_params(config), UpdateConfig())
+    assert 0.85 < plan.update / compiled.update < 1.3
+    assert plan.update > bare.update + 8_000_000 and plan.trajectory > bare.trajectory

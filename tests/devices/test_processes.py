@@ -1,0 +1,382 @@
+"""Several real processes give what one gives on the same mesh; and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from smd_jax import processes
+from smd_jax.commands import launch
+from smd_jax.commands.arguments import LaunchArgs
+from smd_jax.commands.command_line import parse
+from smd_jax.commands.errors import UserError
+from smd_jax.commands.train import kept_config
+from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.process_rows import Feeders, feeders, sampling_mesh
+from smd_jax.sharding import make_mesh
+from smd_jax.tasks.graded import Graded
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.train import checkpoint, sharing
+from smd_jax.train.machine import machine
+from smd_jax.trajectory import Trajectory
+from tests import joined
+from tests.paths import ROOT
+
+# Without these instructions XLA rounds some logits of four rows otherwise than those of two (seen on an AMD EPYC, one
+# log-probability by 4.8e-7).
+HAS_AVX512 = Path("/proc/cpuinfo").exists() and "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+LIMIT = 900  # seconds for a set of processes
+
+
+class Found(NamedTuple):
+    """What the runs of `tests.joined` left.
+
+    Attributes:
+      arrays: by `run: name`. out: directory of smd-train.
+    """
+
+    arrays: dict[str, np.ndarray]
+    out: Path
+
+    def of(self, run: str) -> dict[str, np.ndarray]:
+        return {name: value for name, value in self.arrays.items() if name.startswith(f"{run}:")}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+    """What this process found on two of its devices, and what two with one device each did."""
+    folder = tmp_path_factory.mktemp("joined")
+    write_random_checkpoint(folder / "model", config=tiny_model_config(num_layers=1))
+    for name, rows in (("rows", 12), ("held_out", 5)):
+        lines = [json.dumps({"prompt": "abcdefgh"[: 1 + row % 8]}) for row in range(rows)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    joined.command(folder, folder / "1", "--max-steps", "3")
+    # The two go on from what the one had saved after two steps.
+    shutil.copytree(folder / "1", folder / "2", ignore=lambda _, names: {"model", "completions"} & set(names))
+    shutil.rmtree(folder / "2/checkpoints/3")
+    running = start(folder, count=2)
+    one = joined.arrays() | joined.refused_rollout(folder / "1_refused")
+    two = wait_for(running, folder / "2.npz")
+    # And one goes on from what the two had saved after the third.
+    for name in ("1", "2"):
+        joined.command(folder, folder / name, "--max-steps", "4", "--resume")
+    return {1: Found(one, folder / "1"), 2: Found(two, folder / "2")}
+
+
+def start(folder: Path, count: int, devices: int = 1) -> list[subprocess.Popen[str]]:
+    """So many processes of `tests.joined`, with so many devices each."""
+    coordinator = f"localhost:{free_port()}"
+    flags = " ".join(word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word)
+    flags += f" --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, str(count)]
+    quiet, heard = subprocess.DEVNULL, subprocess.PIPE
+    return [
+        subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, stdout=quiet, stderr=heard)
+        for index in range(count)
+    ]
+
+
+def wait_for(running: list[subprocess.Popen[str]], file: Path) -> dict[str, np.ndarray]:
+    """What the first of them leaves in the file, when all have ended well. None may wait for ever for another."""
+    try:
+        errors = [process.communicate(timeout=LIMIT)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert not any(process.returncode for process in running), "\n".join(errors)
+    with np.load(file) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names of the arrays that are not the same to the last bit."""
+    return [name for name in one if one[name].tobytes() != other[name].tobytes()]
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """What is drawn, and what follows from it alone, to the last bit; the rest but for rounding."""
+    for name in apart(one, other):
+        computed = {"logprobs", "metric", "params"} & set(name.split())
+        assert computed, name
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs", "half_without_rewards"])
+def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
+    """Tokens, masks, rewards, metrics and parameters: of GRPO; of the engine with dynamic sampling; of PPO with
+    adapters, minibatches and a KL in the reward; of online DPO by a judge; with rewards of one process's rows alone."""
+    one, two = found[1].of(run), found[2].of(run)
+    assert one.keys() == two.keys() and len(one) > 40
+    if HAS_AVX512:
+        assert not apart(one, two)
+    assert_same(one, two)
+
+
+def test_four_processes_give_what_one_gives_on_four_devices(tmp_path: Path):
+    # Sums over four devices have an order. The one, too, adds up with gloo, as a process that was joined does; so all
+    # was the same to the last bit on an AMD EPYC without AVX-512, which other CPUs need not repeat.
+    together, alone = start(tmp_path, count=4), start(tmp_path, count=1, devices=4)
+    four, one = wait_for(together, tmp_path / "4.npz"), wait_for(alone, tmp_path / "1.npz")
+    assert one.keys() == four.keys() and len(one) > 40
+    assert_same(one, four)
+    assert len(set(one["numbers 0"])) == 4, "each process feeds a prompt of its own"
+    assert one["metric 0 grad_norm"] > 0.01 and one["metric 1 grad_norm"] > 0.01
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_sampler_and_learner_part_is_said_in_every_process(found: dict[int, Found], count: int):
+    """The mask is wrong in a row of the last process; it is the row's number in the whole batch that is named."""
+    run, said = found[count].out.parent / f"{count}_refused/refused", list(found[count].arrays["refused: said"])
+    assert len(said) == count and len(set(said)) == 1, said
+    wrong = load_file(run / "refused_0.safetensors")
+    assert len(wrong["tokens"]) == 8 and len(read_metrics(run / "metrics.jsonl")) == 1
+    # The query before the first recorded eviction sees a key too many, and the token after that query is the first to
+    # be another's. Padding of the prompt, which no query sees, has 0.
+    own = wrong["evicted_at"][joined.WRONG_ROW, joined.WRONG_LAYER, joined.WRONG_HEAD]
+    column, padding = own[own > 0].min(), np.argmax(wrong["valid"][joined.WRONG_ROW])
+    assert said[0].startswith("RefusedRolloutError: rollout 0: expected sampler and learner within 0.00054 nats")
+    assert f"first at row {joined.WRONG_ROW}, position {column - padding} (" in said[0]
+    assert f"likeliest layer {joined.WRONG_LAYER}, KV head {joined.WRONG_HEAD}: " in said[0]
+    assert f"where it evicts a query earlier. The rollout is in {run / 'refused_0.safetensors'}" in said[0]
+
+
+def test_a_refused_rollout_that_cannot_be_written_ends_all(found: dict[int, Found]):
+    """And none but the first has tried to."""
+    first, second = found[2].arrays["no_room: said"]
+    assert not list((found[2].out.parent / "2_refused/no_room").glob("refused*"))
+    assert first.startswith("OSError: ") and "No space left on device" in first
+    assert second.startswith("OtherProcessError: ") and "process 0 ended with OSError" in second
+
+
+def test_there_was_something_to_learn(found: dict[int, Found]):
+    arrays = found[2].arrays
+    rewards, numbers = arrays["grpo: rewards 0"].reshape(4, 2), arrays["grpo: numbers 0"].reshape(4, 2)
+    assert (rewards[:, 0] != rewards[:, 1]).any() and arrays["grpo: metric 0 grad_norm"] > 0.01
+    assert (numbers[:, 0] == numbers[:, 1]).all() and len(set(numbers[:, 0])) == 4, "each feeds prompts of its own"
+    assert arrays["few_rows: metric 0 dynamic_sampling/rollouts"] == 2
+
+
+def test_every_rollout_of_a_step_gathers_the_weights(found: dict[int, Found]):
+    moved = "metric 0 rollout/weights_moved_bytes"
+    for run in found.values():
+        once, twice = run.arrays[f"grpo: {moved}"], run.arrays[f"few_rows: {moved}"]
+        assert twice == 2 * once > 0, "of one rollout, and of two that fill a batch"
+
+
+def test_the_command_gives_the_same_and_writes_once(found: dict[int, Found]):
+    """One process took four steps; or two took the third, from what the one had saved, and one the fourth from that."""
+    one, two = found[1].out, found[2].out
+    left, right = (load_file(out / "model/model.safetensors") for out in (one, two))
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=1e-5, atol=1e-6)
+    for name, count in (("metrics.jsonl", 4), ("evaluations.jsonl", 4)):
+        rows = [read_metrics(out / name) for out in (one, two)]
+        assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] and len(rows[0]) == count
+        for before, after in zip(*rows, strict=True):
+            assert {k: v for k, v in before.items() if k not in MACHINE_METRICS} == pytest.approx(
+                {k: v for k, v in after.items() if k not in MACHINE_METRICS}, rel=1e-4, abs=1e-5
+            )
+    assert (two / "completions/completions_00002.parquet").is_file()
+
+
+def test_what_several_processes_saved_one_reads(found: dict[int, Found]):
+    one, two = (saved_params(found[count].out / "checkpoints") for count in (1, 2))
+    assert one.keys() == two.keys() and len(one) > 8
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-5, atol=1e-6)
+
+
+def saved_params(directory: Path) -> dict[str, np.ndarray]:
+    """The newest parameters, all on one device of this process."""
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_params(tiny_model_config(num_layers=1))
+    )
+    params = checkpoint.restore_part(directory, {"params": like})["params"]
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("only one resumes", "process 1: arguments.run.resume: expected true, got false"),
+        ("one that resumes fails", "process 1 ended with UserError: expected rows on this host; got none"),
+        ("other checkpoints", "process 1: checkpoints: expected [1, 2], got [1]"),
+        ("other bound", "process 1: guard: expected 0.25, got 0.5"),
+        ("other seed", "process 1: run.seed: expected 0, got 1"),
+        ("other evaluation", "process 1: evaluator.rows: expected 4, got 8"),
+        ("other held-out rows", "process 1: held-out prompts: expected 12, got 11"),
+        ("other version", 'process 1: versions.jax: expected "0.0.0", got "0.1.0"'),
+        ("failure", "process 1 ended with KeyError: 'no such row'"),
+        ("mesh", "data axis 1, fsdp axis 1, sequence axis 1 and tensor axis 1; got 2 in 2 processes"),
+        ("failed rewards", "expected at most 25% of the completions without a reward; got 4 of 8"),
+        ("failed rewards of an evaluation", "expected at most 25% of the completions without a reward; got 10 of 12"),
+        ("no room for checksums", "OSError: checkpoint 1 in"),
+        (
+            "no room for checksums",
+            " | OtherProcessError: expected every process to go on; process 0 ended with OSError",
+        ),
+        ("unseen file", "OtherProcessError: expected every process to go on; process 1 ended with DamagedCheckpoint"),
+        ("unseen file", "checkpoint 2 in"),
+        ("part that cannot be read", "DamagedCheckpointError: checkpoint 2 in"),
+        (
+            "part that cannot be read",
+            "OtherProcessError: expected every process to go on; process 1 ended with Damaged",
+        ),
+        ("data that cannot be read", "process 1 ended with OSError: no answer from the network | OSError: no answer"),
+        ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
+    ],
+)
+def test_what_processes_refuse(found: dict[int, Found], what: str, said: str):
+    assert said in str(found[2].arrays[f"refused: {what}"])
+
+
+# --- by one process alone
+
+
+def test_rows_of_a_process():
+    assert Feeders(((0,), (1,)), own=1).part(8) == slice(4, 8)
+    assert Feeders(((0, 1), (2, 3)), own=0).part(8) == slice(0, 4)
+    assert Feeders(((0, 1), (2, 3)), own=0).of_teams(["a", "b", "c", "d"]) == ["a", "c"]
+
+
+def test_one_process_feeds_all():
+    mesh = make_mesh(2, 2, 2)
+    assert feeders(mesh) == Feeders(((0,),), own=0)
+    assert sampling_mesh(mesh) is mesh
+
+
+def test_one_process_talks_to_nobody():
+    processes.check_same({"seed": 0})
+    assert processes.gather_json({"a": [1, float("inf")]}) == [{"a": [1, float("inf")]}]
+    assert processes.is_first()
+    with pytest.raises(KeyError), processes.all_or_none():
+        raise KeyError("as it was raised")
+    assert jax.process_count() == 1
+
+
+def test_a_step_takes_the_time_of_its_slowest_process(monkeypatch: pytest.MonkeyPatch):
+    took = {"time/rollout": 2.0, "time/grading": 0.5, "rollout/utilisation": 0.5}
+    other = {"time/rollout": 1.0, "time/grading": 1.5, "rollout/utilisation": 1.0}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharing, "all_or_none", nullcontext)
+    monkeypatch.setattr(sharing, "gather_json", lambda said: [said, said | {"took": other}])
+    graded = Graded(np.zeros(1, np.float32), {}, ())
+    sampled = mock.Mock(spec=Trajectory), sharing.Told(["text"], graded, took)
+    _, told = sharing.shared(Feeders(((0,), (1,)), own=0), lambda: sampled)
+    assert told.took == {"time/rollout": 2.0, "time/grading": 1.5, "rollout/utilisation": 0.75}
+
+
+def test_an_error_that_is_being_handled_is_none_of_the_body():
+    try:
+        raise KeyError("handled")
+    except KeyError:
+        with processes.all_or_none():
+            went_well = True
+    assert went_well
+
+
+def test_differences_are_named():
+    expected = {"seed": 0, "loop": {"rate": 1.0, "policy": "h2o"}, "versions": {"jax": "0.10.2"}}
+    got = {"seed": 0, "loop": {"rate": 1.5, "policy": "h2o"}, "versions": {"jax": "0.11.0"}, "more": None}
+    assert processes.differences(expected, got) == [
+        "loop.rate: expected 1.0, got 1.5",
+        'versions.jax: expected "0.10.2", got "0.11.0"',
+        'more: expected "(absent)", got null',
+    ]
+    assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
+
+
+def test_versions_of_what_builds_the_rows_count(monkeypatch: pytest.MonkeyPatch):
+    builds = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
+    assert builds < processes.versions().keys()
+    version = metadata.version
+
+    def without_an_extra(name: str) -> str:
+        if name == "reasoning-gym":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_an_extra)
+    assert builds - processes.versions().keys() == {"reasoning-gym"}
+    assert machine(make_mesh()).keys() > processes.versions().keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("localhost:1", None, 0), "together, or none"),
+        ((None, 2, None), "together, or none"),
+        (("localhost:1", 2, 2), "from 0 to 1, of 2 processes; got 2"),
+    ],
+)
+def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | None], said: str):
+    with pytest.raises(ValueError, match=said):
+        processes.join(*given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (LaunchArgs("auto", 2), "--coordinator auto alone"),
+        (LaunchArgs("localhost:1"), "together, or none"),
+        (LaunchArgs(process_id=1), "together, or none"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: LaunchArgs, said: str):
+    with pytest.raises(UserError, match=said):
+        launch.join(flags)
+
+
+def test_a_run_does_not_keep_who_took_part():
+    flags = ["--coordinator", "host0:1234", "--num-processes", "2", "--process-id", "1"]
+    algorithm, args = parse(["grpo", "--model", "somewhere", "--dataset", "sorting", *flags])
+    assert args.launch == LaunchArgs("host0:1234", 2, 1)
+    assert "host0" not in kept_config(algorithm, args) and "process_id: null" in kept_config(algorithm, args)
+
+
+JOINS = """
+import jax
+from smd_jax import processes
+processes.join()
+print(jax.process_count(), jax._src.xla_bridge.CUDA_VISIBLE_DEVICES.value)
+"""
+
+
+@pytest.mark.parametrize(("own", "devices"), [({}, "3"), ({"JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1")])
+def test_accelerators_of_a_process_under_slurm(own: dict[str, str], devices: str):
+    """A task has the one of its own number on the node, unless it is told which: docs/many_hosts.md counts on it."""
+    # The fourth task of its node, in a step that has no other task.
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_LOCALID": "3", "JAX_COORDINATOR_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS], env=os.environ | slurm | own, text=True, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", devices]
+
+
+def test_without_flags_nobody_is_joined():
+    launch.join(LaunchArgs())
+    assert jax.process_count() == 1

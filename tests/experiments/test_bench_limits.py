@@ -1,0 +1,141 @@
+"""The arithmetic that benchmarks hold against their machine's limit, by other counts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from smd_jax.masks import Segments
+from smd_jax.testing import random_evictions, tiny_model_config, write_random_checkpoint
+from tests.paths import ROOT
+
+with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
+    from bench import limits
+    from bench.engines.common import Sizes, model_sizes, read_sizes
+
+
+@pytest.mark.parametrize(("prompt", "new", "budget", "buffer"), [(7, 20, 6, 4), (3, 20, 8, 3), (5, 9, 30, 4)])
+def test_visible_keys_are_those_of_a_mask(prompt: int, new: int, budget: int, buffer: int):
+    mask = random_evictions(prompt + new, Segments(prompt, buffer, budget))
+    assert limits.visible_keys(prompt, new, budget, buffer) == np.asarray(mask.to_boolean()).sum()
+    total = prompt + new
+    assert limits.visible_keys(prompt, new, None, None) == total * (total + 1) / 2
+
+
+# The model of the small benchmarks, and one whose sizes are all others: no biases, three queries to a KV head.
+SIZES = (
+    model_sizes(),
+    Sizes(hidden=96, layers=3, heads=6, kv_heads=2, head_dim=16, ffn=160, vocabulary=512, qkv_bias=False, tied=True),
+)
+EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=("small", "other"))
+
+
+@EVERY_SIZE
+def test_arithmetic_of_an_update_by_the_compilers_count(sizes: Sizes):
+    """A model of these sizes in plain products, dense and not causal, as XLA counts its flops."""
+    rows, tokens, prompt = 2, 16, 4
+    matrices = [jnp.ones(sides) for sides in sizes.layer_products()]
+    head = jnp.ones(sizes.head_product())
+
+    def loss(matrices: list[jax.Array], head: jax.Array, x: jax.Array) -> jax.Array:
+        q, k, v, o, gate, up, down = matrices
+        for _ in range(sizes.layers):
+            groups = sizes.heads // sizes.kv_heads
+            queries = (x @ q).reshape(rows, tokens, sizes.kv_heads, groups, sizes.head_dim)
+            keys, values = ((x @ m).reshape(rows, tokens, sizes.kv_heads, sizes.head_dim) for m in (k, v))
+            scores = jnp.einsum("btkgd,bskd->bkgts", queries, keys)
+            x = jnp.einsum("bkgts,bskd->btkgd", scores, values).reshape(rows, tokens, -1) @ o
+            x = ((x @ gate) * (x @ up)) @ down
+        return jnp.sum(x[:, prompt:] @ head)
+
+    x = jnp.ones((rows, tokens, sizes.hidden))
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(matrices, head, x).compile()
+    row = {"sequences": rows, "tokens": tokens, "prompt": prompt, "budget": None, "buffer": None}
+    analysis = program.cost_analysis()
+    assert analysis is not None
+    hidden = rows * tokens * (tokens - 1) / 2  # pairs that a causal mask hides
+    expected = limits.update_flops(row, sizes) + 3 * limits.attention_flops(hidden, sizes)
+    assert expected == pytest.approx(analysis["flops"], rel=0.01)
+
+
+@EVERY_SIZE
+def test_arithmetic_of_attention_by_the_compilers_count(sizes: Sizes):
+    """Both products of one layer, all queries with all keys."""
+    queries = jnp.ones((sizes.heads, 48, sizes.head_dim))
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.einsum("hts,hsd->htd", jnp.einsum("htd,hsd->hts", q, k), v)
+
+    analysis = jax.jit(attention).lower(queries, queries, queries).compile().cost_analysis()
+    assert analysis is not None
+    assert limits.attention_flops(48 * 48, sizes) == pytest.approx(sizes.layers * analysis["flops"], rel=0.01)
+
+
+@EVERY_SIZE
+def test_a_rollout_reads_what_it_draws(sizes: Sizes):
+    """Every token but the last: a prompt of one and two drawn tokens are two passes and two heads."""
+    row = {"batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None}
+    pairs = 1 + 2
+    attention = 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
+    expected = 3 * (2 * 2 * (sizes.layer_weights() + sizes.head_weights()) + attention)
+    assert limits.rollout_flops(row, sizes) == expected
+
+
+@pytest.mark.parametrize(("qkv_bias", "tied"), [(True, True), (False, False)])
+def test_sizes_of_a_checkpoint(tmp_path: Path, qkv_bias: bool, tied: bool):
+    """As they are read from config.json; its parameters are those of the checkpoint's tensors."""
+    config = tiny_model_config(num_layers=3, num_heads=6, head_dim=16, hidden_size=96, qkv_bias=qkv_bias)
+    write_random_checkpoint(tmp_path / "model", config=replace(config, tie_embeddings=tied))
+    sizes = read_sizes(tmp_path / "model")
+    assert (sizes.layers, sizes.heads, sizes.kv_heads, sizes.head_dim) == (3, 6, 2, 16)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert sizes.parameters() == sum(tensor.size for tensor in stored.values())
+
+
+def test_another_family_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="expected a checkpoint of model_type llama or qwen2; got 'mamba'"):
+        read_sizes(tmp_path)
+
+
+def test_a_step_reads_the_prompt_of_a_group_once():
+    """Two completions of one token from a prompt of five: five tokens are read, two heads are needed, and the update is
+    that of two sequences."""
+    sizes = SIZES[1]
+    row = {"group": 2, "budget": None, "buffer": None}
+    rollout, update = limits.step_flops({"tokens": [(5, 1), (5, 1)]}, row, sizes)
+    read = 5 * sizes.layer_weights() + 2 * sizes.head_weights()
+    assert rollout == pytest.approx(2 * read + limits.attention_flops(5 * 6 / 2, sizes))
+    same = {"sequences": 2, "tokens": 6, "prompt": 5, "budget": None, "buffer": None}
+    assert update == limits.update_flops(same, sizes)
+
+
+def test_shares_of_a_step():
+    """Each half of the arithmetic at the rate of its own products."""
+    sizes = SIZES[1]
+    steps = [{"seconds": 4.0, "tokens": [(5, 3)] * 2}, {"seconds": 2.0, "tokens": [(5, 3)] * 2}]
+    row = {"engine": "ours", "group": 2, "budget": None, "buffer": None, "steps": steps}
+    slow = {"engine": "product", "backward": False, "gflops_per_second": 1e-3}
+    fast = {"engine": "product", "backward": True, "gflops_per_second": 2e-3}
+    [found] = limits.with_step_limits([slow, row, fast], sizes)
+    rollout, update = limits.step_flops(steps[0], row, sizes)
+    assert found["limit_seconds"] == pytest.approx(rollout / 1e6 + update / 2e6)
+    assert found["update_limit_seconds"] == pytest.approx(update / 2e6)
+    assert found["limit_share"] == pytest.approx(found["limit_seconds"] * (1 / 4 + 1 / 2) / 2)
+    with pytest.raises(ValueError, match="expected products of a sampler's step and of an update"):
+        limits.with_step_limits([slow, row], sizes)
+
+
+def test_shares():
+    row = {"engine": "ours", "batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None, "seconds": 0.5}
+    [found] = limits.with_limits([{"engine": "product", "gflops_per_second": 2.0}, row])
+    assert found["limit_share"] == pytest.approx(limits.rollout_flops(row, model_sizes()) / 0.5 / 2e9)
+    assert found["product_gflops_per_second"] == 2.0

@@ -1,0 +1,128 @@
+"""The benchmark of rollouts as a program reads it, in tiny sizes and without the peers; times of single steps."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.paths import ROOT
+
+EXPERIMENTS = ROOT / "experiments"
+SCRIPT = EXPERIMENTS / "bench" / "rollout.py"
+ENGINES = EXPERIMENTS / "bench" / "engines"
+FIELDS = ["engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer", "tokens_per_s"]
+FIELDS += ["ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp"]
+FIELDS += ["limit_share"]
+
+
+def run(*words: str) -> list[dict]:
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generation() -> ModuleType:
+    return load(ENGINES / "generation.py")
+
+
+def test_lines_of_json(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    [row] = run("--engine", "ours", "hf", "--out", str(out))  # no interpreter for hf: left out
+    assert list(row) == FIELDS
+    assert (row["engine"], row["device"], row["batch"], row["prompt"], row["new_tokens"]) == ("ours", "cpu", 4, 8, 48)
+    # 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows
+    assert row["expected_cache_bytes"] == 2 * 4 * 2 * (16 + 8) * 32 * 4 * 4
+    assert row["expected_cache_bytes"] <= row["cache_bytes"] <= 1.05 * row["expected_cache_bytes"]
+    assert 0 < row["max_abs_dlogp"] < 2e-5 and 0 < row["limit_share"] < 1
+    assert row["tokens_per_s"] > 0 and row["ms_per_step_early"] > 0
+    written = json.loads(out.read_text())
+    assert written.keys() >= {"date", "command", "rows"}
+    [full] = written["rows"]
+    assert {name: full[name] for name in FIELDS} == row and full.keys() >= {"temp_bytes", "peak_bytes", "versions"}
+
+
+def test_continuous_batching_leaves_fewer_rows_idle(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    rows = run("--continuous", "--spread", "log", "--out", str(out))
+    assert [row["engine"] for row in rows] == ["ours-continuous-log", "ours-fixed-log"]
+    assert all(list(row) == FIELDS and row["max_abs_dlogp"] < 2e-5 for row in rows)
+    ours, fixed = json.loads(out.read_text())["rows"]
+    assert 1 >= ours["utilisation"] > 1.3 * fixed["utilisation"] > 0
+
+
+def test_a_step_in_parts():
+    rows = run("--parts", "--engine", "ours-h2o", "ours-dense", "hf")  # which is not ours: left out
+    assert {row["engine"] for row in rows} == {"ours-h2o", "ours-dense"}
+    shares = {(row["engine"], row["part"]): row["share"] for row in rows}
+    for engine in ("ours-h2o", "ours-dense"):
+        assert sum(share for (name, _), share in shares.items() if name == engine) == pytest.approx(1)
+        assert min(shares[engine, part] for part in ("products of the weights", "attention: products", "sampling")) > 0
+    # Only a cache that drops keys is compressed.
+    assert shares["ours-h2o", "compression"] > 0 and ("ours-dense", "compression") not in shares
+
+
+def test_roofline_and_largest_batch(tmp_path: Path):
+    out, memory = tmp_path / "rows.json", 2**24
+    lines = run("--roofline", "--memory", str(memory / 2**30), "--out", str(out))
+    steps = [line for line in lines if "engine" in line]
+    assert steps and all(list(line) == FIELDS for line in steps)
+    ours, dense = (line for line in lines if "largest_batch" in line)
+    for line in (ours, dense):
+        assert 0.8 * memory < line["total_bytes"] <= line["device_bytes"] == memory
+    [ratio] = [line["largest_batch_ratio"] for line in lines if "largest_batch_ratio" in line]
+    assert ratio == ours["largest_batch"] / dense["largest_batch"] > 2
+    written = json.loads(out.read_text())
+    assert written.keys() >= {"date", "device", "versions", "command"} and len(written["rows"]) == len(lines)
+    assert all(row["share_of_roofline"] > 0 for row in written["rows"] if "engine" in row)
+
+
+def test_another_device_is_refused():
+    script = ENGINES / "smd_roofline.py"
+    done = subprocess.run([sys.executable, str(script), "--device", "gpu"], capture_output=True, text=True)
+    assert done.returncode and "expected JAX to run on 'gpu'" in done.stderr
+
+
+def marks_of(generation: ModuleType, turns: list[list[tuple[int, float]]]):
+    marks = generation.Marks()
+    marks.turns = [[(n, seconds, seconds / 2) for n, seconds in turn] for turn in turns]
+    return marks
+
+
+def test_early_and_late_steps(generation: ModuleType):
+    # Steps of 2 ms up to token 1,000 and of 5 ms after it, seen in segments of 32.
+    turn = [(n, 0.002 * min(n, 1000) + 0.005 * max(n - 1000, 0)) for n in range(32, 4097, 32)]
+    assert generation.early_and_late(marks_of(generation, [turn]), 4096) == pytest.approx((2, 5))
+    assert generation.early_and_late(marks_of(generation, [turn]), 4096, cpu=True) == pytest.approx((1, 2.5))
+    short = [(n, seconds) for n, seconds in turn if n <= 512]
+    assert generation.early_and_late(marks_of(generation, [short]), 512) == pytest.approx((2, 2))
+
+
+def test_one_slow_segment_does_not_count(generation: ModuleType):
+    turn, seconds = [], 0.0
+    for n in range(32, 1025, 32):
+        seconds += 32 * (0.1 if n == 416 else 0.002)
+        turn.append((n, seconds))
+    assert generation.early_and_late(marks_of(generation, [turn]), 1024) == pytest.approx((2, 2))
+
+
+def test_no_marks_no_times(generation: ModuleType):
+    assert generation.early_and_late(marks_of(generation, [[]]), 512) == (None, None)
+
+
+def test_prompts_are_the_same_in_all_engines(generation: ModuleType):
+    first, again = (generation.prompts(3, 5, 1024) for _ in range(2))
+    assert first == again and [len(row) for row in first] == [5, 5, 5]
+    assert all(1 <= token < 1024 for row in first for token in row)

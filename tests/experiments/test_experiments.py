@@ -1,0 +1,115 @@
+"""What the studies share: mistakes are found early, and results say where they come from."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from tests.paths import ROOT
+
+EXPERIMENTS = ROOT / "experiments"
+RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
+
+
+def module(name: str) -> ModuleType:
+    with mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]):
+        return importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
+        (["--memory", "lots"], "as in 80GiB; got 'lots'"),
+        (["--runs", "FILE"], "directory is --runs"),
+    ],
+)
+def test_the_quickstart_finds_mistakes_before_the_warm_start(more: list[str], said: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    more = [str(tmp_path / "file") if word == "FILE" else word for word in more]
+    command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--runs", str(tmp_path / "runs"), *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and said in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "runs").exists()
+
+
+INTEL = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 207
+model name\t: Intel(R) Xeon(R) Processor
+stepping\t: 2
+
+processor\t: 1
+model name\t: another
+"""
+
+
+def test_a_cpu_is_named_with_its_numbers():
+    describe = module("provenance").describe_cpu
+    assert describe(INTEL, 2) == "2 x Intel(R) Xeon(R) Processor (family 6, model 207, stepping 2)"
+    with mock.patch("platform.machine", lambda: "aarch64"):
+        assert describe("processor\t: 0\nBogoMIPS\t: 50.00\n", 4) == "4 x aarch64"
+
+
+def test_a_command_has_no_path_of_this_machine():
+    script = str(EXPERIMENTS / "bench" / "update.py")
+    with mock.patch.object(sys, "argv", [script, "--torch-python", "/home/me/torch/bin/python", "--json"]):
+        said = module("provenance").command_line()
+    assert said == "python experiments/bench/update.py --torch-python python --json"
+
+
+def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a study writes does not change the code that it runs; a changed script does."""
+    script, result = tmp_path / "experiments" / "study.py", tmp_path / "experiments" / "results" / "rows.json"
+    for file in (script, result):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("[]")
+    as_somebody = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*as_somebody, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    provenance = module("provenance")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    result.write_text("[1]")
+    clean = provenance.commit()
+    script.write_text("[1]")
+    assert len(clean) >= 7 and "+" not in clean and provenance.commit() == f"{clean}+"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_committed_results_say_where_they_come_from(path: Path):
+    content = json.loads(path.read_text())
+    rows = content if isinstance(content, list) else [content]
+    for row in rows:
+        assert row["cpu"]
+        assert row["date"] and row["commit"]
+        script = row["command"].split()[1]
+        assert (ROOT / script).is_file(), f"expected the script of {row['command']!r}; got nothing at {script}"
+
+
+def test_every_factorisation_is_there():
+    """As many as there are ways to give the prime factors, all of them 2, to four axes; not those of a filter."""
+    found = {devices: module("sharding").factorisations(devices) for devices in (1, 2, 4, 8)}
+    assert {devices: len(set(sizes)) for devices, sizes in found.items()} == {1: 1, 2: 4, 4: 10, 8: 20}
+    assert all(math.prod(sizes) == devices for devices, all_of in found.items() for sizes in all_of)
+
+
+def test_a_step_was_the_same_on_every_mesh():
+    """Every factorisation of 1, 2, 4 and 8 devices against one device; and what was run in several processes."""
+    sharding = module("sharding")
+    rows = json.loads((EXPERIMENTS / "results" / "sharding.json").read_text())
+    for row in rows:
+        assert row["tokens_equal"] and row["max_rel_dloss"] <= 1e-6 and row["max_rel_dgrad"] <= 1e-5, row
+    alone = {tuple(row["mesh"].values()) for row in rows if row["processes"] == 1}
+    assert alone == {sizes for devices in (1, 2, 4, 8) for sizes in sharding.factorisations(devices)}
+    joined = {(row["processes"], *row["mesh"].values()) for row in rows if row["processes"] > 1}
+    assert joined <= {(count, *sizes) for (count, _), of in sharding.JOINED.items() for sizes in of}

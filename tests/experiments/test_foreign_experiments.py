@@ -1,0 +1,119 @@
+"""The studies that hold us against kvpress, as far as they need no torch; and what their committed results must say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from smd_jax.testing import byte_tokenizer, tiny_model_config
+from tests.paths import ROOT
+
+EXPERIMENTS = ROOT / "experiments"
+RESULTS = EXPERIMENTS / "results"
+
+
+def module(name: str) -> ModuleType:
+    with mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]):
+        return importlib.import_module(name)
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_an_engines_answer_becomes_a_row():
+    """Two rows as the engine says them; a learner that is off by known numbers."""
+    script = module("foreign_sampler")
+    args = script.Args("python", response_tokens=4, temperature=0.8)
+    kept = [[[0, 2], [1, 2]], [[0, 1], [2, 0]]]
+    rows = [
+        {"tokens": [5, 6, 7, 8], "logprobs": [-1.0, -1.0, -1.0, -1.0], "compressions": [[2, kept]]},
+        {"tokens": [5, 2], "logprobs": [-2.0, -2.0], "compressions": []},
+    ]
+    shape = tiny_model_config(vocab_size=16)
+    trajectory = script.to_trajectory([[1, 3], [4]], rows, shape, 2, args)
+    assert trajectory.terminated.tolist() == [False, True] and trajectory.temperature == 0.8
+    # The queries of the response, 2 to 5, see 3 + 3 + 4 + 5 of 3 + 4 + 5 + 6 keys in row 0. Row 1 has queries 1 and 2,
+    # which see all of their 2 + 3 keys.
+    assert script.evicted_share(trajectory) == pytest.approx(1 - (15 + 5) / (18 + 5))
+
+    def learner(trajectory: Any, mask: Any) -> np.ndarray:
+        shift = 0.5 if mask is trajectory.mask else 2.0
+        return np.asarray(trajectory.logprobs) - shift * np.array([[1, 0, 0, 0], [0, 1, 99, 99]])
+
+    row = script.compare({"press": "knorm", "budget": 2}, trajectory, 1, learner, args)
+    assert (row.press, row.budget, row.response_tokens, row.prompts) == ("knorm", 2, 6, 2)
+    assert (row.max_abs_dlogp, row.mean_abs_dlogp) == pytest.approx((0.5, 1 / 6))
+    assert (row.dense_max_abs_dlogp, row.dense_mean_abs_dlogp) == pytest.approx((2.0, 4 / 6))
+
+
+def test_every_press_runs_at_every_budget():
+    script = module("foreign_sampler")
+    runs = script.runs(script.Args("python", press=("none", "snapkv"), budget=(8, 16)))
+    assert [(run["press"], run["budget"]) for run in runs] == [("none", 0), ("snapkv", 8), ("snapkv", 16)]
+
+
+def test_overlaps_of_kept_keys():
+    script = module("kvpress_parity")
+    ours = [[[[0, 1, 2, 3], [4, 5, 6, 7]]]]
+    theirs = [[[[3, 2, 1, 9], [4, 5, 6, 7]]]]
+    assert script.overlaps(ours, theirs) == [0.75, 1.0]
+    assert script.overlaps([[[[1, 2, 3, 4]]]], [[[[4]]]]) == [0.25]
+    assert script.counts([[[[1, 2], [3, 4]], [[1], [2]]]]) == [2, 1]
+    assert script.shortest([2, 2]) == 2 and script.shortest([2, 1]) == [2, 1]
+    case = script.Case("a", script.ObservedAttention(), "b")
+    row = script.compare(case, ours, theirs, [[7, 7, 7, 7, 7, 7, 7, 7, 7, 8]])
+    assert (row.mean_overlap, row.min_overlap, row.layers, row.kv_heads, row.kept) == (0.875, 0.75, 1, 2, 4)
+    assert row.min_token_overlap == 0.75  # key 0 went there for key 9, which is of another token
+    assert script.compare(case, ours, theirs, [[7] * 10]).min_token_overlap == 1.0
+    with pytest.raises(ValueError, match=r"one number of keys .*; got \[1, 2\] in layer 0"):
+        script.counts([[[[1, 2], [3]]]])
+
+
+def test_passages_are_cut():
+    passages = module("passages")
+    rows = passages.encoded(byte_tokenizer(), [3, 4, 5, 6])
+    assert [len(row) for row in rows] == [3, 4, 5, 6] and bytes(rows[0]) == b"The"
+    with pytest.raises(ValueError, match="tokens of passage 1; got a length of 99999"):
+        passages.encoded(byte_tokenizer(), [1, 99999, 1, 1])
+
+
+def test_a_failing_engine_ends_the_study(tmp_path: Path):
+    engine = module("peer_engine")
+    with mock.patch.object(engine, "ENGINES", tmp_path):
+        (tmp_path / "good.py").write_text("import json, sys\nprint(json.dumps([json.load(sys.stdin)]))")
+        (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+        assert engine.ask(sys.executable, "good", {"a": 1}) == [{"a": 1}]
+        with pytest.raises(SystemExit, match=r"bad\.py to end well; got exit status 3"):
+            engine.ask(sys.executable, "bad", {})
+
+
+def test_committed_foreign_rollouts_are_replayed():
+    """Every press: 1e-4 nats on average, where a dense learner is off by a thousand times as much."""
+    rows = result("foreign_sampler.json")["rows"]
+    assert {row["press"] for row in rows} == {"none", "knorm", "snapkv"}
+    for row in rows:
+        assert row["mean_abs_dlogp"] <= 1e-4
+        if row["press"] != "none":
+            assert row["compressions"] > 0 and row["dense_mean_abs_dlogp"] > 1000 * row["mean_abs_dlogp"]
+
+
+def test_committed_kept_keys_are_kvpress_own():
+    """All of them, wherever the definition is one; where it isn't, the row says why."""
+    rows = {row["policy"]: row for row in result("kvpress_parity.json")["rows"]}
+    assert {"h2o", "pyramid of snapkv"} <= {name for name, row in rows.items() if row["reason"]}
+    same = {name for name, row in rows.items() if row["reason"] is None}
+    assert {"snapkv", "tova, newest protected", "streaming_llm", "keydiff"} <= same
+    for row in rows.values():
+        assert (row["layers"], row["kv_heads"]) == (30, 3)
+        assert row["min_overlap"] == 1.0 or row["reason"] is not None
+    # Of equal tokens either copy may stay; nothing else differs.
+    assert rows["knorm"]["mean_overlap"] > 0.999 and rows["knorm"]["min_token_overlap"] == 1.0

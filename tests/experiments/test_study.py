@@ -1,0 +1,280 @@
+"""What the studies share: problems, the grid with its pilot, kept runs, intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from study import grid, runs
+from study.arms import ARMS, arms_of
+from study.command import QUICK, StudyArgs, grid_of, narrowed
+from study.files import read_rows, write_rows
+from study.grid import Cell, Grid, best_rate
+from study.intervals import estimate, paired
+from study.problems import PROBLEMS, WALK_EDGES, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
+from study.runs import DECODINGS, Job
+from study.samplers import POLICIES, Sampler, sampler_of
+from tests.paths import ROOT
+
+CELL = Cell(RunningSums(4), sampler_of("tova-heads:4+1"), arms_of(("untrained", "naive", "shadow")), (0,))
+CLOCKS = {"cpu_seconds", "date"}
+
+
+class HerePool:
+    """One worker that is this process, which has imported everything and keeps what was compiled."""
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> HerePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def imap_unordered(self, call: Any, work: list[Any]) -> Any:
+        return map(call, work)
+
+
+def make_grid(folder: Path, **options: Any) -> Grid:
+    settings = {"cells": (CELL,), "rates": (1e-4, 1e-3), "pilot_seeds": (100,)} | options
+    return Grid("experiments/study.py", sizes=QUICK, runs=folder / "study", results=folder / "rows.json", **settings)
+
+
+def run_here(study: Grid) -> list[dict[str, Any]]:
+    with mock.patch.object(grid, "one_core_each", HerePool), mock.patch.object(grid, "keep_programs", lambda: None):
+        return study.run()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a whole quick study."""
+    made = tmp_path_factory.mktemp("study")
+    run_here(make_grid(made))
+    return made
+
+
+def test_rows(folder: Path):
+    rows = read_rows(folder / "rows.json")
+    reported = {row["arm"]: row for row in rows if not row["pilot"]}
+    assert set(reported) == {"untrained", "naive", "shadow"} and len(rows) == 7
+    for row in rows:
+        assert row["task"] == "sums-4" and row["policy"] == "tova-heads" and row["budget"] == 4
+        assert row["commit"] and row["cpu"] and row["command"].startswith("python experiments/study.py --tasks sums-4")
+    for kind in DECODINGS:
+        assert len({row[f"{kind}_before"] for row in reported.values()}) == 1, "arms of a seed share their start"
+        assert reported["untrained"][kind] == reported["untrained"][f"{kind}_before"]
+    assert reported["shadow"]["mismatch_kl"] <= 1e-6 < reported["naive"]["mismatch_kl"]
+    assert [point["step"] for point in reported["shadow"]["curve"]] == [0, 1, 2]
+    assert reported["shadow"]["curve"][-1]["sparse"] == reported["shadow"]["sparse"]
+    for arm in ("naive", "shadow"):
+        means = {
+            row["learning_rate"]: row["sparse_greedy"] + row["dense_greedy"]
+            for row in rows
+            if row["pilot"] and row["arm"] == arm
+        }
+        assert reported[arm]["learning_rate"] == best_rate(means)
+
+
+def test_what_is_kept_is_not_run_again(folder: Path):
+    with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
+        run_here(make_grid(folder))
+    lost = next((folder / "study").rglob("shadow/lr-*/seed-0/run.json"))
+    before = json.loads(lost.read_text())["row"]
+    lost.unlink()
+    run_here(make_grid(folder))
+    after = json.loads(lost.read_text())["row"]
+    assert {name: value for name, value in after.items() if name not in CLOCKS} == {
+        name: value for name, value in before.items() if name not in CLOCKS
+    }, "equal jobs make equal rows"
+
+
+def test_a_study_goes_on_from_its_results_on_another_machine(folder: Path, tmp_path: Path):
+    rows = read_rows(folder / "rows.json")
+    write_rows(tmp_path / "rows.json", rows)
+    with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
+        assert run_here(make_grid(tmp_path)) == run_here(make_grid(folder))
+    write_rows(tmp_path / "others" / "rows.json", [row | {"settings": "0" * 16} for row in rows])
+    made_again = mock.patch.object(runs, "execute", side_effect=InterruptedError)  # rows of other settings do not count
+    with made_again, pytest.raises(InterruptedError):
+        run_here(make_grid(tmp_path / "others"))
+
+
+def test_runs_of_other_settings_are_refused(folder: Path):
+    job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(QUICK, rollouts=3))
+    with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=2"):
+        runs.kept_row(job, folder / "study")
+
+
+def test_no_job_begins_late(tmp_path: Path):
+    with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
+        assert not run_here(make_grid(tmp_path, cells=(replace(CELL, arms=CELL.arms[1:]),), minutes=0.0))
+
+
+def test_an_arm_waits_for_its_pilot(tmp_path: Path):
+    study = make_grid(tmp_path)
+    assert [job.arm.name for job in study.reported_jobs()] == ["untrained"]
+    assert len(list(study.pilot_jobs())) == 4, "what does not train has no rate to choose"
+
+
+def test_rows_of_other_seeds_stay(folder: Path, tmp_path: Path):
+    rows = read_rows(folder / "rows.json")
+    others = [row | {"seed": 7} for row in rows if not row["pilot"]]
+    write_rows(folder / "rows.json", others)
+    make_grid(folder).collect()
+    assert len(read_rows(folder / "rows.json")) == len(others) + len(rows)
+
+
+def test_pilot_seeds_are_not_reported(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"expected seeds other than those of the pilot, \(100,\); got \[100\]"):
+        make_grid(tmp_path, cells=(replace(CELL, seeds=(0, 100)),))
+
+
+def test_the_lower_of_two_equal_rates():
+    assert best_rate({1e-3: 0.5, 1e-4: 0.5}) == 1e-4
+    assert best_rate({1e-4: 0.4, 1e-3: 0.5}) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arms": ("smd",)}, r"expected arms from \['untrained', 'naive', 'shadow'\]; got \['smd'\]"),
+        ({"tasks": ("sums-5",)}, r"expected tasks of \['sums-4'\]; got \['sums-5'\]"),
+        ({"tasks": ("sum-4",)}, "expected a problem as NAME-LENGTH.*'sums'.*got 'sum-4'"),
+        ({"samplers": ("h2o:4+1",)}, r"expected samplers of \['tova-heads:4\+1'\]; got \['h2o:4\+1'\]"),
+        ({"samplers": ("h2o",)}, "expected a sampler as POLICY:BUDGET\\+BUFFER.*'streaming'.*got 'h2o'"),
+    ],
+)
+def test_what_a_study_does_not_have(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        narrowed(StudyArgs(**options), [CELL])
+
+
+def test_a_task_and_a_sampler_that_no_cell_has_together():
+    other = replace(CELL, problem=RunningSums(5), sampler=sampler_of("h2o:4+1"))
+    with pytest.raises(
+        ValueError, match=r"expected a cell of \['sums-4 under tova-heads:4\+1', 'sums-5 under h2o:4\+1'\]"
+    ):
+        narrowed(StudyArgs(tasks=("sums-4",), samplers=("h2o:4+1",)), [CELL, other])
+
+
+def test_a_part_of_a_study_leaves_the_committed_rows_alone():
+    whole = grid_of(StudyArgs(), "map", [CELL], (1e-4,), QUICK)
+    part = grid_of(StudyArgs(seeds=(7,)), "map", [CELL], (1e-4,), QUICK)
+    assert whole.results == ROOT / "experiments" / "results" / "map.json"
+    assert part.results == ROOT / "runs" / "map" / "map.json" and part.cells[0].seeds == (7,)
+
+
+def test_an_arm_may_have_its_own_number_of_steps():
+    (arm,) = arms_of(("shadow-16-steps",))
+    job = Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, prompts=16))
+    assert runs.make_loop(job).config.minibatches == 16 == job.identity["minibatches"]
+
+
+def test_arms_are_all_different():
+    assert len(
+        {(repr(arm.update), arm.dense_share, arm.full_cache, arm.trains, arm.minibatches) for arm in ARMS}
+    ) == len(ARMS)
+    assert len({arm.name for arm in ARMS}) == len(ARMS)
+
+
+# --- intervals
+
+
+@pytest.mark.parametrize(
+    ("values", "middle", "half"),
+    [
+        # Two values: s = 1 / √2, s / √2 = 1 / 2, and t with one degree of freedom is 12.706.
+        ((0.0, 1.0), 0.5, 12.7062 / 2),
+        # Five: squared deviations 4 + 1 + 0 + 1 + 4 = 10, s² = 10 / 4, s / √5 = √0.5, and t with four is 2.776.
+        ((1.0, 2.0, 3.0, 4.0, 5.0), 3.0, 2.77645 * 0.5**0.5),
+        ((0.25, 0.25, 0.25), 0.25, 0.0),
+    ],
+)
+def test_interval(values: tuple[float, ...], middle: float, half: float):
+    found = estimate(values)
+    assert (found.mean, found.half) == pytest.approx((middle, half), rel=1e-5)
+    assert found.established == (abs(middle) > half)
+
+
+def test_two_seeds_establish_nothing():
+    """Two differences that happen to be alike have an interval of no width."""
+    assert estimate([0.5, 0.5]).half == 0 and not estimate([0.5, 0.5]).established
+    assert estimate([0.5, 0.5, 0.51]).established
+
+
+def test_one_value_has_no_interval():
+    assert math.isnan(estimate([0.5]).half) and not estimate([0.5]).established
+    with pytest.raises(ValueError, match="got none"):
+        estimate([])
+
+
+def test_differences_are_paired_by_seed():
+    # Seeds far apart, in another order, and one without a partner: 0.125 and 0.375, half the interval 12.706 / 8.
+    found = paired({0: 0.625, 1: 0.875, 2: 9.0}, {1: 0.5, 0: 0.5})
+    assert (found.mean, found.half, found.count) == pytest.approx((0.25, 12.7062 / 8, 2), rel=1e-5)
+    with pytest.raises(ValueError, match="expected a seed in common"):
+        paired({0: 1.0}, {1: 1.0})
+
+
+# --- problems
+
+
+@pytest.mark.parametrize("kind", PROBLEMS.values())
+def test_a_right_answer_is_worth_1_and_fits(kind: Any):
+    problem = kind(9)
+    rows = problem.rows("train")
+    for index in (0, 1, 77):
+        row = rows[index]
+        ids = tokenizer().encode(row["prompt"] + row["answer"], add_special_tokens=False)
+        assert len(ids) == problem.prompt_width + problem.response_width - 1  # the end of sequence comes on top
+        assert problem.grade(row["prompt"], row["answer"], row["answer"]) == 1.0
+        assert problem.grade(row["prompt"], row["answer"] + "5", row["answer"]) == 1.0
+        assert problem.grade(row["prompt"], "", row["answer"]) == 0.0
+        wrong = "=" + row["answer"][1:]
+        assert 0.7 < problem.grade(row["prompt"], wrong, row["answer"]) < 1.0
+    assert problem_of(problem.label) == problem
+
+
+def test_answers():
+    sums, copy = (kind(5).rows("train")[3] for kind in (RunningSums, CopySums))
+    total = 0
+    for place, digit in enumerate(sums["prompt"][:-1]):
+        total += int(digit)
+        assert sums["answer"][place] == str(total)[-1]
+    assert copy["answer"][::2] == copy["prompt"][:-1] and copy["answer"][1::2] == sums["answer"]
+    ordered = Sorting(5).rows("train")[3]
+    assert sorted(ordered["prompt"][:-1]) == list(ordered["answer"])
+
+
+def test_walk_by_hand():
+    # Nodes a to f; the edges ab, ac, … have the characters 0, 1, …, those from c on g, h, ….
+    assert [WALK_EDGES[edge] for edge in ("ab", "ac", "ba", "bc", "ca", "cb")] == ["0", "1", "5", "6", "g", "h"]
+    prompt = "06g15" + "a"  # ab, bc, ca, ac, ba; from a
+    walk = Walk(4)
+    assert walk.grade(prompt, "06g1", "") == 1.0  # a b c a c
+    assert walk.grade(prompt, "0h6g", "") == 0.75  # cb is none, and begins elsewhere; from b it goes on
+    assert walk.grade(prompt, "016g", "") == 0.5  # ac is an edge, but not from b; nor does bc begin at c
+    assert walk.grade(prompt, "0=6g", "") == 0.5  # no edge at all, behind which nothing begins
+    assert walk.grade(prompt, "06", "") == 0.5  # a walk that ends early has fewer right steps
+
+
+def test_rows_of_the_splits_differ():
+    splits = {
+        split: {RunningSums(12).rows(split)[i]["prompt"] for i in range(600)}
+        for split in ("train", "validation", "evaluation")
+    }
+    assert all(len(prompts) == 600 for prompts in splits.values())
+    assert not splits["train"] & splits["evaluation"] and not splits["validation"] & splits["evaluation"]
+
+
+def test_samplers_by_name():
+    assert sampler_of("tova:14+2") == Sampler("tova", 14, 2) and sampler_of("tova:14+2").label == "tova:14+2"
+    assert not np.any([policy == POLICIES["tova"] for name, policy in POLICIES.items() if name != "tova"])

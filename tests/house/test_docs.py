@@ -1,0 +1,224 @@
+"""README and pages: their code runs as it stands, and what they point to is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import re
+import sys
+import tomllib
+import types
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import smd_jax
+from tests.paths import ROOT
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+# A block of code between fences: the language, and the text.
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LANGUAGES = {"python", "console", "text"}  # of these only Python is run
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"\b(?:smd_jax|kernels|experiments|tests|docs|\.ci)/[\w./-]*\w")
+NAME = re.compile(r"\bsmd(?:_jax)?((?:\.[A-Za-z_]\w*)+)")
+
+# What `mkdocs build` makes of the docstrings: these pages are in no folder.
+GENERATED = ROOT / "docs" / "reference"
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Line before the block's first one, and its text."""
+    text = page.read_text(encoding="utf-8")
+    return [(text[: match.start(2)].count("\n"), match[2]) for match in FENCE.finditer(text) if match[1] == "python"]
+
+
+def run(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """All Python blocks of the page, one after the other, in a module of their own; its names."""
+    module = types.ModuleType(f"page_{page.stem.lower()}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    for line, block in python_blocks(page):
+        exec(compile("\n" * line + block, str(page), "exec"), vars(module))
+    return vars(module)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_blocks(page)], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    names = run(page, monkeypatch)
+    if page == README:
+        assert float(capsys.readouterr().out) <= 2e-5, "what the README's example prints"
+        visible = names["trajectory"].mask.to_boolean()
+        assert visible.shape == (4, 3, 2, 320, 320) and visible.dtype == jnp.bool_
+
+
+@EVERY_PAGE
+def test_every_fence_names_its_language(page: Path):
+    languages = {match[1] for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
+    assert languages <= LANGUAGES, f"expected fences of {sorted(LANGUAGES)}; got {sorted(languages - LANGUAGES)}"
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path):
+    links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    targets = [(page.parent / link).resolve() for link in links if link and "://" not in link]
+    lost = [str(target) for target in targets if not target.exists() and target.parent != GENERATED]
+    assert not lost, f"{page.name} links to {lost}"
+
+
+@EVERY_PAGE
+def test_paths_that_are_named_exist(page: Path):
+    named = set(PATH.findall(page.read_text(encoding="utf-8")))
+    lost = sorted(path for path in named if not (ROOT / path).exists())
+    assert not lost, f"{page.name} names {lost}, which are not there"
+
+
+def is_there(names: list[str]) -> bool:
+    """Whether smd_jax has this attribute of an attribute, or this module."""
+    found: object = smd_jax
+    for name in names:
+        if not hasattr(found, name) and isinstance(found, types.ModuleType):
+            if importlib.util.find_spec(f"{found.__name__}.{name}") is None:
+                return False
+            importlib.import_module(f"{found.__name__}.{name}")
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
+@EVERY_PAGE
+def test_names_of_the_library_are_there(page: Path):
+    """`smd.eviction.H2O` and `smd_jax.eviction.H2O`, wherever a page mentions them."""
+    named = set(NAME.findall(page.read_text(encoding="utf-8")))
+    lost = sorted(dotted for dotted in named if not is_there(dotted.strip(".").split(".")))
+    assert not lost, f"{page.name} names {lost}, which smd_jax does not have"
+
+
+def test_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120, f"README.md has {len(lines)} lines, at most 120 are allowed: the rest belongs into docs/"
+
+
+def test_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["cff-version"] == "1.2.0"
+    assert (citation["title"], citation["version"]) == (project["name"], project["version"])
+    assert citation["license"] == project["license"]
+
+
+def load_docs_tool(name: str) -> types.ModuleType:
+    """A module that `mkdocs build` uses; docs/ is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_name_of_a_docstring_gets_its_entry():
+    docstring = """A cache.
+
+Attributes:
+  keys, values: what it
+    holds. valid: which of them; note: this is no name.
+  budget: their number.
+
+Text: with, a colon.
+"""
+    split = load_docs_tool("grouped_names").split_entries(docstring, {"keys", "values", "valid", "budget"})
+    assert (
+        split
+        == """A cache.
+
+Attributes:
+  keys: what it
+    holds.
+  values: what it
+    holds.
+  valid: which of them; note: this is no name.
+  budget: their number.
+
+Text: with, a colon."""
+    )
+
+
+def test_reference_has_every_package():
+    pages = load_docs_tool("hooks").reference_pages()
+    packages = {path.parent.name for path in (ROOT / "smd_jax").glob("*/__init__.py")}
+    assert packages <= pages.keys()
+    assert "::: smd_jax.eviction" in pages["eviction"] and "H2O" in pages["eviction"]
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [name for name in pages if f"reference/{name}.md" not in nav], "mkdocs.yml lists every page"
+
+
+# --- numbers that README and docs/results.md quote, made again from the committed rows
+
+RESULTS = ROOT / "experiments" / "results"
+QUOTED = re.compile(r"([+−]\d\.\d{3}) ± (\d\.\d{3})")
+T_975 = {1: 12.706205, 2: 4.302653, 4: 2.776445}  # 97.5 % quantiles of Student's t, by degrees of freedom
+
+
+def difference(after: np.ndarray, before: np.ndarray) -> str:
+    """Mean and half of the 95 % interval of paired differences, as the pages write them."""
+    paired = after - before
+    half = T_975[len(paired) - 1] * paired.std(ddof=1) / len(paired) ** 0.5
+    return f"{paired.mean():+.3f} ± {half:.3f}".replace("-", "−")
+
+
+def differences(rows: list[dict[str, Any]], arm_of: tuple[str, ...]) -> set[str]:
+    """Every difference of two arms, and of an arm to its start, in either way of decoding."""
+    arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        arms.setdefault(tuple(row[name] for name in arm_of), []).append(row)
+    found = set()
+    for decoding in ("sparse", "dense"):
+        ends = [np.array([row.get(f"{decoding}_after", row.get(decoding)) for row in runs]) for runs in arms.values()]
+        starts = [np.array([row[f"{decoding}_before"] for row in runs]) for runs in arms.values()]
+        found |= {difference(after, before) for after, before in itertools.permutations(ends, 2)}
+        found |= {difference(after, before) for after, before in zip(ends, starts, strict=True)}
+    return found
+
+
+def test_quoted_logits_come_from_the_rows():
+    rows = json.loads((RESULTS / "parity.json").read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for row in rows:
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row['family']} |")]
+        shown = f"{row['max_abs_dlogit']:.1e}" if row["dtype"] == "float32" else f"{row['max_abs_dlogit']:.2f}"
+        assert f"| {shown} |" in line and row["round_trip"] == ("| exact |" in line)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "results.md"], ids=lambda path: path.name)
+def test_quoted_intervals_come_from_the_rows(page: Path):
+    quickstart = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    rows = json.loads((RESULTS / "map.json").read_text(encoding="utf-8"))
+    place = ("sorting-12", "tova-heads", 11)  # where all arms are compared
+    arms = [row for row in rows if not row["pilot"] and (row["task"], row["policy"], row["budget"]) == place]
+    known = differences(quickstart, ("correction", "distill", "learning_rate")) | differences(arms, ("arm",))
+    walks = json.loads((RESULTS / "horizon.json").read_text(encoding="utf-8"))
+    for cell in {(row["task"], row["policy"]) for row in walks}:
+        inside = [row for row in walks if (row["task"], row["policy"]) == cell and not row["pilot"]]
+        known |= differences(inside, ("arm",))
+    real = json.loads((RESULTS / "real_model.json").read_text(encoding="utf-8"))
+    real = [row for row in real if not row["pilot"] and row["finished"] and row["policy"] == "snapkv"]
+    for decoding in ("sparse", "dense", "sparse_greedy", "dense_greedy"):
+        ends = [
+            np.array([row[decoding] for row in sorted(real, key=lambda row: row["seed"]) if row["arm"] == arm])
+            for arm in ("naive", "tis", "shadow")
+        ]
+        known |= {difference(after, before) for after, before in itertools.permutations(ends, 2)}
+    quoted = {match[0] for match in QUOTED.finditer(page.read_text(encoding="utf-8"))}
+    assert len(quoted) >= 6
+    assert quoted <= known, f"{page.name} quotes {sorted(quoted - known)}, which no rows give"

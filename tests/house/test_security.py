@@ -1,0 +1,358 @@
+"""What comes from outside runs nothing, leads nowhere else and moves no terminal: files, archives, texts of a model."""
+
+import ast
+import io
+import json
+import pickle
+import re
+import warnings
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from smd_jax.commands import errors
+from smd_jax.commands.command_line import parse
+from smd_jax.commands.errors import UserError, plain_warnings, print_box
+from smd_jax.commands.model_source import load_tokenizer
+from smd_jax.config import ModelConfig
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.monitor import progress
+from smd_jax.monitor.saved_masks import load_masks
+from smd_jax.tasks import evaluated_answers
+from smd_jax.tasks.graded import Failure
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.reward_calls import packed, unpacked
+from smd_jax.tasks.reward_functions import math_answer
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.train import checkpoint
+from tests.paths import ROOT
+
+OURS = sorted(
+    path
+    for folder in ("smd_jax", "kernels", "experiments", "docs", ".ci")
+    for path in (ROOT / folder).rglob("*.py")
+    if not path.name.startswith(("hf_", "kvpress_", "torch_", "trl_", "tunix_"))  # peers, in their own environments
+)
+
+# --- the source tree
+
+
+# Modules that can run what they read. Between a run and the processes of its own rewards pickles go one way: see there.
+UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+PICKLES = {"smd_jax/tasks/reward_callers.py": {"dumps", "Pickler"}, "smd_jax/tasks/reward_calls.py": {"loads"}}
+# Where files of the user's own code are run.
+RUNS_FILES = {"smd_jax/tasks/functions.py", "smd_jax/tasks/reward_calls.py"}
+
+
+def dangers(source: str) -> list[str]:
+    """What a source does that could run somebody else's code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [f"import {alias.name}" for alias in names if alias.name.split(".")[0] in UNPICKLING]
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in UNPICKLING:
+                found.append(f"import {module}")
+            case ast.Call(func=ast.Name(id="eval" | "exec" | "compile" | "__import__" as name)):
+                found.append(name)
+            case ast.Attribute(
+                attr="exec_module" | "unsafe_load" | "full_load" | "extractall" | "unpack_archive" as name
+            ):
+                found.append(name)
+            case ast.Attribute(value=ast.Name(id="os"), attr="system" | "popen" as name):
+                found.append(f"os.{name}")
+            case ast.Attribute(value=ast.Name(id="yaml" | "torch" as module), attr="load" as name):
+                found.append(f"{module}.{name}")
+            case ast.Attribute(value=ast.Name(id="pickle"), attr=name) if name not in PICKLE_CONSTANTS:
+                found.append(f"pickle.{name}")
+            case ast.keyword(arg="trust_remote_code" | "allow_pickle" | "shell" as name, value=value):
+                if not (isinstance(value, ast.Constant) and value.value is False):
+                    found.append(name)
+            case ast.Call(func=ast.Attribute(attr="from_pretrained"), keywords=keywords):
+                if "trust_remote_code" not in [keyword.arg for keyword in keywords]:
+                    found.append("from_pretrained without trust_remote_code=False")
+    return found
+
+
+PICKLE_CONSTANTS = {"HIGHEST_PROTOCOL", "PicklingError"}
+
+
+def test_no_source_runs_what_it_reads():
+    wrong = []
+    for path in OURS:
+        name = str(path.relative_to(ROOT))
+        allowed = {f"pickle.{what}" for what in PICKLES.get(name, ())}
+        allowed |= {"import pickle"} if name in PICKLES else set()
+        allowed |= {"exec_module"} if name in RUNS_FILES else set()
+        found = set(dangers(path.read_text(encoding="utf-8")))
+        wrong += [f"{name}: {what}" for what in sorted(found - allowed)]
+    assert not wrong, wrong
+
+
+def test_what_is_looked_for_is_found():
+    source = """
+import pickle, joblib
+from dill import loads
+eval("1"); exec("1"); __import__("x"); os.system("x"); yaml.load(x); yaml.safe_load(x); torch.load(x)
+AutoTokenizer.from_pretrained(x); AutoTokenizer.from_pretrained(x, trust_remote_code=True)
+np.load(x, allow_pickle=True); np.load(x, allow_pickle=False); archive.extractall(); run(x, shell=True)
+pickle.loads(x)
+"""
+    assert sorted(dangers(source)) == sorted(
+        ["import pickle", "import joblib", "import dill", "eval", "exec", "__import__", "os.system", "yaml.load"]
+        + ["torch.load", "from_pretrained without trust_remote_code=False", "trust_remote_code", "allow_pickle"]
+        + ["extractall", "shell", "pickle.loads"]
+    )
+
+
+# --- files of others
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_trap_works(tmp_path: Path):
+    pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
+    assert (tmp_path / "sprung").exists()
+
+
+def test_masks_with_a_pickle_are_refused(tmp_path: Path):
+    trap = np.empty(1, object)
+    trap[0] = Trap(tmp_path / "sprung")
+    np.savez(tmp_path / "masks.npz", allow_pickle=True, count=trap)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        load_masks(tmp_path / "masks.npz")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [pickle.dumps([0.5]), b"", b"[0.5]", b'{"values": [0.5, 0.5]}', b'{"values": ["x"]}', b'{"values": [NaN]}'],
+)
+def test_what_a_reward_process_sends_is_data(message: bytes):
+    with pytest.raises(ValueError):
+        unpacked(message, 1)
+
+
+@pytest.mark.parametrize("outcome", [[0.5, None, ("a number", "'x'")], ("ValueError", "x\ud800"), []])
+def test_what_a_reward_process_sends_comes_back(outcome):
+    assert unpacked(packed(outcome), len(outcome)) == outcome
+
+
+def test_no_code_of_a_tokenizer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    byte_tokenizer().save_pretrained(tmp_path)
+    secret = tmp_path.parent / "secret.json"
+    secret.write_text("not a tokenizer")
+    file = tmp_path / "tokenizer_config.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps(kept | {"tokenizer_file": "../secret.json", "vocab_file": str(secret)}))
+    assert load_tokenizer(tmp_path).encode("a", add_special_tokens=False) == [97], "its own file"
+    file.write_text(json.dumps(kept | {"auto_map": {"AutoTokenizer": [None, "trap.Trap"]}, "tokenizer_class": "Trap"}))
+    (tmp_path / "trap.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()\nTrap = None"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
+    with pytest.raises(UserError, match="without code of its own"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# --- paths that lead elsewhere
+
+
+def test_an_export_takes_no_file_from_elsewhere(tmp_path: Path):
+    config: ModelConfig = tiny_model_config(num_layers=1)
+    params = random_params(config)
+    source, secret = tmp_path / "source", tmp_path / "id_rsa"
+    source.mkdir()
+    secret.write_text("mine")
+    byte_tokenizer().save_pretrained(source)
+    (source / "generation_config.json").symlink_to(secret)
+    with pytest.raises(ValueError, match="expected generation_config.json in .*source itself; got a link to .*id_rsa"):
+        save_checkpoint(tmp_path / "out", params, config, tokenizer_from=source)
+    assert not (tmp_path / "out").exists()
+    # The Hub's cache has links, too, to its own files.
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in source.iterdir():
+        if file.name != "generation_config.json":
+            file.rename(blobs / file.name)
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    save_checkpoint(tmp_path / "out", params, config, tokenizer_from=snapshot)
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out" / "tokenizer.json").is_symlink()
+
+
+def test_the_file_of_a_run_names_its_own_folder(tmp_path: Path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    file, elsewhere = run / "config.yaml", tmp_path / "home"
+    file.write_text(f"algorithm: grpo\nmodel: m\ndataset: gsm8k\noutput_dir: {elsewhere}\n")
+    with pytest.raises(UserError, match=r"expected output_dir to be .*run, the folder of this run; got .*home"):
+        parse(["--config", str(file), "--resume"])
+    assert parse(["--config", str(file), "--output-dir", str(run)])[1].run.output_dir == run
+    file.write_text(f"algorithm: grpo\nmodel: m\ndataset: gsm8k\noutput_dir: {run}/../run\n")
+    parse(["--config", str(file), "--resume"])
+    # A file of the user's own, which lies in no run, names any folder.
+    own = tmp_path / "mine.yaml"
+    own.write_text(f"algorithm: grpo\nmodel: m\ndataset: gsm8k\noutput_dir: {elsewhere}\n")
+    assert parse(["--config", str(own)])[1].run.output_dir == elsewhere
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['true']", "a: !!python/name:os.system"])
+def test_yaml_makes_no_objects(tmp_path: Path, text: str):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="expected YAML"):
+        parse(["--config", str(tmp_path / "config.yaml")])
+
+
+def test_a_preset_is_a_name():
+    with pytest.raises(UserError, match="expected a preset"):
+        parse(["--preset", "../../../etc/passwd"])
+
+
+def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path):
+    state = {"x": np.zeros(2, np.float32)}
+    checkpoint.save(tmp_path / "checkpoints", 1, state, data_position={}, config={})
+    sums = tmp_path / "checkpoints" / "1" / "checksums.json"
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {"../../secret": 1}))
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"\.\./\.\./secret \(CRC-32 expected 1, got no file\)"):
+        checkpoint.restore(tmp_path / "checkpoints", state, config={})
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("..", "2/../../elsewhere", "-1", "1e3"):
+        with pytest.raises((ValueError, TypeError, FileNotFoundError)):
+            checkpoint.restore(tmp_path / "checkpoints", state, config={}, step=name)  # pyright: ignore
+
+
+# --- what a model writes
+
+
+def test_which_verifiers_evaluate_answers():
+    """Of the installed reasoning-gym: a new version that evaluates more must be looked at."""
+    package = Path(find_spec("reasoning_gym").submodule_search_locations[0])  # pyright: ignore
+    calls = re.compile(r"(?<![\w.])(eval|(?:sympy\.|sp\.)?(?:parse_expr|sympify))\((?:predicted_|user_)?answer\b")
+    found = {path.stem: set(calls.findall(path.read_text("utf-8"))) for path in package.rglob("*.py")}
+    assert {name for name, how in found.items() if "eval" in how} == evaluated_answers.LITERALS
+    assert {name for name, how in found.items() if how - {"eval"}} == evaluated_answers.EXPRESSIONS
+
+
+def code(file: Path) -> list[str]:
+    touch = f"__import__('pathlib').Path('{file}').touch()"
+    return [
+        *(touch, f"[{touch}]", f"1+{touch}", f"(lambda: {touch})()", f"[x for x in [{touch}]]"),
+        *(f"open('{file}', 'w')", f"(open)('{file}', 'w')", f"open ('{file}', 'w')+4!", f"{touch}+4!"),
+        *(f'S("{touch}")', f"sin.__class__('{file}')", f"f'{{{touch}}}'", f"x if {touch} else 1"),
+        *(f"\\boxed{{{touch}}}", f"#### {touch}", f"$({touch})$"),
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(evaluated_answers.LITERALS | evaluated_answers.EXPRESSIONS))
+def test_no_answer_is_run(name: str, tmp_path: Path):
+    task = ReasoningGymTask(name, seed=0, size=1)
+    row = task[0]
+    texts = code(tmp_path / "sprung")
+    columns = {key: [row[key]] * len(texts) for key in ("answer", "metadata")}
+    unreadable = task.reward([row["prompt"]], ["?"], answer=[row["answer"]], metadata=[row["metadata"]])
+    assert task.reward([row["prompt"]] * len(texts), texts, **columns) == unreadable * len(texts)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_no_answer_is_run_by_math_verify(tmp_path: Path):
+    texts = code(tmp_path / "sprung")
+    math_answer(texts, ["18"] * len(texts))
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *(("n_queens", "[['_', 'Q'], ['Q', '_']]"), ("n_queens", "_ Q\nQ _"), ("spiral_matrix", "1 2 -3")),
+        *(("countdown", "(3 + 4) * 2 - 10 / 5"), ("puzzle24", "(8/(3-8/3))"), ("countdown", "4! + 3**2")),
+        *(("simple_integration", "2*x**3/3 + sin(x) - exp(2*x) + C"), ("polynomial_multiplication", "x**2 - 2*x*y")),
+        ("chain_sum", "__import__('os')"),  # whose verifier compares texts
+    ],
+)
+def test_answers_that_are_let_through(name: str, answer: str):
+    assert evaluated_answers.readable_answer(name, answer) == answer
+
+
+EVIL = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00"
+
+
+def shown_by(show) -> str:
+    file = io.StringIO()
+    show(file)
+    return file.getvalue()
+
+
+def show_in_box(file: io.StringIO) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "Console", lambda **options: Console(**options | {"file": file, "width": 200}))
+        print_box(EVIL, EVIL)
+
+
+def show_report(file: io.StringIO) -> None:
+    with progress.training_progress(1, name=EVIL, file=file) as report:
+        report(1, {"reward": 1.0})
+
+
+def show_warning(file: io.StringIO) -> None:
+    with plain_warnings():
+        file.write(warnings.formatwarning(UserWarning(EVIL), UserWarning, "x", 1))
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        *(show_in_box, show_report, show_warning),
+        lambda file: progress.summary_table(EVIL, ["x", EVIL], [["y", EVIL]], file=file, width=200),
+        lambda file: progress._print_plain_table(EVIL, ["x", EVIL], [["y", EVIL]], file),
+        lambda file: file.write(Failure(0, "f", "ValueError", EVIL).described()),
+    ],
+    ids=["box", "report", "warning", "table", "plain table", "failure"],
+)
+def test_texts_move_no_terminal(show):
+    shown = shown_by(show)
+    assert "[bold]x[/bold]" in shown and "␛[31mred" in shown
+    assert not set(shown) & set("\x1b\x07\x9b\u202e\r\x00")
+
+
+# --- the audit of the pins
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "code", "said"),
+    [
+        ('{"dependencies": [{"name": "a", "version": "1", "vulns": []}]}', "", 0, "1 pinned versions, nothing known"),
+        (
+            '{"dependencies": [{"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": ["2"]}]}]}',
+            *("Found 1 known vulnerability", 1, "got 1:\na 1: X-1, mended in 2"),
+        ),
+        (
+            "",
+            "Traceback\nrequests.exceptions.ConnectionError: no route",
+            0,
+            "not audited: the service cannot be reached",
+        ),
+        ("", "ERROR:pip_audit._cli:requirements.txt: no such file", 1, "pip-audit failed with exit status 1"),
+    ],
+    ids=["clean", "known", "offline", "broken"],
+)
+def test_the_audit_tells_offline_from_clean(out: str, err: str, code: int, said: str):
+    spec = spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    audit = module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    got, text = audit.verdict(1 if err else 0, out, err)
+    assert got == code and said in text
+    assert all((ROOT / file).is_file() for file in audit.PINS)

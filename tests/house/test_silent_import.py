@@ -1,0 +1,56 @@
+"""An import of the library prints nothing, sets no environment variable and ends no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import nbformat
+from nbclient import NotebookClient
+
+from tests.paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Every module but those that run a command. JAX and its dependencies set variables: they are imported first.
+IMPORT_ALL = """
+import importlib, json, os, pkgutil, sys
+import flax, jax, optax, orbax.checkpoint
+before = dict(os.environ)
+import smd_jax
+names = [module.name for module in pkgutil.walk_packages(smd_jax.__path__, "smd_jax.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+changed = {name for name in os.environ.keys() | before.keys() if os.environ.get(name) != before.get(name)}
+print(json.dumps([len(names), sorted(changed)]))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Ours, without the variable that would silence transformers."""
+    return {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+
+
+def test_every_module_is_imported_in_silence():
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    count, changed = json.loads(done.stdout)
+    assert count > 100 and changed == []
+
+
+def test_notebooks_import_in_silence(monkeypatch):
+    """In a kernel, where tqdm warns that ipywidgets are missing."""
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    lines = [
+        line
+        for path in NOTEBOOKS
+        for cell in nbformat.read(path, 4).cells
+        for line in cell.source.splitlines()
+        if cell.cell_type == "code" and line.startswith(("import ", "from "))
+    ]
+    assert any("smd_jax.testing" in line for line in lines)
+    cell = nbformat.v4.new_code_cell("\n".join(lines))
+    NotebookClient(nbformat.v4.new_notebook(cells=[cell]), timeout=120, kernel_name="python3").execute()
+    assert cell.outputs == []

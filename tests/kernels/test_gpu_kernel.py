@@ -1,0 +1,176 @@
+"""The Mosaic GPU kernel without a GPU: run by JAX's interpreter against the reference, and lowered for CUDA."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from smd_kernels import gpu_tiles, reference
+from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks
+from smd_kernels.gpu import MosaicGpuKernel
+from smd_kernels.hardware import why_not_blocks
+from smd_kernels.intervals import interval_attention
+from smd_kernels.segments import Segments, segment_attention
+from tests.attention_cases import Case, evict_at_every_step, with_gradients
+from tests.attention_cases import expected as expected_of
+
+COLUMNS = 40  # few, so that many rows lie on the first or last column of a key
+
+
+def random_blocks(seed: int, count: int, rows: int, keys: int, head_dim: int, dtype=jnp.bfloat16) -> Blocks:
+    """Rows in any order, some of them padding; keys that live for a while, some never; the first 64 almost always, so
+    that with the first 64 rows, which are late, they make a tile without a mask."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.standard_normal((count, n, head_dim)).astype(dtype)) for n in (rows, keys, keys))
+    column = rng.integers(-3, COLUMNS, (count, rows)).clip(-1)
+    column[:, :64] = rng.integers(COLUMNS // 2, COLUMNS, (count, 64))
+    column[:, -1] = -1
+    born = rng.integers(0, COLUMNS, (count, keys))
+    evicted_at = np.maximum(born + rng.integers(-3, 20, (count, keys)), 0)
+    born[:, :64], evicted_at[:, :64] = 5, COLUMNS
+    evicted_at[:, 70:75] = 0
+    return Blocks(q, k, v, *(jnp.asarray(x.astype(np.int32)) for x in (column, born, evicted_at)))
+
+
+def visible(blocks: Blocks) -> np.ndarray:
+    column, born, evicted_at = (np.asarray(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
+    return (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
+
+
+def truth(blocks: Blocks, d_out):
+    """Output, dq, dk and dv in float32 of the same 16-bit inputs."""
+    seen = jnp.asarray(visible(blocks)[:, None])
+
+    @jax.jit
+    def with_gradients(q, k, v, d_out):
+        def attend(q, k, v):
+            return reference.attention(q[:, None], k[:, None], v[:, None], seen)[:, 0]
+
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(d_out)
+
+    return with_gradients(*(np.asarray(x, np.float32) for x in (blocks.q, blocks.k, blocks.v, d_out)))
+
+
+def run(kernel: MosaicGpuKernel, blocks: Blocks, d_out):
+    out, lse = jax.jit(kernel.forward)(blocks)
+    return out, lse, *jax.jit(kernel.backward)(blocks, out, lse, d_out)
+
+
+# Every program of every pass is compiled anew by the interpreter: few of them, but two warpgroups, rings that go round,
+# several tiles on both sides, and lengths that fill no tile.
+CASES = {
+    "two warpgroups": (BlockSizes(keys=64, keys_dq=64, rows_dkv=64), (2, 100, 150, 64), jnp.bfloat16),
+    "small tiles": (BlockSizes(64, 64, 64, 64, 64, 64), (1, 70, 100, 128), jnp.float16),
+}
+
+
+@cache
+def results(case: str):
+    sizes, shape, dtype = CASES[case]
+    blocks = random_blocks(0, *shape, dtype)
+    d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), dtype)
+    kernel = MosaicGpuKernel(sizes, InterpretGPUParams())
+    return kernel, blocks, d_out, run(kernel, blocks, d_out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_are_those_of_the_reference(case):
+    _, blocks, d_out, (out, _, *gradients) = results(case)
+    assert [x.dtype for x in (out, *gradients)] == [blocks.q.dtype] * 2 + [jnp.float32] * 2
+    for name, value, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), truth(blocks, d_out), strict=True):
+        # Weights and outputs are rounded to 8 bits (bfloat16). NumPy, because XLA's maximum on CPU passes over NaN.
+        value, expected = np.asarray(value, np.float32), np.asarray(expected)
+        np.testing.assert_allclose(value, expected, rtol=0, atol=6e-3 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blind_rows_and_unseen_keys_are_exactly_zero(case):
+    _, blocks, _, (out, lse, dq, dk, dv) = results(case)
+    blind, unseen = ~visible(blocks).any(2), ~visible(blocks).any(1)
+    assert blind.any() and unseen.any()
+    for value, where in ((out, blind), (dq, blind), (dk, unseen), (dv, unseen)):
+        assert not np.asarray(value)[where].any()
+    np.testing.assert_array_equal(np.isinf(lse), blind)
+
+
+def test_lse_is_the_log_of_the_denominator():
+    _, blocks, _, (_, lse, *_) = results("two warpgroups")
+    q, k = np.asarray(blocks.q, np.float64), np.asarray(blocks.k, np.float64)
+    scores = np.einsum("nrd,nsd->nrs", q, k) * q.shape[-1] ** -0.5
+    seeing = visible(blocks).any(2)
+    expected = np.log(np.where(visible(blocks), np.exp(scores), 0).sum(-1)[seeing])
+    np.testing.assert_allclose(np.asarray(lse)[seeing], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_walks_visit_every_seen_tile_once_and_spare_the_mask_only_where_all_is_seen(seed, of_keys):
+    blocks = pad_blocks(random_blocks(seed, 2, 250, 300, 64), 64, 64)
+    blocks = blocks._replace(column=jnp.sort(blocks.column, axis=-1))
+    tiled = visible(blocks).reshape(2, -1, 64, blocks.k.shape[1] // 64, 64).transpose(0, 1, 3, 2, 4)
+    tiled = tiled.swapaxes(1, 2) if of_keys else tiled
+    table = np.asarray(gpu_tiles.walks(blocks, 64, 64, of_keys=of_keys))
+    unmasked = 0
+    for block, outer in np.ndindex(table.shape[:2]):
+        walk = gpu_tiles.Walk(*table[block, outer])
+        visited = [int(walk.tile(step)) for step in range(walk.steps)]
+        assert sorted(visited) == list(range(walk.first, walk.after))
+        assert set(np.flatnonzero(tiled[block, outer].any((1, 2)))) <= set(visited)
+        assert tiled[block, outer, visited[: walk.full]].all()
+        unmasked += walk.full
+    assert unmasked, "no tile without a mask: the test does not test it"
+
+
+def test_lowers_for_cuda():
+    """Heads of 128; of 64, tests/kernels/test_segments.py."""
+    kernel = MosaicGpuKernel()
+    blocks = jax.eval_shape(lambda: random_blocks(0, 2, 300, 500, 128))
+    lse = jax.ShapeDtypeStruct(blocks.q.shape[:2], jnp.float32)
+    forward = export.export(jax.jit(kernel.forward), platforms=["cuda"])(blocks)
+    backward = export.export(jax.jit(kernel.backward), platforms=["cuda"])(blocks, blocks.q, lse, blocks.q)
+    assert forward.mlir_module().count("custom_call @mosaic_gpu") == 1
+    assert backward.mlir_module().count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [
+        (jnp.bfloat16, 128, None),
+        (jnp.float16, 64, None),
+        (jnp.float32, 128, "expected bfloat16 or float16.*got float32"),
+        (jnp.bfloat16, 80, r"expected head_dim in \(64, 128\); got 80"),
+    ],
+)
+def test_why_not_says_what_came(dtype, head_dim, reason):
+    if reason is None:
+        assert why_not_blocks("mosaic_gpu", dtype, head_dim) is None
+        return
+    blocks = random_blocks(0, 1, 64, 80, head_dim, dtype)
+    with pytest.raises(ValueError, match=reason):
+        MosaicGpuKernel().forward(blocks)
+
+
+def test_tiles_are_whole_warpgroups():
+    with pytest.raises(ValueError, match="expected rows_dq to be a multiple of 64; got 96"):
+        MosaicGpuKernel(BlockSizes(rows_dq=96))
+
+
+@pytest.mark.parametrize("over_segments", [False, True], ids=["whole", "by segments"])
+def test_as_the_learner_calls_it(over_segments: bool):
+    """Groups of query heads, padding, an eviction at every step; bfloat16 against float32. The interpreter compiles
+    every program of a run anew: only one is run a second time, for the same bits."""
+    case = Case(2, 64, Segments(9, 16, 8), evict_at_every_step((1, 1, 41), (3,), 8, 0), 1)
+    evicted_at = jnp.asarray(case.evicted_at)
+    kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), InterpretGPUParams())
+    if over_segments:
+        attend = partial(segment_attention, evicted_at=evicted_at, segments=case.segments, kernel=kernel)
+    else:
+        attend = partial(interval_attention, evicted_at=evicted_at, kernel=kernel)
+    got = with_gradients(lambda q, k, v: attend(q, k, v), case, jnp.bfloat16, twice=not over_segments)
+    for x, y in zip(got, expected_of(case), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2**-6 * np.abs(y).max())

@@ -1,0 +1,225 @@
+"""Columns of a row on several devices, in the update: the same numbers, less of them held, and what goes around."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from collectives import collectives
+from smd_jax.corrections.importance import TIS
+from smd_jax.eviction.policies import StreamingLLM
+from smd_jax.learner import blocks
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay
+from smd_jax.learner.state import init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.memory.compiled import loop_memory
+from smd_jax.memory.plan import Workload, param_shapes, plan_memory
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig
+from smd_jax.sharding import batch_sharding, make_mesh, over_heads, shard_tree, split_heads, tree_shardings
+from smd_jax.testing import tiny_model_config
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.widths import LEAST_STEP, response_widths
+from tests.devices.test_sharding import FULL, LENGTH, MODEL, ONE, PLAIN, ROWS, distance, updated
+from tests.memory import test_memory
+from tests.toy_loop import CONFIG, DISTILLED, TASK, TOKENIZER, new_loop, new_state, own_loop, run, warm_params
+
+HALVES = (1, 1, 1, 2)
+OVER_ALL = (1, 2, 2, 2)
+
+
+def assert_same_gradients(got, expected, at_most: float = 1e-5):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        name = jax.tree_util.keystr(path)
+        if "k_proj" in name and "bias" in name:
+            continue  # zero but for rounding: softmax does not see what all keys share
+        assert distance(y, x) < at_most, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        (HALVES, PLAIN),
+        (OVER_ALL, FULL),
+        ((2, 1, 1, 4), PLAIN),  # of which 18 columns are no multiple: they stay whole
+        (HALVES, UpdateConfig("dense", correction=TIS(), entropy_coef=0.1)),
+        (HALVES, UpdateConfig(distill=DistillConfig("forward", position_fraction=0.6))),
+    ],
+    ids=["halves", "every axis", "not divided", "dense learner", "some positions"],
+)
+def test_an_update_is_the_same(sizes, config):
+    (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6, atol=1e-7)
+    assert many.keys() == one.keys()
+    assert_same_gradients(many_grads, one_grads)
+
+
+@pytest.mark.parametrize("block", [1, 3], ids=str)
+def test_an_update_by_blocks_is_the_same(block: int, monkeypatch: pytest.MonkeyPatch):
+    """Logits of so many columns at a time on each of two devices."""
+    _, expected = updated(ONE, PLAIN)
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 * block)
+    with jax.set_mesh(make_mesh(*HALVES)):
+        assert blocks.columns_at_once(MODEL.shape, ROWS, LENGTH) == 2 * block
+    assert_same_gradients(updated.__wrapped__(HALVES, PLAIN)[1], expected)
+
+
+def program_of(model: Decoder, mesh, rows: int, columns: int, update: bool = False):
+    """A compiled replay, or an update by gradient descent, of rows under StreamingLLM."""
+    config, optimizer = RolloutConfig(columns - 16, 16, 8), optax.sgd(1.0)
+    work = Workload(model, StreamingLLM(), config, prompt_width=16, rows=rows, optimizer=optimizer)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P(("data", "fsdp")))),
+        test_memory.train_batch(work),
+    )
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, jax.random.key(0)), param_shapes(model))
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, tree_shardings(state, mesh)
+    )
+    with jax.set_mesh(mesh):
+        if update:
+            return make_update(model, optimizer, UpdateConfig()).lower(state, batch).compile()
+        return make_replay(model, "shadow").lower(state.params, batch.trajectory).compile()
+
+
+def test_what_goes_around_is_tokens_against_heads():
+    """Of every layer q, k, v and the output of attention, a device's share of the tokens each; else few columns at the
+    ends of the shares, because the response does not begin where one does."""
+    model = Decoder(tiny_model_config(vocab_size=32, max_positions=128, num_layers=2, num_kv_heads=4))
+    text = program_of(model, make_mesh(sequence=4), rows=2, columns=128).as_text()
+    exchanged = []
+    for collective in collectives(text, devices=4):
+        if collective.kind == "all-to-all":
+            exchanged.append(collective.payload)
+        else:
+            assert collective.kind == "collective-permute" and collective.payload <= 2 * 16 * 32 * 4, collective
+    # 256 tokens, of which a device has a quarter, with four heads of eight numbers in float32.
+    assert exchanged == [256 // 4 * 4 * 8 * 4] * 4 * 2
+
+
+def test_a_device_holds_its_part_of_the_columns():
+    """As compiled, and as planned."""
+    config = tiny_model_config(vocab_size=32, max_positions=1024, num_layers=2, num_kv_heads=4)
+    model = Decoder(config)
+    whole, part = (
+        program_of(model, make_mesh(sequence=ways), rows=2, columns=1024, update=True).memory_analysis()
+        for ways in (1, 4)
+    )
+    assert part.temp_size_in_bytes < 0.3 * whole.temp_size_in_bytes
+    work = Workload(model, StreamingLLM(), RolloutConfig(1008, 16, 8), 16, rows=2, optimizer=optax.sgd(1.0))
+    one, four = (
+        plan_memory(dataclasses.replace(work, mesh=make_mesh(sequence=n)), param_shapes(model)) for n in (1, 4)
+    )
+    assert 4 * four.activations == pytest.approx(one.activations, rel=0.01)
+    assert 4 * four.logits == pytest.approx(one.logits, rel=0.01)
+    assert (four.weights, four.trajectory) == (one.weights, one.trajectory), "each has all of those"
+    assert four.cache == one.cache / 2, "two rows are sampled on two devices"
+    worked = four.gradients + four.activations + four.logits
+    assert 0.8 < worked / part.temp_size_in_bytes < 1.3
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 2, 2)], ids=str)
+def test_a_loop_takes_the_same_step(sizes):
+    one, one_rows = run(new_loop(DISTILLED), new_state(), 1)
+    many, many_rows = run(new_loop(DISTILLED, sizes=sizes), new_state(), 1)
+    for name in ("loss", "reward", "entropy", "distill", "grad_norm", "completions/mean_length"):
+        np.testing.assert_allclose(many_rows[0][name], one_rows[0][name], rtol=1e-4, err_msg=name)
+    close = [
+        np.isclose(a, b, atol=1e-4).mean()
+        for a, b in zip(*map(jax.tree.leaves, (many.params, one.params)), strict=True)
+    ]
+    assert np.mean(close) > 0.9, "AdamW's first step is as long where a gradient is rounding"
+
+
+def test_the_sampler_has_a_row_where_the_learner_has_columns():
+    """Eight rows over four devices, of which two share each row's columns later; all at once, and by an engine."""
+    loop, rowwise = own_loop(sizes=(2, 1, 1, 2)), own_loop()
+    assert dict(loop.responder.place.own_mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
+    expected = rowwise.collect(new_state(), 0).trajectory
+    refilled = own_loop(dataclasses.replace(CONFIG, decode_rows=4), sizes=(2, 1, 1, 2))
+    for spread in (loop, refilled):
+        got = spread.collect(shard_tree(new_state(), spread.mesh), 0).trajectory
+        np.testing.assert_array_equal(got.tokens, expected.tokens)
+        jax.tree.map(np.testing.assert_array_equal, got.mask, expected.mask)
+        assert got.tokens.sharding == batch_sharding(spread.mesh)
+
+
+def test_an_evaluation_is_the_same():
+    config = EvaluationConfig((Decode("short", CONFIG.policy),), CONFIG.rollout, 9, rows=4)
+    tokens = [
+        Evaluator(loop.model, TASK, TOKENIZER, config, mesh=loop.mesh).run(warm_params())[0].completions
+        for loop in (new_loop(), new_loop(sizes=(2, 1, 1, 2)))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    "update",
+    [UpdateConfig(microbatch_size=4, rows_per_prompt=4), UpdateConfig(pack_columns=32, microbatch_size=2)],
+    ids=["a prompt of four rows", "packed rows"],
+)
+def test_rows_that_the_update_puts_together(update: UpdateConfig):
+    rollout = dataclasses.replace(CONFIG.rollout, max_new_tokens=6)
+    config = dataclasses.replace(CONFIG, prompt_width=10, rollout=rollout, update=update)
+    (one,), (many,) = (run(own_loop(config, sizes=sizes), new_state(), 1)[1] for sizes in (ONE, HALVES))
+    for name in ("loss", "reward", "entropy", "grad_norm"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_rows_that_share_a_prompt():
+    """Two of them: nine columns of a prompt and twice five of responses are 19, which two devices cannot share."""
+    update = UpdateConfig(microbatch_size=4, rows_per_prompt=2)
+    with pytest.raises(ValueError, match=r"rows_per_prompt.*the sequence axis divides, 2; got 19"):
+        own_loop(dataclasses.replace(CONFIG, update=update), sizes=HALVES)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sizes", "message"),
+    [
+        ({"max_new_tokens": 6}, HALVES, r"columns .* that the sequence axis divides, 2; got 15"),
+        ({"max_new_tokens": 7}, (1, 1, 1, 8), r"heads that sequence axis \* tensor axis = 8 divides.*got 4"),
+        ({}, (1, 1, 4, 2), r"heads that sequence axis \* tensor axis = 8 divides.*got 4"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(rollout, sizes, message):
+    config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, **rollout))
+    with pytest.raises(ValueError, match=message):
+        own_loop(config, sizes=sizes)
+
+
+@pytest.mark.parametrize(("longest", "ways"), [(3 * LEAST_STEP + 1, 2), (4096, 8), (1000, 3), (5, 2), (100, 64)])
+def test_widths_divide_where_the_longest_does(longest: int, ways: int):
+    widths = response_widths(longest, 4, ways)
+    assert widths[-1] == longest and list(widths) == sorted(set(widths))
+    assert {(longest - width) % ways for width in widths} == {0}
+    plain = response_widths(longest, 4)
+    assert all(width >= plain[i] for i, width in enumerate(widths)) or len(plain) != len(widths)
+
+
+def test_the_compiler_says_what_a_step_takes():
+    loop = own_loop(sizes=(2, 1, 1, 2))
+    found = loop_memory(loop, shard_tree(new_state(), loop.mesh))
+    assert found.rollout > 0 < found.update
+
+
+def test_heads_that_do_not_nest():
+    """Six query heads over three KV heads and two devices: those are repeated, and every device has half of all."""
+    q, k = jnp.ones((1, 6, 4, 2)), jnp.arange(3.0)[None, :, None, None]
+    with jax.set_mesh(make_mesh(sequence=2)):
+        repeated = split_heads(k, 6)
+        assert repeated[0, :, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert over_heads(lambda q, k: jnp.full_like(q, k.shape[1]), q, repeated)[0, 0, 0, 0] == 3
+        assert split_heads(jnp.zeros((1, 2, 4, 2)), 6).shape[1] == 2, "two divide already"
+
+
+def test_completions_that_cannot_be_sampled_apart():
+    """Six of a step, of which the learner has three on either of two rows of devices."""
+    config = dataclasses.replace(CONFIG, prompts_per_step=3, group_size=2)
+    with pytest.raises(ValueError, match=r"divide over data axis \* fsdp axis \* sequence axis = 4.*got 6"):
+        own_loop(config, sizes=(2, 1, 1, 2))

@@ -1,0 +1,312 @@
+"""Corrections inside the train step: every row of the table against its pure functions, in any split and order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.corrections import (
+    DPPOTV,
+    OPSM,
+    TIS,
+    Chain,
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    CorrectionTraits,
+    Naive,
+    QuRL,
+    Shadow,
+    SparseRL,
+    Veto,
+)
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
+from smd_jax.masks import ShadowMask
+from tests import tiny_update
+from tests.bigram_update import (
+    PARAMS,
+    REFERENCE,
+    batch,
+    explicit_token_logprobs,
+    metrics_and_gradients,
+    trajectory,
+)
+from tests.corrections.test_corrections import CORRECTIONS
+from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance
+
+NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
+
+
+def kind(correction: Correction) -> object:
+    """What the train step knows of a correction: its traits. `per_response` is DPO's business."""
+    return dataclasses.replace(correction.traits, per_response=False)
+
+
+# One correction of every kind, and what is special: a response that is rejected as a whole, and a Chain.
+DENSE = {kind(c): (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
+DENSE = dict(DENSE.values()) | {name: CORRECTIONS[name] for name in ("sequence rejection", "IcePop")}
+DENSE["geometric rejection and token TIS"] = CORRECTIONS["geometric rejection and token TIS"]
+
+
+@functools.cache
+def present_logprobs():
+    """Of the learner at the present parameters, and how gradients reach them from there."""
+    return jax.vjp(jax.jit(explicit_token_logprobs), PARAMS)
+
+
+def stale(noise: float = 0.1) -> TrainBatch:
+    """The learner has moved a little since the rollout: some ratios are clipped."""
+    return batch().replace(old_logprobs=jnp.asarray(np.asarray(present_logprobs()[0]) + np.float32(noise) * NOISE))
+
+
+def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
+    """Loss and gradients of the whole batch at once, from the pure functions."""
+    assert data.old_logprobs is not None
+    old, (logprobs, pull) = data.old_logprobs, present_logprobs()
+    mask = trajectory().response_mask
+    terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
+    ratio_to = trajectory().logprobs if correction.traits.ratio_to == "sampler" else old
+
+    clipped = loss if correction.traits.clips else loss.unclipped()
+
+    def of(logprobs):
+        weights = loss.weighting.weights(terms.counted)
+        inputs = LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights)
+        return policy_loss(inputs.replace(high_scale=terms.high_scale), clipped)[0]
+
+    value, cotangent = jax.value_and_grad(of)(logprobs)
+    return value, pull(cotangent)[0], terms
+
+
+def assert_near(found, expected):
+    """Geometric rejection leaves nothing of this batch: then there is no norm to measure a distance by."""
+    if optax.tree.norm(expected) == 0:
+        assert optax.tree.norm(found) == 0
+    else:
+        assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
+def test_every_correction_in_any_split_and_order(correction):
+    loss = grpo()
+    config = UpdateConfig("dense", loss, correction=correction, microbatch_size=2)
+    expected, gradients, terms = explicit(correction, stale(), loss)
+    metrics, found = metrics_and_gradients(config, stale())
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, gradients)
+    mask = np.asarray(trajectory().response_mask)
+    lost = mask & (~np.asarray(terms.counted) | (np.asarray(terms.weights) == 0))
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost.sum() / mask.sum(), atol=1e-6)
+    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
+    shuffled = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[order]), stale())
+    metrics, found = metrics_and_gradients(config, shuffled)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(found, gradients)
+
+
+def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now():
+    config = UpdateConfig("dense", correction=SparseRL(), microbatch_size=4)
+    expected, gradients, _ = explicit(SparseRL(), batch().replace(old_logprobs=present_logprobs()[0]), LossConfig())
+    metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    assert distance(found, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("correction", [SparseRL(), Chain((DPPOTV(), OPSM()))])
+def test_under_shadow_masks_there_is_nothing_to_correct(correction):
+    """One that is made before the forward pass, and one after it."""
+    expected = tiny_update.metrics_and_gradients()
+    data = tiny_update.batch().replace(old_logprobs=None)
+    metrics, found = tiny_update.metrics_and_gradients(UpdateConfig(correction=correction), data)
+    assert metrics["mismatch_kl"] <= 1e-6
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(0, abs=1e-5)
+    assert metrics["rollout_corr/agreement_p5"] == pytest.approx(1, abs=1e-5)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-6)
+    for name in ("min", "mean", "max"):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
+    np.testing.assert_allclose(metrics["loss"], expected[0]["loss"], rtol=1e-5)
+    assert distance(found, expected[1]) < 1e-5
+
+
+def test_a_wider_range_clips_less():
+    """QuRL is TIS but for the upper bound of the ratio."""
+    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=0.8), QuRL(0.8))]
+    data = stale(0.3)  # so that many ratios are clipped
+    tis, qurl = (metrics_and_gradients(config, data)[0] for config in configs)
+    assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
+    assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
+
+
+PLAIN = UpdateConfig()
+
+
+def test_advantages_of_single_tokens():
+    """The same as of responses where all tokens of one have the same."""
+    data = batch().replace(advantages=jnp.broadcast_to(ADVANTAGES[:, None], (ROWS, LENGTH)))
+    (one, expected), (other, found) = metrics_and_gradients(PLAIN), metrics_and_gradients(PLAIN, data)
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-6)
+    assert distance(found, expected) < 1e-6
+
+
+# --- rows that do not count
+
+
+@pytest.mark.parametrize("loss", [grpo(), bnpo(), dr_grpo(), gspo()], ids=["grpo", "bnpo", "dr_grpo", "gspo"])
+def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
+    config = UpdateConfig(loss=loss)
+    counts = np.array([True, False, True, True, False, False, True, True])
+    left = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[counts]), batch())
+    one, expected = metrics_and_gradients(config, left)
+    other, found = metrics_and_gradients(config, batch().replace(counted_rows=jnp.asarray(counts)))
+    assert distance(found, expected) < 1e-5
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_truncated_completions_are_left_out():
+    terminated = np.asarray(trajectory().terminated)
+    assert 0 < terminated.sum() < ROWS
+    config = UpdateConfig(mask_truncated_completions=True, microbatch_size=4)
+    data = batch().replace(old_logprobs=present_logprobs()[0])  # so that no ratio is clipped
+    metrics, found = metrics_and_gradients(config, data)
+    # A mean over tokens: rows that have none left change nothing.
+    _, expected = metrics_and_gradients(PLAIN, data.replace(counted_rows=jnp.asarray(terminated)))
+    assert distance(found, expected) < 1e-5
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
+    """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
+    first half, and the log-probabilities there are what they like."""
+    t = data.trajectory
+    assert isinstance(t.mask, ShadowMask) and data.old_logprobs is not None
+
+    def pad(x: Any, left: int, right: int, value: float = 0) -> jax.Array:
+        columns = [(0, 0)] * (x.ndim - 1) + [(left, right)]
+        return jnp.asarray(np.pad(np.asarray(x), columns, constant_values=value))
+
+    evicted_at = np.asarray(pad(t.mask.evicted_at, left, right))
+    moved = np.where((evicted_at > 0) & (evicted_at < t.tokens.shape[1] + 1), evicted_at + left, evicted_at)
+    return data.replace(
+        trajectory=t.replace(
+            tokens=pad(t.tokens, left, right, 31),
+            valid=pad(t.valid, left, right),
+            logprobs=pad(t.logprobs, 0, right, -50.0),
+            mask=ShadowMask(jnp.asarray(moved)),
+        ),
+        old_logprobs=pad(data.old_logprobs, 0, right, 3.0),
+    )
+
+
+@pytest.mark.parametrize("kind", ["shadow", "corrected"])
+def test_padding_changes_nothing(kind):
+    """To attention under shadow masks, and to a correction that looks at whole responses and the whole batch."""
+    step = metrics_and_gradients if kind == "corrected" else tiny_update.metrics_and_gradients
+    config = UpdateConfig("dense", grpo(), correction=SparseRL()) if kind == "corrected" else UpdateConfig()
+    data = stale() if kind == "corrected" else tiny_update.batch()
+    one, expected = step(config, data)
+    other, found = step(config, padded(data, 3, 2))
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+    assert distance(found, expected) < 1e-5
+
+
+# --- what the reference sees, and what is left without a policy gradient
+
+
+def test_the_reference_sees_what_it_is_told_to():
+    shadow, dense = (UpdateConfig(loss=LossConfig(beta=0.5), reference_visibility=v) for v in ("shadow", "dense"))
+    step = functools.partial(tiny_update.metrics_and_gradients, reference=tiny_update.PARAMS)
+    assert step(shadow)[0]["kl"] <= 1e-9
+    assert step(dense)[0]["kl"] > 0.01, "the same policy with its full context"
+
+
+def test_distillation_alone():
+    both = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))
+    alone = dataclasses.replace(both, policy_coef=0.0)
+    metrics, found = metrics_and_gradients(alone, reference=REFERENCE)
+    np.testing.assert_allclose(metrics["loss"], 0.5 * metrics["distill"], rtol=1e-6)
+    _, expected = metrics_and_gradients(both, batch().replace(advantages=jnp.zeros(ROWS)), reference=REFERENCE)
+    assert distance(found, expected) < 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepLikely(Correction):
+    """Looks at the learner now, and keeps only what it finds likely."""
+
+    @property
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(uses_present=True)
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        assert inputs.logprobs is not None
+        return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (inputs.logprobs > -3.0))
+
+
+def test_what_is_rejected_late_weighs_nothing():
+    """The denominators are made before the forward pass."""
+    logprobs, pull = present_logprobs()
+    mask = np.asarray(trajectory().response_mask)
+    kept = mask & (np.asarray(logprobs) > -3.0)
+    assert mask.sum() > kept.sum() > 0
+    config = UpdateConfig("dense", correction=KeepLikely(), microbatch_size=4)
+    metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    assert distance(found, pull(jnp.float32(-(kept / mask.sum()) * np.asarray(ADVANTAGES)[:, None]))[0]) < 1e-5
+    lost = 1 - kept.sum() / mask.sum()
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost, rtol=1e-5)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores it"),
+        (
+            {"visibility": "dense", "correction": Chain((Shadow(), Veto()))},
+            r"expected visibility 'shadow' with the correction Shadow",
+        ),
+        ({"reference_visibility": "dense"}, "expected beta > 0 with a reference_visibility; got 0 and 'dense'"),
+        (
+            {"policy_coef": 0.0, "distill": DistillConfig(), "loss": LossConfig(beta=0.1)},
+            "expected beta 0 with policy_coef 0",
+        ),
+        (
+            {"policy_coef": 0.0},
+            "expected policy_coef > 0, or 0 with a distillation or evictions to learn from; got 0.0",
+        ),
+        ({"policy_coef": -1.0}, "expected policy_coef > 0"),
+        ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
+        ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
+        ({"correction": QuRL(), "loss": cispo()}, "clips the ratio of single tokens.*QuRL"),
+        ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
+    ],
+)
+def test_combinations_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        UpdateConfig(**options)
+
+
+def test_a_reference_elsewhere_than_the_policy():
+    """The frozen reference under the sampler's mask, the policy dense: both are combinations that can be asked for."""
+    config = UpdateConfig("dense", LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow")
+    kl = tiny_update.metrics_and_gradients(config, reference=tiny_update.PARAMS)[0]["kl"]
+    assert kl > 0.01, "the same policy with what the sampler saw"
+
+
+def test_a_trajectory_without_the_samplers_log_probabilities():
+    data = batch().replace(trajectory=trajectory().replace(logprobs=None))
+    with pytest.raises(ValueError, match="expected the sampler's log-probabilities in the trajectory.*got None"):
+        metrics_and_gradients(UpdateConfig("dense", correction=TIS("sequence")), data)

@@ -1,0 +1,171 @@
+"""Advantages of tokens: by hand, against a plain loop, against TRL's (golden/make_ppo.py), and whatever the padding."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
+from tests import paths
+
+GOLDEN = json.loads((paths.GOLDEN / "ppo.json").read_text(encoding="utf-8"))
+INPUTS = {name: np.array(x) for name, x in GOLDEN["inputs"].items()}
+MASK = np.arange(6)[None] < INPUTS["lengths"][:, None]
+JUNK = np.array([np.nan, np.inf, -np.inf, 1e30])
+
+
+def f32(x) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def with_junk(x, mask, roll: int = 0):
+    """`x` inside the mask, what nobody may look at outside."""
+    return f32(np.where(mask, x, np.roll(np.resize(JUNK, mask.shape), roll)))
+
+
+def plain_gae(rewards, values, gamma, lam):
+    """One response without padding, straight from the double sum: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
+    following = np.append(values[1:], 0.0)
+    deltas = rewards + gamma * following - values
+    count = len(deltas)
+    return np.array([sum((gamma * lam) ** k * deltas[t + k] for k in range(count - t)) for t in range(count)])
+
+
+# --- GAE
+
+
+def test_three_tokens_by_hand():
+    # delta = [0 + 0.5 * 4 - 2, 0 + 0.5 * 1 - 4, 3 - 1] = [0, -3.5, 2]
+    # A_3 = 2;  A_2 = -3.5 + 0.25 * 2 = -3;  A_1 = 0 + 0.25 * -3 = -0.75
+    rewards, values = f32([[0.0, 0.0, 3.0]]), f32([[2.0, 4.0, 1.0]])
+    advantages, returns = gae(rewards, values, jnp.ones((1, 3), bool), gamma=0.5, lam=0.5)
+    np.testing.assert_array_equal(advantages, [[-0.75, -3.0, 2.0]])
+    np.testing.assert_array_equal(returns, [[1.25, 1.0, 3.0]])
+
+
+def test_without_discounts_it_is_the_rewards_to_come_less_the_value():
+    rewards, values = INPUTS["rewards"] * MASK, INPUTS["old_values"]
+    advantages, returns = gae(f32(rewards), f32(values), jnp.asarray(MASK), 1.0, 1.0)
+    to_come = rewards[:, ::-1].cumsum(1)[:, ::-1]
+    np.testing.assert_allclose(advantages, (to_come - values) * MASK, atol=1e-6)
+    np.testing.assert_allclose(returns, to_come * MASK, atol=1e-6)
+
+
+def test_with_lambda_zero_it_is_the_error_of_one_step():
+    rewards, values = INPUTS["rewards"], INPUTS["old_values"]
+    advantages, _ = gae(f32(rewards), f32(values), jnp.asarray(MASK), 0.9, 0.0)
+    following = np.concatenate([(values * MASK)[:, 1:], np.zeros((4, 1))], 1)
+    np.testing.assert_allclose(advantages, (rewards + 0.9 * following - values) * MASK, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN["gae"], ids=lambda case: f"gamma {case['gamma']}, lam {case['lam']}")
+def test_advantages_are_those_of_trl(case):
+    rewards, values = with_junk(INPUTS["rewards"], MASK), with_junk(INPUTS["old_values"], MASK, 1)
+    advantages, returns = gae(rewards, values, jnp.asarray(MASK), case["gamma"], case["lam"])
+    np.testing.assert_allclose(advantages, case["advantages"], atol=2e-6)
+    np.testing.assert_allclose(returns, case["returns"], atol=2e-6)
+
+
+@st.composite
+def padded_batches(draw):
+    """Masks with holes anywhere, a seed for the numbers, gamma and lam; few of them, so that few are compiled."""
+    rows = st.lists(st.booleans(), min_size=7, max_size=7)
+    masks = draw(st.lists(rows, min_size=3, max_size=3))
+    return masks, draw(st.integers(0, 2**16)), draw(st.sampled_from([(1.0, 0.95), (0.7, 0.5), (0.0, 1.0)]))
+
+
+jitted_gae = jax.jit(gae, static_argnums=(3, 4))
+
+
+@settings(deadline=None, max_examples=60)
+@given(padded_batches())
+def test_columns_that_are_no_tokens_do_not_exist(batch):
+    mask, seed, (gamma, lam) = np.array(batch[0]), *batch[1:]
+    rewards, values = np.random.default_rng(seed).normal(size=(2, *mask.shape)).astype(np.float32)
+    arrays = with_junk(rewards, mask, seed), with_junk(values, mask, seed + 1)
+    advantages, returns = map(np.asarray, jitted_gae(*arrays, jnp.asarray(mask), gamma, lam))
+    for row, inside in enumerate(mask):
+        expected = plain_gae(rewards[row, inside].astype(np.float64), values[row, inside], gamma, lam)
+        np.testing.assert_allclose(advantages[row, inside], expected, atol=2e-5)
+        np.testing.assert_allclose(returns[row, inside], expected + values[row, inside], atol=2e-5)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_half_precision_is_widened():
+    half = jnp.ones((1, 2), jnp.bfloat16)
+    advantages, returns = gae(half, half, jnp.ones((1, 2), bool))
+    assert advantages.dtype == returns.dtype == jnp.float32
+
+
+# --- rewards at the end
+
+
+def test_the_last_token_gets_the_reward():
+    mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
+    got = terminal_rewards(jnp.array([2.0, -1.0, 0.5, 7.0]), mask)
+    np.testing.assert_array_equal(got, [[0, 0, 0, 2], [0, -1, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_a_reward_that_is_not_finite_stays_in_its_row():
+    mask = jnp.array([[1, 1], [1, 0], [0, 0]], bool)
+    rewards = terminal_rewards(jnp.array([1.0, 2.0, jnp.nan]), mask)
+    advantages, _ = gae(rewards, jnp.zeros((3, 2)), mask, 1.0, 1.0)
+    np.testing.assert_array_equal(advantages, [[1, 1], [2, 0], [0, 0]])
+
+
+# --- whitening
+
+
+def test_whitening_is_that_of_trl():
+    advantages = with_junk(np.array(GOLDEN["gae"][0]["advantages"]), MASK)
+    np.testing.assert_allclose(whiten(advantages, jnp.asarray(MASK)), GOLDEN["whitened"], atol=5e-6)
+
+
+def test_whitened_tokens_have_mean_zero_and_variance_one():
+    mask = np.random.default_rng(0).random((5, 9)) < 0.6
+    x = 3.0 + 20.0 * np.random.default_rng(1).normal(size=mask.shape)
+    white = np.asarray(whiten(with_junk(x, mask), jnp.asarray(mask)))
+    assert abs(white[mask].mean()) < 1e-6
+    assert abs(white[mask].std(ddof=1) - 1) < 1e-6
+    assert not white[~mask].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_whitening_next_to_nothing(tokens):
+    mask = jnp.arange(4)[None] < tokens
+    np.testing.assert_array_equal(whiten(f32([[5.0, 1.0, 2.0, 3.0]]), mask), np.zeros((1, 4)))
+
+
+def test_equal_advantages_stay_finite():
+    np.testing.assert_array_equal(whiten(f32([[2.0, 2.0]]), jnp.ones((1, 2), bool)), np.zeros((1, 2)))
+
+
+# --- explained variance
+
+TOKENS = np.array([[1, 1, 1, 1, 0]], bool)
+RETURNS = np.array([[0.0, 1.0, 2.0, 3.0, np.nan]])  # variance 1.25
+measure = functools.partial(explained_variance, returns=f32(RETURNS), mask=jnp.asarray(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[0, 1, 2, 3, 9]], 1.0),
+        ([[5, 6, 7, 8, 9]], 1.0),  # a critic that is off by a constant
+        ([[4, 4, 4, 4, np.inf]], 0.0),
+        ([[0, -1, -2, -3, 9]], -3.0),  # the differences 0, 2, 4, 6 have variance 5
+        ([[0, 0, 2, 2, 9]], 0.8),  # the differences 0, 1, 0, 1 have variance 1/4
+    ],
+)
+def test_explained_variance_by_hand(values, expected):
+    np.testing.assert_allclose(measure(f32(values)), expected, atol=1e-4)
+
+
+def test_explained_variance_where_there_is_none():
+    assert np.isfinite(explained_variance(f32([[1.0, 2.0]]), f32([[1.0, 1.0]]), jnp.ones((1, 2), bool)))
+    assert np.isfinite(measure(f32(RETURNS), mask=jnp.zeros((1, 5), bool)))

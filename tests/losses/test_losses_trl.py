@@ -1,0 +1,212 @@
+"""The policy losses against TRL's own, and what must not matter: splits, order, padding, layout.
+
+`golden/make_losses.py` says how `golden/losses.json` was made and what stands in it.
+"""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.losses.advantages import group_relative
+from smd_jax.losses.entropy import high_entropy_tokens, weighted_entropy
+from smd_jax.losses.named import cispo, luspo, sapo
+from smd_jax.losses.policy import LossConfig, LossInputs, mask_truncated_completions, policy_loss, surrogate_metrics
+from smd_jax.losses.weighting import FixedLength, TokenMean
+from smd_jax.ratios import Level
+from tests import paths
+from tests.loss_cases import EVERY_LOSS, LOSSES, NAMES, loss_and_gradient, loss_of
+
+GOLDEN = json.loads((paths.GOLDEN / "losses.json").read_text(encoding="utf-8"))
+LEVELS: dict[str, Level] = {"token": "token", "sequence": "geometric"}  # TRL's names and ours
+TRL_MASK = jnp.arange(6)[None] < jnp.array(GOLDEN["inputs"]["lengths"])[:, None]
+
+
+def config_of(case: dict) -> LossConfig:
+    """Our configuration for TRL's: its epsilon_high is the bound itself where the loss is cispo."""
+    name = case["loss_type"]
+    if name == "cispo":
+        config = cispo(case["epsilon_high"] - 1, case["beta"])
+    elif name == "sapo":
+        config = sapo(case["sapo_temperature_pos"], case["sapo_temperature_neg"], case["beta"])
+    elif name == "luspo":
+        config = luspo(case["epsilon"], case["epsilon_high"], case["beta"])
+    else:
+        config = LOSSES[name](case["epsilon"], case["epsilon_high"], case["beta"], case["delta"])
+    unbiased = case.get("use_bias_correction_kl", False)
+    return replace(config, ratio_level=LEVELS[case["importance_sampling_level"]], use_bias_correction_kl=unbiased)
+
+
+def golden_inputs(config: LossConfig, correction: str | None = None, old: bool = True, mask=TRL_MASK) -> LossInputs:
+    arrays = {name: jnp.array(value) for name, value in GOLDEN["inputs"].items()}
+    return LossInputs(
+        logprobs=arrays["logprobs"],
+        old_logprobs=arrays["old_logprobs" if old else "logprobs"],
+        reference_logprobs=arrays["reference_logprobs"],
+        advantages=arrays["advantages"],
+        weights=config.weighting.weights(mask),
+        correction_weights=None if correction is None else jnp.array(GOLDEN["corrections"][correction]),
+    )
+
+
+def default_config(name: str) -> LossConfig:
+    """That of the golden cases which differ in their batches."""
+    cases = (case["config"] for case in GOLDEN["losses"])
+    plain = {"importance_sampling_level": "token", "correction": None, "beta": 0.1, "old": True}
+    return config_of(next(case for case in cases if case["loss_type"] == name and plain.items() <= case.items()))
+
+
+def assert_loss(inputs: LossInputs, config: LossConfig, loss, grad, rtol=1e-5) -> None:
+    value, slopes = jax.value_and_grad(loss_of)(inputs.logprobs, inputs, config)
+    np.testing.assert_allclose(value, loss, rtol=rtol)
+    np.testing.assert_allclose(slopes, grad, rtol=rtol, atol=1e-8)
+
+
+def case_id(case: dict) -> str:
+    return "-".join(str(value) for value in case["config"].values())
+
+
+@pytest.mark.parametrize("case", GOLDEN["losses"], ids=case_id)
+def test_loss_and_gradient_are_those_of_trl(case):
+    config = config_of(case["config"])
+    inputs = golden_inputs(config, case["config"]["correction"], case["config"]["old"])
+    assert_loss(inputs, config, case["loss"], case["grad"])
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN["losses"] if case["metrics"]], ids=case_id)
+def test_clipping_is_counted_as_in_trl(case):
+    """By TRL's names, of tokens or of sequences as there."""
+    config = config_of(case["config"])
+    inputs = golden_inputs(config, case["config"]["correction"], case["config"]["old"])
+    metrics = surrogate_metrics(policy_loss(inputs, config)[1], TRL_MASK, config)
+    expected = case["metrics"]
+    assert expected.keys() <= metrics.keys()
+    for name, share in expected.items():
+        np.testing.assert_allclose(metrics[name], share, rtol=1e-6, err_msg=name)
+
+
+@NAMES
+def test_truncated_completions_are_masked_as_in_trl(name):
+    terminated = jnp.array([False, True, True, False])
+    config = default_config(name)
+    inputs = golden_inputs(config, mask=mask_truncated_completions(TRL_MASK, terminated))
+    assert_loss(inputs, config, **GOLDEN["truncated"][name])
+
+
+@NAMES
+def test_accumulation_against_trl(name):
+    """Two microbatches of a step. TRL's bnpo is the mean of the means over each; ours does not depend on the split."""
+    expected = GOLDEN["accumulation"][name]
+    config = default_config(name)
+    inputs = golden_inputs(config)
+    if name == "bnpo":
+        halves = [TokenMean().weights(TRL_MASK[rows]) / 2 for rows in (slice(0, 2), slice(2, 4))]
+        inputs = inputs.replace(weights=jnp.concatenate(halves))
+        assert abs(policy_loss(golden_inputs(config), config)[0] - sum(expected["losses"])) > 0.01
+    assert_loss(inputs, config, sum(expected["losses"]), expected["grad"])
+
+
+@NAMES
+def test_minibatches_against_trl(name):
+    """Two steps of a rollout. TRL divides dapo and cispo by the mean tokens of a step, we by those of this one."""
+    expected = GOLDEN["minibatches"][name]
+    config = default_config(name)
+    for index, rows in enumerate((slice(0, 2), slice(2, 4))):
+        weights = config.weighting.weights(TRL_MASK[rows])
+        if name in ("dapo", "cispo"):
+            weights = weights * TRL_MASK[rows].sum() / (TRL_MASK.sum() / 2)
+        inputs = jax.tree.map(lambda x, rows=rows: x[rows], golden_inputs(config)).replace(weights=weights)
+        assert_loss(inputs, config, expected["losses"][index], expected["grad"][rows])
+
+
+@pytest.mark.parametrize("case", GOLDEN["entropy"]["cases"], ids=case_id)
+def test_entropies_are_those_of_trl(case):
+    """The bonus, and the policy loss of the tokens with the highest entropies; as the update puts them together."""
+    config = config_of(case["config"])
+    entropies = jnp.array(GOLDEN["entropy"]["entropies"])
+    chosen = high_entropy_tokens(entropies, TRL_MASK, case["config"]["top_entropy_quantile"])
+    inputs = golden_inputs(config).replace(correction_weights=chosen.astype(jnp.float32))
+
+    def loss(logprobs, entropies):
+        bonus = weighted_entropy(entropies, TokenMean().weights(chosen))
+        return loss_of(logprobs, inputs, config) - case["config"]["entropy_coef"] * bonus
+
+    value, slopes = jax.value_and_grad(loss, argnums=(0, 1))(inputs.logprobs, entropies)
+    np.testing.assert_allclose(value, case["loss"], rtol=1e-5)
+    np.testing.assert_allclose(slopes[0], case["grad"], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(slopes[1], case["entropy_grad"], rtol=1e-5, atol=1e-8)
+
+
+# --- invariance
+
+
+def hard_inputs(config: LossConfig) -> LossInputs:
+    """With weights and rejections that differ from token to token."""
+    inputs = golden_inputs(config, "token_truncate")
+    assert inputs.correction_weights is not None
+    counted = jnp.array(GOLDEN["corrections"]["token_mask"]) > 0
+    return inputs.replace(correction_weights=jnp.where(counted, inputs.correction_weights, 0.0))
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("size", [1, 2])
+def test_microbatches_change_nothing(config, size):
+    inputs = hard_inputs(config)
+    starts = range(0, 4, size)
+    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + size], inputs), config) for i in starts]
+    whole = loss_and_gradient(inputs, config)
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole[0], rtol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([grad for _, grad in parts]), whole[1], rtol=1e-6)
+
+
+@EVERY_LOSS
+def test_the_order_of_rows_changes_nothing(config):
+    inputs, order = hard_inputs(config), jnp.array([2, 0, 3, 1])
+    shuffled = jax.tree.map(lambda x: x[order], inputs)
+    shuffled = shuffled.replace(weights=config.weighting.weights(TRL_MASK[order]))
+    one, other = loss_and_gradient(inputs, config), loss_and_gradient(shuffled, config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-6)
+
+
+def padded(x, fill):
+    """Three more columns on the right."""
+    return jnp.pad(x, ((0, 0), (0, 3)), constant_values=fill)
+
+
+@EVERY_LOSS
+def test_padding_changes_nothing(config):
+    """dr_grpo must be told the longest response allowed: from the columns of the mask it cannot know."""
+    weighting = FixedLength(6) if config.weighting == FixedLength() else config.weighting
+    inputs = hard_inputs(config)
+    wide = LossInputs(
+        logprobs=padded(inputs.logprobs, -jnp.inf),
+        old_logprobs=padded(inputs.old_logprobs, jnp.nan),
+        reference_logprobs=padded(inputs.reference_logprobs, 1e4),
+        advantages=inputs.advantages,
+        weights=weighting.weights(padded(TRL_MASK, False)),
+        correction_weights=padded(inputs.correction_weights, jnp.nan),
+    )
+    one, other = loss_and_gradient(inputs, config), loss_and_gradient(wide, config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], padded(one[1], 0.0), rtol=1e-6)
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_layout_of_groups_changes_nothing(config, scale):
+    """Groups in another order, and completions in another order within theirs."""
+    order = jnp.array([3, 2, 0, 1])
+    rewards = jnp.array([0.0, 1.0, 0.25, 0.5])
+
+    def layout(rows) -> LossInputs:
+        inputs = jax.tree.map(lambda x: x[rows], hard_inputs(config))
+        weights = config.weighting.weights(TRL_MASK[rows])
+        return inputs.replace(advantages=group_relative(rewards[rows], 2, scale), weights=weights)
+
+    one, other = loss_and_gradient(layout(jnp.arange(4)), config), loss_and_gradient(layout(order), config)
+    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-5)

@@ -1,0 +1,387 @@
+"""LoRA: the function, its gradients, what is kept for them, and that the base is reference and teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+from jax.sharding import PartitionSpec as P
+
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.dpo_update import make_dpo_update
+from smd_jax.learner.forward import replay
+from smd_jax.learner.reference import ReferenceSync
+from smd_jax.learner.state import TrainBatch, init_state, reference_params
+from smd_jax.learner.step import synchronised
+from smd_jax.learner.update import make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.value import ValueConfig
+from smd_jax.memory.plan import param_shapes, plan_memory
+from smd_jax.memory.sampler import tree_bytes
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of
+from smd_jax.model.protocol import Params
+from smd_jax.model.teacher_forced import apply_model
+from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampling import SamplingConfig
+from smd_jax.sharding import make_mesh, param_spec, shard_batch, shard_tree
+from smd_jax.testing import random_params, tiny_model_config
+from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
+from tests.bitwise import assert_bitwise_equal
+from tests.learner import test_dpo_update as dpo
+from tests.memory.test_memory import MODEL as WIDE_MODEL
+from tests.memory.test_memory import OPTIMIZER, WORK, sizes_of, train_batch
+from tests.tiny_update import (
+    MODEL,
+    PARAMS,
+    RECORD,
+    batch,
+    distance,
+    metrics_and_gradients,
+    trajectory,
+)
+from tests.under_test import left_padded
+
+ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))
+# KL to the reference and the anchor's divergence, at once.
+HELD = UpdateConfig(loss=LossConfig(beta=0.2), distill=DistillConfig("anchor", coef=0.5))
+# Every other term whose gradient reaches the layers: the policy's, the dense policy's, the critic's.
+EVERYTHING = UpdateConfig(distill=DistillConfig("published"), value=ValueConfig(), microbatch_size=4)
+
+
+def judged_batch() -> TrainBatch:
+    zeros = jnp.zeros(trajectory().logprobs.shape)
+    return batch().replace(old_values=zeros, returns=zeros + 1.0)
+
+
+def logprobs(params: Any, model: Decoder = MODEL) -> np.ndarray:
+    return np.asarray(jitted_replay(model, params, trajectory()).logprobs)
+
+
+jitted_replay = jax.jit(replay, static_argnums=0)
+
+
+# --- the function
+
+
+def test_fresh_adapters_change_nothing():
+    fresh = add_lora(PARAMS, LoraConfig(), jax.random.key(0))
+    assert logprobs(fresh).tobytes() == logprobs(PARAMS).tobytes()
+    assert fresh["layers_0"] is PARAMS["layers_0"], "the base is no copy"
+    for path, pair in by_module(fresh[LORA]).items():
+        bound = pair["lora_A"].shape[0] ** -0.5
+        largest = float(jnp.abs(pair["lora_A"]).max())
+        assert 0.9 * bound < largest <= bound, path  # PEFT's Kaiming-uniform with a = sqrt(5)
+        assert not pair["lora_B"].any()
+
+
+def test_the_forward_pass_is_that_of_merged_weights():
+    expected = logprobs(merged_in_float64(ADAPTED))
+    np.testing.assert_allclose(logprobs(ADAPTED), expected, atol=2e-5)
+    np.testing.assert_allclose(logprobs(merge_lora(ADAPTED)), expected, atol=2e-5)
+    assert np.abs(expected - logprobs(PARAMS)).max() > 0.1, "the adapters must do something"
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",)])
+def test_some_targets(targets: Any):
+    params = adapted(PARAMS, LoraConfig(2, 4.0, targets), size=1.0)
+    assert {path[-1] for path in by_module(params[LORA])} == set(targets)
+    expected = logprobs(merged_in_float64(params))
+    np.testing.assert_allclose(logprobs(params), expected, atol=2e-5)
+    assert np.abs(expected - logprobs(PARAMS)).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"), [(LoraConfig(4, 8.0), 2.0), (LoraConfig(4, 8.0, rank_stabilised=True), 4.0)]
+)
+def test_the_scale(config: LoraConfig, scale: float):
+    assert config.scale == scale
+
+
+def test_what_the_sampler_converts_is_the_same_to_the_last_bit():
+    """The scale of a copy in 16 bits is that of the adapters."""
+    model = Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16"))
+    converted = model.compute_params(ADAPTED)
+    assert {leaf.dtype for leaf in jax.tree.leaves(converted[LORA])} == {jnp.dtype("bfloat16")}
+    assert logprobs(converted, model).tobytes() == logprobs(ADAPTED, model).tobytes()
+
+
+SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(0.9))
+
+
+@functools.cache
+def sampled(dtype: Any) -> Any:
+    """Model, parameters with adapters on a base of this dtype, and what was sampled with them."""
+    model = Decoder(dataclasses.replace(MODEL.config, dtype=dtype))
+    base = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    params = adapted(base)
+    prompts = left_padded([12, 5, 9, 3, 12, 1], 12, model.config.vocab_size)
+    return model, params, rollout(model, params, prompts, jax.random.key(3), policy=H2O(), config=SAMPLING)
+
+
+def gap(run: Any, params: Any = None) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the response tokens."""
+    model, own, drawn = run
+    learner = jitted_replay(model, own if params is None else params, drawn)
+    return np.abs(np.asarray(learner.logprobs - drawn.logprobs))[np.asarray(drawn.response_mask)]
+
+
+def test_sampler_and_learner_are_one_policy():
+    run = sampled("float32")
+    assert gap(run).max() <= 2e-5
+    assert gap(run, base_params(run[1])).max() > 1e-2, "the learner does not notice that the adapters are missing"
+
+
+def test_a_base_in_16_bits_keeps_its_adapters_in_32():
+    run = sampled("bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(run[1][LORA])} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(base_params(run[1]))} == {jnp.dtype("bfloat16")}
+    assert gap(run).mean() < 0.02
+    assert gap(run, base_params(run[1])).mean() > 0.1
+
+
+# --- gradients
+
+
+def chained(gradients: Any, params: Any) -> dict[str, np.ndarray]:
+    """Gradients of A and B from those of the merged matrices, by hand: W' = W + s A B gives s G B^T and s A^T G."""
+    flat: dict[Any, Any] = flatten_dict(gradients)
+    dense = {path: np.float64(leaf) for path, leaf in flat.items()}
+    scale = scale_of(params[LORA].config)
+    expected = {}
+    for path, pair in by_module(params[LORA]).items():
+        of_kernel = dense[*path, "kernel"]
+        expected["/".join((*path, "lora_A"))] = scale * of_kernel @ np.float64(pair["lora_B"]).T
+        expected["/".join((*path, "lora_B"))] = scale * np.float64(pair["lora_A"]).T @ of_kernel
+    return expected
+
+
+@functools.cache
+def gradients() -> Any:
+    return metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED)
+
+
+def test_gradients_are_those_of_merged_weights_chained_by_hand():
+    metrics, grads = gradients()
+    assert grads.keys() == {LORA, VALUE_HEAD}, "nothing else has a gradient"
+    merged_metrics, merged = metrics_and_gradients(EVERYTHING, judged_batch(), params=merged_in_float64(ADAPTED))
+    np.testing.assert_allclose(metrics["loss"], merged_metrics["loss"], rtol=1e-4)
+    found = flatten_dict(grads[LORA].matrices, sep="/")
+    expected = chained(merged, ADAPTED)
+    assert found.keys() == expected.keys() and len(found) == 2 * len(TARGETS)
+    for name, gradient in expected.items():
+        assert np.linalg.norm(gradient) > 1e-5, name
+        assert distance(found[name], gradient) < 1e-4, name
+    assert distance(grads[VALUE_HEAD], merged[VALUE_HEAD]) < 1e-4
+    assert np.linalg.norm(grads[VALUE_HEAD]["kernel"]) > 1e-3
+
+
+def test_recomputed_layers_give_the_same_gradients():
+    model = Decoder(MODEL.config, remat=True)
+    _, again = metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED, model=model)
+    assert distance(again, gradients()[1]) < 1e-6
+
+
+def test_eight_devices_give_the_same_gradients():
+    mesh = make_mesh(2, 2, 2)
+    params = jax.tree.map(jnp.copy, ADAPTED)
+    with jax.set_mesh(mesh):
+        state = shard_tree(init_state(params, RECORD, jax.random.key(3)), mesh)
+        spread, _ = make_update(MODEL, RECORD, HELD)(state, shard_batch(jax.device_get(batch()), mesh))
+    assert distance(jax.device_get(spread.opt_state)[LORA], held()[1][LORA]) < 1e-5
+
+
+@functools.cache
+def held() -> Any:
+    return metrics_and_gradients(HELD, params=ADAPTED)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters_are_split_like_their_matrix(name: str):
+    mesh = make_mesh(2, 2, 2)
+    kernel = param_spec(("layers_0", name, "kernel"), (8, 16), mesh)
+    assert param_spec((LORA, "layers_0", name, "lora_A"), (8, 4), mesh) == P(kernel[0], None)
+    assert param_spec((LORA, "layers_0", name, "lora_B"), (4, 16), mesh) == P(None, kernel[1])
+
+
+# --- what is kept
+
+
+def test_the_optimizer_has_moments_of_the_adapters_alone():
+    optimizer = optax.adam(1e-2)
+    params = adapted(jax.tree.map(jnp.copy, PARAMS))
+    state = init_state(params, optimizer, jax.random.key(0))
+    adapters, base = jax.tree.leaves(params[LORA]), jax.tree.leaves(base_params(params))
+    assert len(jax.tree.leaves(state.opt_state)) == 2 * len(adapters) + 1, "two moments each, and the count"
+    assert tree_bytes(state.opt_state) == 2 * tree_bytes(adapters) + 4
+    before = jax.device_get(params)
+    update = make_update(MODEL, optimizer, HELD)
+    for _ in range(2):
+        state, _ = update(state, batch())
+    kept = tree_bytes((state.params, state.opt_state, state.reference))
+    assert kept == tree_bytes(base) + 3 * tree_bytes(adapters) + 4, "one copy of the base"
+    after = jax.device_get(state.params)
+    assert_bitwise_equal(base_params(after), base_params(before))
+    pairs = zip(jax.tree.leaves(after[LORA]), jax.tree.leaves(before[LORA]), strict=True)
+    assert min(np.abs(new - old).max() for new, old in pairs) > 1e-3, "every adapter is trained"
+
+
+def test_the_plan_counts_adapters():
+    config = LoraConfig(rank=8, alpha=8.0)
+    shapes = param_shapes(WIDE_MODEL)
+    with_adapters = jax.eval_shape(lambda params: add_lora(params, config, jax.random.key(0)), shapes)
+    state = jax.eval_shape(lambda params: init_state(params, OPTIMIZER, jax.random.key(0)), with_adapters)
+    update = make_update(WIDE_MODEL, OPTIMIZER, UpdateConfig(loss=LossConfig(beta=0.1)))
+    compiled = sizes_of(update.lower(state, train_batch(WORK)).compile())
+    planned = plan_memory(dataclasses.replace(WORK, reference=True), with_adapters)
+    assert planned.reference == 0
+    assert planned.optimizer == tree_bytes(state.opt_state) < tree_bytes(shapes) / 2
+    named = planned.weights + planned.optimizer + planned.trajectory
+    assert abs(named - compiled.arguments) < 128, "all but a few scalars"
+    worked = planned.gradients + planned.activations + planned.logits + planned.sampler_weights
+    assert 0.9 < worked / compiled.temporary < 1.25, (planned, compiled)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_the_plan_counts_a_reference_that_follows_adapters(critic: bool):
+    """A second set of adapters, in rollout and update."""
+
+    def begun(params: Params) -> tuple[Params, Any]:
+        params = add_lora(params, LoraConfig(rank=8, alpha=8.0), jax.random.key(0))
+        params = add_value_head(params, WIDE_MODEL.config) if critic else params
+        return params, init_state(params, OPTIMIZER, jax.random.key(0), reference=params).reference
+
+    params, reference = jax.eval_shape(begun, param_shapes(WIDE_MODEL))
+    frozen = plan_memory(dataclasses.replace(WORK, reference=True), params)
+    follows = plan_memory(dataclasses.replace(WORK, reference=True, reference_follows=True), params)
+    assert frozen.reference == 0 and follows.reference == tree_bytes(reference) > 0
+    assert follows.rollout - frozen.rollout == follows.update - frozen.update == follows.reference
+
+
+# --- the base as reference and teacher
+
+
+def test_the_base_is_the_reference_and_the_anchor():
+    metrics, grads = held()
+    explicit, explicit_grads = metrics_and_gradients(HELD, params=ADAPTED, reference=PARAMS)
+    assert metrics["kl"] > 0.01 and metrics["distill"] > 0.01
+    assert_bitwise_equal(metrics, explicit)
+    assert_bitwise_equal(jax.device_get(grads), jax.device_get(explicit_grads))
+
+
+def test_a_reference_on_the_same_base_is_kept_as_its_adapters():
+    first = adapted(PARAMS, seed=7)
+    state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=first)
+    assert isinstance(state.reference, dict) and state.reference.keys() == {LORA}
+    assert_bitwise_equal(reference_params(state), first)
+    of_base = init_state(ADAPTED, RECORD, jax.random.key(0), reference=PARAMS)
+    assert of_base.reference is None
+    assert_bitwise_equal(reference_params(of_base), PARAMS)
+    elsewhere = init_state(ADAPTED, RECORD, jax.random.key(0), reference=jax.tree.map(jnp.copy, first))
+    assert isinstance(elsewhere.reference, dict) and elsewhere.reference.keys() == first.keys()
+    assert_bitwise_equal(reference_params(elsewhere), first)
+
+
+def test_a_reference_that_follows_adapters():
+    """A with A and B with B, halfway; the base stays."""
+    sync = ReferenceSync(0.5, 1)
+    state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=adapted(PARAMS, seed=7))
+    moved = synchronised(state, sync)
+    middle = jax.tree.map(lambda x, y: 0.5 * x + 0.5 * y, ADAPTED[LORA], adapted(PARAMS, seed=7)[LORA])
+    assert isinstance(moved.reference, dict)
+    assert distance(moved.reference[LORA], middle) < 1e-6
+    for reference, found in ((None, "their base"), (jax.tree.map(jnp.copy, PARAMS), "whole parameters")):
+        with pytest.raises(ValueError, match=f"expected adapters as the reference that follows adapters.*{found}"):
+            synchronised(init_state(ADAPTED, RECORD, jax.random.key(0), reference=reference), sync)
+
+
+def test_online_dpo_trains_adapters_against_their_base():
+    params = adapted(dpo.PARAMS)
+    grads = {}
+    for reference in (None, dpo.PARAMS):
+        own = jax.tree.map(jnp.copy, (params, reference))
+        state = init_state(own[0], RECORD, jax.random.key(3), own[1])
+        state, _ = dpo_update()(state, dpo.batch())
+        grads[reference is None] = jax.device_get(state.opt_state)
+    assert_bitwise_equal(grads[True], grads[False])
+    assert grads[True].keys() == {LORA}
+    assert all(np.linalg.norm(leaf) > 1e-5 for leaf in jax.tree.leaves(grads[True]))
+
+
+@functools.cache
+def dpo_update() -> Any:
+    return make_dpo_update(dpo.MODEL, RECORD, dpo.SHADOW)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "expected a rank >= 1; got 0"),
+        ({"alpha": 0.0}, "expected a finite alpha > 0; got 0.0"),
+        ({"alpha": float("nan")}, "expected a finite alpha > 0; got nan"),
+        ({"targets": ()}, r"expected targets, each once, of q_proj, .*; got \(\)"),
+        ({"targets": ("q_proj", "q_proj")}, "each once"),
+    ],
+)
+def test_configs_that_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**options)
+
+
+def test_a_target_that_is_none():
+    broken = object.__new__(LoraConfig)
+    for name, value in (vars(LoraConfig()) | {"targets": ("lm_head",)}).items():
+        object.__setattr__(broken, name, value)  # behind the type checker of these tests
+    with pytest.raises(ValueError, match=r"expected targets, each once, of q_proj.*got \('lm_head',\)"):
+        broken.__post_init__()
+
+
+def test_what_has_adapters_gets_no_others():
+    with pytest.raises(ValueError, match=r"expected parameters without adapters.*merge_lora"):
+        add_lora(ADAPTED, SMALL, jax.random.key(0))
+
+
+def test_flax_by_itself_must_not_overlook_adapters():
+    t = trajectory()
+    with pytest.raises(ValueError, match=r"expected adapters in a collection of their own.*got 'lora' among the param"):
+        MODEL.apply({"params": ADAPTED}, t.tokens, t.positions, t.mask)
+    logits = MODEL.apply(variables_of(ADAPTED), t.tokens, t.positions, t.mask)
+    assert_bitwise_equal(logits, apply_model(MODEL, ADAPTED, t.tokens, t.positions, t.mask))
+
+
+def test_targets_that_a_model_lacks():
+    params = {"layers_0": {"q_proj": {"kernel": jnp.zeros((4, 4))}, "mix": {"kernel": jnp.zeros((4, 4))}}}
+    with pytest.raises(
+        ValueError, match=r"among the matrices of the model, \['mix', 'q_proj'\]; got \['v_proj'\], too"
+    ):
+        add_lora(params, LoraConfig(targets=("q_proj", "v_proj")), jax.random.key(0))
+
+
+def test_a_checkpoint_takes_merged_weights(tmp_path: Any):
+    with pytest.raises(ValueError, match=r"without adapters: smd\.model\.merge_lora.*smd\.model\.save_peft"):
+        save_checkpoint(tmp_path / "export", drop_value_head(ADAPTED), MODEL.config)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_matrix_starts_alike_whatever_else_has_adapters():
+    shallow, deep = (random_params(tiny_model_config(num_layers=layers)) for layers in (1, 2))
+    one = add_lora(shallow, LoraConfig(4, targets=("up_proj",)), jax.random.key(4))
+    all_of_them = add_lora(deep, LoraConfig(4), jax.random.key(4))
+    first, second = (params[LORA].matrices["layers_0"]["mlp"]["up_proj"] for params in (one, all_of_them))
+    assert_bitwise_equal(jax.device_get(first), jax.device_get(second))
+    other = all_of_them[LORA].matrices["layers_0"]["mlp"]["gate_proj"]
+    assert np.any(np.asarray(other["lora_A"]) != np.asarray(first["lora_A"])), "every matrix has numbers of its own"

@@ -1,0 +1,158 @@
+"""The critic: its place among the parameters, and its loss by hand and against TRL's (golden/make_ppo.py)."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.losses.value import ValueConfig, value_loss
+from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head, values
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
+from smd_jax.sharding import make_mesh, shard_tree
+from smd_jax.testing import random_params, tiny_model_config
+from tests import paths
+
+CONFIG = tiny_model_config(vocab_size=32)
+PARAMS = random_params(CONFIG)
+WITH_HEAD = add_value_head(PARAMS, CONFIG)
+NO_BOUND = ValueConfig(clip_range=None)
+
+GOLDEN = json.loads((paths.GOLDEN / "ppo.json").read_text(encoding="utf-8"))
+INPUTS = {name: np.array(x) for name, x in GOLDEN["inputs"].items()}
+MASK = np.arange(6)[None] < INPUTS["lengths"][:, None]
+
+
+def f32(x) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
+
+
+def head_of(kernel, bias) -> dict:
+    return {VALUE_HEAD: {"kernel": f32(kernel)[:, None], "bias": f32([bias])}}
+
+
+# --- the head
+
+
+def test_a_fresh_critic_says_zero_and_leaves_the_layers_alone():
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.hidden_size))
+
+    def error(params, hidden):
+        return jnp.sum((values(params, hidden) - 1.0) ** 2)
+
+    np.testing.assert_array_equal(values(WITH_HEAD, hidden), np.zeros((2, 3)))
+    of_params, of_hidden = jax.grad(error, argnums=(0, 1))(WITH_HEAD, hidden)
+    assert not of_hidden.any()
+    assert bool(jnp.all(of_params[VALUE_HEAD]["kernel"] != 0)) and of_params[VALUE_HEAD]["bias"] == -12
+
+
+def test_the_head_joins_the_parameters_and_leaves_them():
+    assert set(WITH_HEAD) - set(PARAMS) == {VALUE_HEAD} and VALUE_HEAD not in PARAMS
+    assert drop_value_head(WITH_HEAD) == PARAMS == drop_value_head(PARAMS)
+    assert VALUE_HEAD in WITH_HEAD, "the original must not change"
+
+
+def test_values_by_hand():
+    params = head_of([2.0, -1.0, 0.5], 0.25)
+    hidden = f32([[[1.0, 1.0, 1.0], [0.0, 3.0, -2.0]]])
+    np.testing.assert_array_equal(values(params, hidden), [[1.75, -3.75]])
+
+
+def test_the_head_is_wide_whatever_the_model():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    assert {x.dtype for x in jax.tree.leaves(add_value_head(half, CONFIG)[VALUE_HEAD])} == {jnp.dtype("float32")}
+    head = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head_of([1.0, 2.0**-12], 0.0))
+    out = values(head, jnp.ones((1, 1, 2), jnp.bfloat16))
+    assert out.dtype == jnp.float32 and float(out[0, 0]) == 1 + 2.0**-12  # more digits than bfloat16 has
+
+
+def test_a_second_head():
+    with pytest.raises(ValueError, match=r"expected parameters without a value head.*; got \['embed', .*'value_head'"):
+        add_value_head(WITH_HEAD, CONFIG)
+
+
+def test_without_a_head():
+    message = r"PPO needs a value head: smd.model.add_value_head\(params, model.config\); got \['embed'"
+    with pytest.raises(ValueError, match=message):
+        values(PARAMS, jnp.zeros((1, 2, CONFIG.hidden_size)))
+
+
+# --- beyond the loss: devices and files
+
+
+def test_every_device_has_the_whole_head():
+    mesh = make_mesh(2, 2, 2)
+    state = optax.adam(1e-3).init(WITH_HEAD)
+    for tree in (shard_tree(WITH_HEAD, mesh), shard_tree(state, mesh)[0].mu):
+        head = tree[VALUE_HEAD]
+        assert {shard.data.shape for shard in head["kernel"].addressable_shards} == {(CONFIG.hidden_size, 1)}
+        assert head["kernel"].sharding.is_fully_replicated and head["bias"].sharding.is_fully_replicated
+
+
+def test_exports_go_without_the_head(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"without a value head.*: smd.model.drop_value_head\(params\); got .*value_head"
+    ):
+        save_checkpoint(tmp_path / "with", WITH_HEAD, CONFIG)
+    assert not (tmp_path / "with").exists()
+    save_checkpoint(tmp_path / "without", drop_value_head(WITH_HEAD), CONFIG, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, load_checkpoint(tmp_path / "without")[1], PARAMS)
+
+
+# --- the loss
+
+
+def test_the_loss_by_hand():
+    # Old value 1, bound 0.5. Towards the return of 3: at 1.25 free; at 2 held at 1.5, the larger error.
+    # Away from it, at 0: held at 0.5, where the error is smaller, so the free one counts.
+    now, old, returns = f32([[1.25, 2.0, 0.0]]), f32([[1.0, 1.0, 1.0]]), f32([[3.0, 3.0, 3.0]])
+    weights = f32([[0.5, 0.25, 0.25]])
+    config = ValueConfig(clip_range=0.5)
+    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(now, old, returns, weights, config)
+    np.testing.assert_allclose(loss, 0.5 * (0.5 * 1.75**2 + 0.25 * 1.5**2 + 0.25 * 3.0**2), rtol=1e-6)
+    np.testing.assert_array_equal(clipped, [[False, True, False]])
+    np.testing.assert_allclose(grad, [[0.5 * -1.75, 0.0, 0.25 * -3.0]], rtol=1e-6)
+
+
+def test_without_a_bound():
+    now, old, returns = f32([[2.0, -1.0]]), f32([[0.0, 0.0]]), f32([[3.0, 3.0]])
+    loss, clipped = value_loss(now, old, returns, f32([[0.5, 0.5]]), NO_BOUND)
+    assert float(loss) == 0.5 * (0.5 * 1 + 0.5 * 16)
+    assert clipped.dtype == bool and not clipped.any()
+
+
+@pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: f"clip {case['cliprange_value']:g}")
+def test_loss_and_gradient_are_those_of_trl(case):
+    junk = np.resize([np.nan, np.inf, -np.inf, 1e30], MASK.shape)
+    now, old, returns = (f32(np.where(MASK, INPUTS[x], junk)) for x in ("values", "old_values", "returns"))
+    weights = f32(MASK / MASK.sum())
+    config = ValueConfig(clip_range=case["cliprange_value"])
+    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(now, old, returns, weights, config)
+    np.testing.assert_allclose(loss, case["value"], rtol=1e-5)
+    np.testing.assert_allclose(grad, case["value_grad"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(clipped.sum() / MASK.sum(), case["clipfrac"], rtol=1e-6)
+    assert not np.asarray(clipped)[~MASK].any()
+
+
+def test_no_bound_is_a_wide_one():
+    now, old, returns = (f32(INPUTS[name]) for name in ("values", "old_values", "returns"))
+    weights = f32(MASK / MASK.sum())
+    wide, none = (value_loss(now, old, returns, weights, c) for c in (ValueConfig(clip_range=1e9), NO_BOUND))
+    np.testing.assert_allclose(none[0], wide[0], rtol=1e-6)
+    np.testing.assert_array_equal(none[1], wide[1])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("coef", 0.0, "expected coef > 0, because a critic that does not learn is none; got 0.0"),
+        ("coef", float("nan"), "expected coef > 0"),
+        ("clip_range", 0.0, "expected clip_range > 0, or None for no bound; got 0.0"),
+        ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
+    ],
+)
+def test_bad_configurations(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        ValueConfig(**{field: value})

@@ -1,0 +1,516 @@
+"""Checkpoints in Hugging Face's format: logits as transformers computes them, exact round trips, clear refusals.
+
+The golden checkpoints and logits under golden/hf are made by golden/make_transformers_logits.py.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.hf_config import FloatName, hf_config_from_model, model_config_from_hf
+from smd_jax.model.weights import load_checkpoint, save_checkpoint, tensor_table
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
+from tests import paths
+from tests.families import FAMILY_CONFIGS
+
+GOLDEN = paths.GOLDEN / "hf"
+NAMES = ("llama2", "llama3", "qwen2", "qwen3", "qwen2_yarn")
+# With biases everywhere, or windows of 6 tokens.
+NAMES += ("llama_bias", "mistral", "qwen2_window", "qwen3_bias", "gemma3")
+ATOL = 5e-5  # on float32 logits of standard deviation 1.2; measured on CPU: at most 7e-6
+
+CONFIGS = {
+    "llama": tiny_model_config(qkv_bias=False, tie_embeddings=False),
+    "llama-mha-tied": tiny_model_config(qkv_bias=False, num_kv_heads=4),
+    "llama3": tiny_model_config(qkv_bias=False, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 256)),
+    "qwen2": tiny_model_config(head_dim=16, norm_eps=1e-5),
+    "qwen2-yarn": tiny_model_config(rope_scaling=YarnRope(4.0, 512, attention_factor=1.25)),
+    "qwen3": tiny_model_config(qkv_bias=False, qk_norm=True, head_dim=12, rope_theta=1e6, tie_embeddings=False),
+    "qwen3-yarn": tiny_model_config(qkv_bias=False, qk_norm=True, rope_scaling=YarnRope(4.0, 512, 16.0, 0.5)),
+    "llama-linear": tiny_model_config(qkv_bias=False, rope_scaling=LinearRope(2.0)),
+    **FAMILY_CONFIGS,
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def random_leaves(config: ModelConfig) -> dict[str, Any]:
+    """Parameters that are all different, biases and norms included."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: random_params(config)))
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in leaves])
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / name / "logits.npz"))
+
+
+def causal(valid: np.ndarray) -> jax.Array:
+    """`[batch, tokens]` -> `[batch, 1, 1, tokens, tokens]`: earlier, and not padding."""
+    tokens = valid.shape[1]
+    return jnp.asarray((np.tri(tokens, dtype=bool)[None] & valid[:, None, :])[:, None, None])
+
+
+def logits(
+    config: ModelConfig, params: dict[str, Any], tokens: np.ndarray, positions: np.ndarray, valid: np.ndarray
+) -> np.ndarray:
+    apply = jax.jit(Decoder(config).apply)
+    return np.asarray(apply({"params": params}, jnp.asarray(tokens), jnp.asarray(positions), causal(valid)))
+
+
+def plain_positions(tokens: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+
+
+# Logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str):
+    config, params = load_checkpoint(GOLDEN / name)
+    expected = golden(name)
+    tokens = expected["tokens"]
+    actual = logits(config, params, tokens, plain_positions(tokens), np.ones(tokens.shape, bool))
+    np.testing.assert_allclose(actual, expected["logits"], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_left_padded_batches_are_those_of_transformers(name: str):
+    config, params = load_checkpoint(GOLDEN / name)
+    expected = golden(name)
+    valid = expected["padded_mask"]
+    actual = logits(config, params, expected["padded_tokens"], expected["padded_positions"], valid)
+    np.testing.assert_allclose(actual[valid], expected["padded_logits"][valid], atol=ATOL, rtol=0)
+
+
+def test_linear_rope_divides_positions():
+    config, params = load_checkpoint(GOLDEN / "llama2")
+    expected = golden("llama2")
+    tokens = expected["tokens"]
+    stretched = replace(config, rope_scaling=LinearRope(2.0))
+    actual = logits(stretched, params, tokens, 2 * plain_positions(tokens), np.ones(tokens.shape, bool))
+    np.testing.assert_allclose(actual, expected["logits"], atol=ATOL, rtol=0)
+
+
+def test_golden_configs_are_read_as_they_are_meant():
+    configs = {name: load_checkpoint(GOLDEN / name)[0] for name in NAMES}
+    assert configs["llama2"] == ModelConfig(96, 32, 48, 2, 4, 4, 8, 64, norm_eps=1e-5)
+    assert configs["llama3"].rope_scaling == Llama3Rope(4.0, 1.0, 4.0, 16)
+    assert configs["qwen2"].qkv_bias and configs["qwen2"].tie_embeddings and configs["qwen2"].rope_theta == 1e6
+    assert configs["qwen3"].qk_norm and configs["qwen3"].head_dim == 12
+    assert configs["qwen2_yarn"].rope_scaling == YarnRope(4.0, 16, beta_fast=8.0, beta_slow=0.25)
+    assert configs["llama_bias"] == ModelConfig(
+        96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, o_bias=True, mlp_bias=True, tie_embeddings=False
+    )
+    assert configs["mistral"] == ModelConfig(96, 32, 48, 2, 4, 2, 8, 64, sliding_windows=(6, 6))
+    assert configs["qwen2_window"] == ModelConfig(96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, sliding_windows=(None, 6))
+    assert configs["qwen3_bias"] == ModelConfig(
+        96, 32, 48, 2, 4, 2, 8, 64, qkv_bias=True, o_bias=True, qk_norm=True, sliding_windows=(6, None)
+    )
+    assert configs["gemma3"] == ModelConfig(
+        *(96, 32, 48, 3, 4, 1, 12, 64),
+        rope_theta=1e6,
+        rope_scaling=LinearRope(4.0),
+        local_rope_theta=1e3,
+        qk_norm=True,
+        query_pre_attn_scalar=20.0,
+        activation="gelu_tanh",
+        norm_plus_one=True,
+        post_norms=True,
+        scale_embeddings=True,
+        tie_embeddings=True,
+        sliding_windows=(6, 6, None),
+    )
+
+
+# Loading and saving
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_every_stored_dtype_loads_as_every_dtype(tmp_path: Path, stored: FloatName, dtype: FloatName):
+    config = replace(CONFIGS["qwen2"], dtype=dtype)
+    params = random_leaves(config)
+    save_checkpoint(tmp_path, params, config, dtype=stored)
+    loaded_config, loaded = load_checkpoint(tmp_path, dtype=jnp.dtype(dtype))
+    assert loaded_config == config
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype(stored).astype(dtype), params), strict=True)
+
+
+@every_config
+def test_float32_round_trip_is_exact(tmp_path: Path, config: ModelConfig):
+    params = random_leaves(config)
+    save_checkpoint(tmp_path / "one", params, config, dtype="float32")
+    loaded_config, loaded = load_checkpoint(tmp_path / "one")
+    assert loaded_config == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+
+
+def test_sharded_round_trip_is_exact(tmp_path: Path):
+    config = CONFIGS["qwen3"]
+    params = random_leaves(config)
+    save_checkpoint(tmp_path, params, config, dtype="float32", max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    sizes = {shard: sum(x.nbytes for x in load_file(tmp_path / shard).values()) for shard in shards}
+    assert shards == sorted(set(index["weight_map"].values())) and len(shards) > 3
+    assert all(size <= 20_000 or len(load_file(tmp_path / shard)) == 1 for shard, size in sizes.items())
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path)[1], params, strict=True)
+
+
+def test_parameters_sharded_over_devices_are_saved_whole(tmp_path: Path):
+    config = CONFIGS["llama"]
+    params = random_leaves(config)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    save_checkpoint(tmp_path, jax.device_put(params, spread), config, dtype="float32")
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path)[1], params, strict=True)
+
+
+def test_files_say_what_transformers_wants_to_know(tmp_path: Path):
+    config = CONFIGS["qwen2"]
+    save_checkpoint(tmp_path, random_leaves(config), config)
+    written = json.loads((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as tensors:
+        assert tensors.metadata() == {"format": "pt"}
+        assert {tensors.get_slice(name).get_dtype() for name in tensor_table(config)} == {"BF16"}
+    assert written["model_type"] == "qwen2" and written["architectures"] == ["Qwen2ForCausalLM"]
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1, "who may read one of the files may read all"
+
+
+def test_saving_replaces_a_checkpoint_and_leaves_nothing_else(tmp_path: Path):
+    target = tmp_path / "model"
+    first, second = CONFIGS["qwen2"], CONFIGS["llama"]
+    save_checkpoint(target, random_leaves(first), first, dtype="float32", max_shard_bytes=20_000)
+    save_checkpoint(target, random_leaves(second), second, dtype="float32")
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    assert load_checkpoint(target)[0] == second
+
+
+def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = CONFIGS["qwen2"]
+    params = random_leaves(config)
+    save_checkpoint(tmp_path / "model", params, config, dtype="float32")
+
+    def full_disk(*_: Any, metadata: dict[str, str]) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("smd_jax.model.weights.save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
+
+
+def test_tokenizer_files_and_special_ids_are_taken_over(tmp_path: Path):
+    config = write_random_checkpoint(tmp_path / "from")
+    save_checkpoint(tmp_path / "to", random_leaves(config), config, tokenizer_from=tmp_path / "from")
+    assert {file.name for file in (tmp_path / "to").iterdir()} == {file.name for file in (tmp_path / "from").iterdir()}
+    written = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"], written["bos_token_id"]) == (258, 256, None)
+
+
+# Checkpoints that are refused
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of golden/hf/qwen2 (tied embeddings, one file) to be spoiled."""
+    return Path(shutil.copytree(GOLDEN / "qwen2", tmp_path / "checkpoint"))
+
+
+def rewrite(checkpoint: Path, add: dict[str, np.ndarray], drop: tuple[str, ...] = ()) -> None:
+    tensors = load_file(checkpoint / "model.safetensors") | add
+    save_file({k: v for k, v in tensors.items() if k not in drop}, checkpoint / "model.safetensors")
+
+
+def write_index(checkpoint: Path, shard: str) -> None:
+    names = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(names, shard)}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | changes
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def test_missing_config(checkpoint: Path):
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected a checkpoint with config\.json in .*checkpoint"):
+        load_checkpoint(checkpoint)
+
+
+def test_a_name_of_the_hub_is_no_directory():
+    with pytest.raises(
+        FileNotFoundError, match=r"none at Qwen/Qwen2\.5-0\.5B\. A model of the Hugging Face Hub.*hf down"
+    ):
+        load_checkpoint("Qwen/Qwen2.5-0.5B")
+
+
+def test_config_that_is_not_json(checkpoint: Path):
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        load_checkpoint(checkpoint)
+
+
+def test_missing_safetensors(checkpoint: Path):
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*index\.json"):
+        load_checkpoint(checkpoint)
+
+
+def test_pickles_are_never_read(checkpoint: Path):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"expected model\.safetensors.*got pytorch_model\.bin.*save it again"):
+        load_checkpoint(checkpoint)
+
+
+def test_missing_tensors(checkpoint: Path):
+    rewrite(checkpoint, {}, drop=("model.norm.weight", "model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.self_attn\.k_proj\.bias, model\.norm\.weight"):
+        load_checkpoint(checkpoint)
+
+
+def test_extra_tensors(checkpoint: Path):
+    rewrite(checkpoint, {"model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32)})
+    with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.self_attn\.o_proj\.bias"):
+        load_checkpoint(checkpoint)
+
+
+def test_redundant_tensors_are_tolerated(checkpoint: Path):
+    expected = load_checkpoint(checkpoint)[1]
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    rewrite(checkpoint, rotary | {"lm_head.weight": np.zeros((96, 32), np.float32)})
+    chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
+
+
+def test_output_projection_is_no_extra_unless_tied(checkpoint: Path):
+    edit_config(checkpoint, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
+        load_checkpoint(checkpoint)
+
+
+def test_wrong_shape(checkpoint: Path):
+    rewrite(checkpoint, {"model.layers.0.mlp.up_proj.weight": np.zeros((32, 48), np.float32)})
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.weight: expected \[48, 32\], got \[32, 48\]"):
+        load_checkpoint(checkpoint)
+
+
+def test_stored_dtype_that_is_not_a_float(checkpoint: Path):
+    rewrite(checkpoint, {"model.norm.weight": np.zeros(32, np.int8)})
+    with pytest.raises(ValueError, match=r"expected tensors stored as F32.*got model\.norm\.weight: I8"):
+        load_checkpoint(checkpoint)
+
+
+def test_file_that_is_no_safetensors(checkpoint: Path):
+    (checkpoint / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_checkpoint(checkpoint)
+
+
+def test_shard_that_does_not_exist(checkpoint: Path):
+    write_index(checkpoint, "model-00002-of-00002.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"names the shard model-00002-of-00002\.safetensors; there is no such"):
+        load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\a.safetensors", "a.bin"])
+def test_shard_outside_the_directory(checkpoint: Path, shard: str):
+    write_index(checkpoint, shard)
+    with pytest.raises(ValueError, match=r"must name safetensors files in its own directory; got"):
+        load_checkpoint(checkpoint)
+
+
+def test_tensor_in_two_shards(checkpoint: Path):
+    names = load_file(checkpoint / "model.safetensors")
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "a.safetensors")
+    (checkpoint / "model.safetensors").rename(checkpoint / "b.safetensors")
+    weight_map = dict.fromkeys(names, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"every tensor once; .* is in a\.safetensors and b\.safetensors"):
+        load_checkpoint(checkpoint)
+
+
+def test_index_without_a_map(checkpoint: Path):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"must hold weight_map.*got None"):
+        load_checkpoint(checkpoint)
+
+
+def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
+    with pytest.raises(ValueError, match="must be one of float32.*got dtype int8"):
+        load_checkpoint(checkpoint, dtype=jnp.int8)
+
+
+# Saves that are refused
+
+
+def test_config_that_no_model_type_expresses(tmp_path: Path):
+    config = tiny_model_config(qkv_bias=True, qk_norm=True)
+    with pytest.raises(ValueError, match=r"qwen3 has \(qkv_bias, o_bias\) of .*; got \(True, False\); gemma3_text has"):
+        save_checkpoint(tmp_path / "new", random_leaves(config), config)
+    odd = replace(CONFIGS["llama-bias"], hidden_size=30)
+    with pytest.raises(ValueError, match="a multiple of num_heads; got 30 and 4"):
+        save_checkpoint(tmp_path / "new", random_leaves(odd), odd)
+    assert not list(tmp_path.iterdir())
+    # Without biases a Mistral says it, whose heads may be any share of its width.
+    assert hf_config_from_model(tiny_model_config(qkv_bias=False, hidden_size=30), "float32")["model_type"] == "mistral"
+
+
+def test_parameters_that_do_not_fit_the_config(tmp_path: Path):
+    config = CONFIGS["qwen2"]
+    params = random_leaves(config)
+    with pytest.raises(ValueError, match=r"tensors in params.*missing layers_2/.*and 4 more"):
+        save_checkpoint(tmp_path, params, replace(config, num_layers=3))
+    with pytest.raises(ValueError, match=r"unexpected layers_0/attention/k_proj/bias"):
+        save_checkpoint(tmp_path, params, replace(config, qkv_bias=False))
+    with pytest.raises(ValueError, match=r"embed/embedding: expected \[300, 32\], got \[264, 32\]"):
+        save_checkpoint(tmp_path, params, replace(config, vocab_size=300))
+
+
+def test_directory_with_other_files_is_left_alone(tmp_path: Path):
+    config = CONFIGS["qwen2"]
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match=r"new, empty or a checkpoint; it also holds thesis\.tex"):
+        save_checkpoint(tmp_path, random_leaves(config), config)
+    with pytest.raises(FileExistsError, match="there is a file"):
+        save_checkpoint(tmp_path / "thesis.tex", random_leaves(config), config)
+
+
+def test_tokenizer_that_is_not_there(tmp_path: Path):
+    config = CONFIGS["qwen2"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"expected tokenizer\.json.*got \[\]"):
+        save_checkpoint(tmp_path / "new", random_leaves(config), config, tokenizer_from=tmp_path / "empty")
+    assert not (tmp_path / "new").exists()
+
+
+def test_shards_of_no_size(tmp_path: Path):
+    config = CONFIGS["qwen2"]
+    with pytest.raises(ValueError, match="max_shard_bytes must be positive; got 0"):
+        save_checkpoint(tmp_path, random_leaves(config), config, max_shard_bytes=0)
+
+
+# config.json
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@every_config
+def test_config_round_trip(config: ModelConfig):
+    assert model_config_from_hf(hf_config_from_model(config, "bfloat16")) == config
+
+
+def test_defaults_are_those_of_transformers():
+    assert model_config_from_hf(SMALL) == ModelConfig(96, 32, 48, 2, 4, 4, 8, 64, rope_theta=1e4, norm_eps=1e-6)
+    assert model_config_from_hf(SMALL | {"model_type": "qwen3"}).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_rope_in_every_spelling(rope: dict[str, Any]):
+    config = model_config_from_hf(SMALL | rope)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(2.0))
+
+
+@pytest.mark.parametrize(
+    "rope, expected",
+    [
+        ({"factor": 4.0}, YarnRope(4.0, 64)),
+        ({"factor": 4.0, "original_max_position_embeddings": 16}, YarnRope(4.0, 16)),
+        ({"factor": None, "original_max_position_embeddings": 16}, YarnRope(4.0, 16)),
+        ({"factor": 4.0, "attention_factor": 0.5, "beta_fast": 8}, YarnRope(4.0, 64, 8.0, attention_factor=0.5)),
+        ({"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}, YarnRope(4.0, 64, attention_factor=1.0)),
+        ({"factor": 1.0}, YarnRope(1.0, 64, attention_factor=1.0)),
+    ],
+)
+def test_yarn(rope: dict[str, Any], expected: YarnRope):
+    assert model_config_from_hf(SMALL | {"rope_scaling": {"type": "yarn", **rope}}).rope_scaling == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(32_768, 131_072), (40_960, 131_072), (262_144, 262_144)])
+def test_yarn_lengthens_the_context(given: int, expected: int):
+    """Qwen2.5's cards add the scaling to a file whose `max_position_embeddings` stays as it was."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = SMALL | {"max_position_embeddings": given, "rope_scaling": scaling}
+    assert model_config_from_hf(config).max_positions == expected
+    assert model_config_from_hf(config | {"rope_scaling": None}).max_positions == given
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "phi3"}, "one of llama, mistral, qwen2, qwen3, gemma3_text .*got 'phi3'"),
+        ({"model_type": "qwen3_moe"}, "got 'qwen3_moe'"),
+        ({"num_experts": 8}, "num_experts=8 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor.*0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "one of default, linear, llama3, yarn; got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "got 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a number factor; got None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs a number low_freq_factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=False"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "got also finetuned"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "got also full_attention"),
+        ({"vocab_size": None}, "must give vocab_size as an integer; got None"),
+        ({"hidden_size": 30}, "hidden_size must be a multiple of num_attention_heads.*got 30, 4"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        model_config_from_hf(SMALL | change)
+
+
+# With torch at hand
+
+
+@every_config
+def test_transformers_opens_what_we_save(tmp_path: Path, config: ModelConfig):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    params = jax.tree.map(lambda x: 0.2 * x, random_leaves(config))
+    save_checkpoint(tmp_path, params, config, dtype="float32", max_shard_bytes=20_000)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40), dtype=np.int32)
+    with torch.no_grad():
+        expected = model.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+    actual = logits(config, params, tokens, plain_positions(tokens), np.ones(tokens.shape, bool))
+    np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=1e-5)

@@ -1,0 +1,290 @@
+"""Rollouts with a quantised cache: identity at every bit width, what it rests on, and how small the cache is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.config import ModelConfig
+from smd_jax.eviction.policies import H2O, Dense
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay, replay
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.policy import LossConfig
+from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
+from smd_jax.quantization import QuantConfig
+from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rollout_program
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.static import Sampler
+from smd_jax.sampling import SamplingConfig
+from smd_jax.testing import tiny_model_config
+from smd_jax.trajectory import Trajectory
+from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, polished_rollout, to_prompts
+
+WIDTH, RESPONSE = 12, 80
+LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
+KEY = 4  # with some others, two keys tie but for rounding, and which one goes depends on the batch
+SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
+# One of 96 tokens ends a response: some rows end early, others never.
+GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
+
+Run = tuple[Decoder, Params, Trajectory]
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+def quantised(bits: Any, record_parity: bool = True) -> QuantConfig:
+    """Two groups of keys in a segment, two of values in a head."""
+    return QuantConfig(bits, 4, 4, record_parity)
+
+
+@cache
+def roll(name: str, quant: QuantConfig, shape: ModelConfig = GQA, sampler: Callable[..., Trajectory] = rollout) -> Run:
+    """Prompts of unequal length; some rows end early and others do not: asserted, not hoped."""
+    model, params = Decoder(shape), make_params(shape)
+    prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
+    config = replace(SIZES, quant=quant)
+    trajectory = sampler(model, params, prompts, jax.random.key(KEY), policy=POLICIES[name], config=config)
+    lengths = np.asarray(trajectory.lengths())
+    assert lengths.min() < RESPONSE == lengths.max(), f"choose another KEY: all or no rows end early, after {lengths}"
+    return model, params, trajectory
+
+
+def recorded(run: Run) -> Any:
+    """The mask, which has a quantised cache."""
+    mask = run[-1].mask
+    assert isinstance(mask, ShadowMask) and mask.quantized is not None
+    return mask
+
+
+def gap(run: Run, mask: ShadowMask | None = None) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the response tokens."""
+    model, params, trajectory = run
+    scores = replay_jitted(model, params, trajectory if mask is None else trajectory.replace(mask=mask))
+    return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
+
+
+# Identity.
+
+
+def spoiled(mask: Any) -> dict[str, Any]:
+    """Replays that are nearly right."""
+    quantized = mask.quantized
+    return {
+        "in full precision": mask.replace(quantized=None),
+        "one token late": mask.replace(quantized=quantized.replace(first=quantized.first + 1), segments=()),
+        "by shorter segments": mask.replace(quantized=quantized.replace(length=4), segments=()),
+        "by larger groups": mask.replace(quantized=quantized.replace(config=replace(quantized.config, group=8))),
+        "with another layer's bits": mask.replace(
+            quantized=quantized.replace(parity=jax.tree.map(lambda x: x[:, ::-1], quantized.parity))
+        ),
+    }
+
+
+# Every width, every kind of statistic, a cache that evicts nothing, and budgets that differ between layers.
+EVERY_WIDTH = [("H2O", 8), ("H2O", 2), ("Dense", 8), ("RKV", 4), ("Pyramid of H2O", 4)]
+
+
+@pytest.mark.parametrize(("name", "bits"), EVERY_WIDTH)
+def test_identity(name: str, bits: Any):
+    """Two layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
+    run = roll(name, quantised(bits))
+    difference = gap(run)
+    print(f"{name}, {bits} bits: max |dlogp| {difference.max():.1e}")
+    assert len(difference) > RESPONSE and difference.max() <= 2e-5
+    assert gap(run, run[-1].dense_mask()).max() > 1e-3
+
+
+def test_the_learner_notices():
+    """The same tests can fail; at 8 bits, where least is lost."""
+    run = roll("H2O", quantised(8))
+    for kind, mask in spoiled(recorded(run)).items():
+        assert gap(run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
+
+
+def test_identity_compiled_in_earnest():
+    """With the compiler's polish, in MHA and with groups that the head does not fill."""
+    assert gap(roll("H2O", QuantConfig(2, group=8), MHA, polished_rollout)).max() <= 2e-5
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        difference = gap(roll("H2O", quantised(2), replace(GQA, dtype="float64", num_layers=1)))
+    assert difference.dtype == np.float64 and difference.max() <= 1e-10
+
+
+def test_bfloat16():
+    """Its rounding moves quotients by hundredths: without parities many codes flip, with them the mismatch is what
+    bfloat16 makes of an unquantised cache."""
+    run = roll("H2O", quantised(2), replace(GQA, dtype="bfloat16"))
+    mask = recorded(run)
+    with_bits, without, full = (
+        gap(run, m).mean()
+        for m in (mask, mask.replace(quantized=mask.quantized.replace(parity=None)), mask.replace(quantized=None))
+    )
+    print(f"bfloat16: mean |dlogp| {with_bits:.1e}, without parities {without:.1e}, in full precision {full:.1e}")
+    assert with_bits <= 2e-2 and 1.4 * with_bits < without and 10 * with_bits < full
+
+
+def test_without_parities():
+    """Nothing is recorded, nothing else is different; in float32 few codes lie where it matters."""
+    run, other = (roll("Dense", quantised(8, bits)) for bits in (False, True))
+    assert recorded(run).quantized.parity is None
+    np.testing.assert_array_equal(run[-1].tokens, other[-1].tokens)
+    assert gap(other).max() <= gap(run).max() <= 1e-2
+
+
+def test_a_quantised_cache_that_evicts_nothing():
+    """Dense drops no key; its message says nonetheless where segments ended."""
+    run = roll("Dense", quantised(8))
+    np.testing.assert_array_equal(np.unique(eviction_times(run[-1])), [0, NEVER])
+    quantized = recorded(run).quantized
+    assert (quantized.first, quantized.length, recorded(run).segments) == (WIDTH, 8, ())
+    columns = WIDTH + RESPONSE
+    assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), 2, 2, columns, 1)
+    assert quantized.parity.keys.dtype == np.uint8
+
+
+def test_a_row_does_not_know_its_batch():
+    """A row padded among others, and without padding among copies of itself: same tokens, evictions and bits. (Without
+    evictions: tests/sampler/test_engine.py.)"""
+    model, params, one = roll("H2O", quantised(2))
+    row, start = 2, WIDTH - LENGTHS[2]
+    copies = np.repeat(np.asarray(one.tokens)[row : row + 1, start:WIDTH], row + 1, 0)
+    alone, config = to_prompts(copies, np.ones(copies.shape)), replace(SIZES, quant=quantised(2))
+    other = rollout(model, params, alone, jax.random.key(KEY), policy=POLICIES["H2O"], config=config)
+    np.testing.assert_array_equal(one.response[row], other.response[row])
+    np.testing.assert_allclose(one.logprobs[row], other.logprobs[row], atol=2e-5)
+    times = eviction_times(other)[row]
+    shifted = np.where((times == NEVER) | (times == 0), times, times + start)
+    np.testing.assert_array_equal(eviction_times(one)[row, ..., start:], shifted)
+    read = slice(0, LENGTHS[row] + int(other.lengths()[row]) - 1)  # the last token never enters the cache
+    bits = [
+        getattr(recorded((model, params, t)).quantized.parity, kind)[row] for t in (one, other) for kind in ("keys",)
+    ]
+    different = (bits[0][..., start:, :] ^ bits[1])[..., read, :]
+    assert np.unpackbits(np.asarray(different)).mean() < 1e-3
+
+
+# Sizes.
+
+WIDE = tiny_model_config(num_layers=2, head_dim=64, num_heads=2)
+LONG = RolloutConfig(256, budget=64, buffer=32)
+
+
+def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: int) -> list[Any]:
+    """Everything that the decode loop carries of keys and values."""
+    prompts = left_padded([40] * rows, 40, shape.vocab_size)
+
+    def read(params: Params) -> Any:
+        rng = jax.random.split(jax.random.key(0), rows)
+        prefilled = prefill(Sampler(Decoder(shape), policy, config, 40), params, prompts, rng)
+        return [(layer.keys, layer.values, layer.quantized) for layer in prefilled.cache]
+
+    return jax.tree.leaves(jax.eval_shape(read, make_params(shape)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "quant", "dtype"),
+    [  # every two of them together, but for one policy and one width
+        (Dense(), None, "float32"),
+        (Dense(), QuantConfig(8), "bfloat16"),
+        (Dense(), QuantConfig(4, 16, 64), "float32"),
+        (H2O(), None, "bfloat16"),
+        (H2O(), QuantConfig(4, 16, 64), "bfloat16"),
+        (H2O(), QuantConfig(2), "float32"),
+        (POLICIES["Pyramid"], None, "float32"),
+        (POLICIES["Pyramid"], QuantConfig(8), "float32"),
+        (POLICIES["Pyramid"], QuantConfig(2), "bfloat16"),
+    ],
+)
+def test_cache_bytes(policy: Any, quant: QuantConfig | None, dtype: Any):
+    """Of the arrays as they are."""
+    shape, config = replace(WIDE, dtype=dtype), replace(LONG, quant=quant)
+    held = [x for x in cache_arrays(policy, config, shape, 2) if x is not None]
+    assert cache_bytes(shape, policy, config, 40, 2) == sum(math.prod(x.shape) * x.dtype.itemsize for x in held)
+
+
+def test_the_cache_is_small():
+    """Codes are bytes: at 2 bits a sixteenth of float32, and with all that belongs to them 4 times less."""
+    quantised = cache_arrays(Dense(), replace(LONG, quant=QuantConfig(2)), WIDE, 1)
+    codes = [x for x in quantised if x.dtype == np.uint8]
+    assert len(codes) == 2 * WIDE.num_layers and codes[0].shape == (1, 2, 40 + 256, 64 // 4)
+    small, full = (cache_bytes(WIDE, Dense(), replace(LONG, quant=q), 40, 1) for q in (QuantConfig(2), None))
+    assert 4 * small < full
+    evicting = [cache_bytes(WIDE, H2O(), replace(LONG, quant=q), 40, 1) for q in (QuantConfig(2), QuantConfig(8), None)]
+    assert evicting == sorted(evicting) and 1.8 * evicting[0] < evicting[-1]
+
+
+def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
+    shape = replace(WIDE, num_layers=layers)
+    prompts = left_padded([40] * 4, 40, shape.vocab_size)
+    params = jax.eval_shape(lambda: make_params(shape))
+    config = replace(LONG, max_new_tokens=512, quant=quant)
+    lowered = rollout_program.lower(Decoder(shape), params, prompts, jax.random.key(0), policy=Dense(), config=config)
+    analysis: Any = lowered.compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+def test_layers_are_not_in_full_precision_all_at_once():
+    """The compiler would read codes once for a whole segment and keep what it read, of all layers."""
+    full, small = (temporary_bytes(quant, 2) - temporary_bytes(quant, 1) for quant in (None, QuantConfig(2)))
+    print(f"bytes of a layer: {full}, at 2 bits {small}")
+    assert full >= 2 * small
+
+
+# The train step.
+
+
+def batch_of(trajectory: Trajectory) -> TrainBatch:
+    return TrainBatch(trajectory, jnp.asarray(np.random.default_rng(0).normal(size=len(LENGTHS)), jnp.float32), None)
+
+
+def test_the_update_replays():
+    """Ratio 1 and no mismatch; microbatches change nothing; a dense learner is the full-precision policy."""
+    model, params, trajectory = roll("H2O", quantised(2))
+    whole, split = [], []
+    for microbatch, results in ((None, whole), (2, split)):
+        update = make_update(model, optax.sgd(1.0), UpdateConfig(loss=LossConfig(), microbatch_size=microbatch))
+        state = init_state(jax.tree.map(jnp.copy, params), optax.sgd(1.0), jax.random.key(0))
+        results += update(state, batch_of(trajectory))
+    assert float(whole[1]["mismatch_kl"]) <= 1e-6
+    for x, y in zip(*(jax.tree.leaves(state.params) for state, _ in (whole, split)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    dense = make_replay(model, "dense")(params, trajectory)
+    apart = np.abs(dense - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
+    assert apart.max() > 1e-3
+    np.testing.assert_allclose(apart, gap(roll("H2O", quantised(2)), trajectory.dense_mask()), atol=1e-6)
+
+
+# Bad input.
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="group that divides the buffer.* got group 32 and buffer 8"):
+        replace(SIZES, quant=QuantConfig(4))
+    with pytest.raises(ValueError, match="booleans cannot say which keys a query sees quantised"):
+        replace(SIZES, quant=quantised(4), mask_storage="boolean")
+    with pytest.raises(ValueError, match="value_group that divides head_dim 8; got 3"):
+        roll("Knorm", QuantConfig(4, group=4, value_group=3))
+
+
+def test_the_mask_and_its_bits_belong_together():
+    run = roll("H2O", quantised(2))
+    mask, (model, params, trajectory) = recorded(run), run
+    with pytest.raises(ValueError, match="by which the cache was quantised, first=12 and length=8; got Segments"):
+        mask.with_segments((Segments(WIDTH, 16, 27),))
+    fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :1], mask.quantized.parity))
+    with pytest.raises(ValueError, match=r"parities \(8, 2, 2, 92\).*got \(8, 1, 2, 92\)"):
+        replay(model, params, trajectory, mask.replace(quantized=fewer))

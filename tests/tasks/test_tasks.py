@@ -1,0 +1,357 @@
+"""Rows, their rewards, the files they come from, and the order in which training visits them."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reasoning_gym.dataset import ReseedingDataset
+
+from smd_jax.tasks.datasets import load_jsonl
+from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, Gsm8kTask, final_answer, gsm8k_gold, load_gsm8k, same_answer
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
+from smd_jax.tasks.task import Task, batch_columns, batch_indices, longest_prompt, prompt_text
+from smd_jax.testing import byte_tokenizer
+from tests.paths import ROOT
+from tests.under_test import bos_tokenizer
+
+GSM8K_FILE = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+DUCKS = {"question": "16 eggs less 3 and 4, at $2?", "answer": "16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n9 * 2 = $18\n#### 18"}
+HOUSE = {"question": "200,000 less 130,000?", "answer": "200,000-130,000=<<200000-130000=70000>>70,000\n#### 70,000"}
+
+
+# --- reasoning_gym
+
+
+def sort_task(**parameters):
+    return ReasoningGymTask("distractor_sort", seed=3, size=50, parameters=tuple(parameters.items()))
+
+
+def grade(task, index, completion):
+    row = task[index]
+    (reward,) = task.reward([row["prompt"]], [completion], **batch_columns([row]))
+    return reward
+
+
+@pytest.mark.parametrize(
+    "name", ["distractor_sort", "chain_sum", "number_sorting", "letter_counting", "spell_backward", "gcd"]
+)
+def test_the_oracle_answer_is_rewarded(name):
+    task = ReasoningGymTask(name, seed=0, size=5)
+    assert isinstance(task, Task)
+    rows = [task[i] for i in range(len(task))]
+    prompts, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
+    assert task.reward(prompts, [f" {a}\n" for a in answers], **batch_columns(rows)) == [1.0] * 5
+    assert max(task.reward(prompts, ["?"] * 5, **batch_columns(rows))) < 1.0
+
+
+def test_tasks_are_values():
+    assert sort_task(num_digits=4) == sort_task(num_digits=4)
+    assert hash(sort_task(num_digits=4)) == hash(sort_task(num_digits=4))
+    assert sort_task(num_digits=4)[7] == sort_task(num_digits=4)[7]
+    assert sort_task() != sort_task(num_digits=4)
+
+
+def test_rows_outside_the_task_do_not_exist():
+    with pytest.raises(IndexError, match="expected a row from 0 to 49; got 50"):
+        sort_task()[50]
+    with pytest.raises(IndexError, match="got -1"):
+        sort_task()[-1]
+
+
+def test_an_unknown_dataset_is_named_with_its_neighbours():
+    with pytest.raises(ValueError, match="got 'chain_sums' .*'chain_sum'"):
+        ReasoningGymTask("chain_sums", seed=0, size=5)
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ValueError, match=r"expected a column 'metadata' .* got \['answer'\]"):
+        sort_task().reward(["3="], ["3"], answer=["3"])
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ImportError, match=r"needs reasoning_gym.*pip install -e '\.\[train\]'"):
+        sort_task()
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match=r"needs math_verify.*pip install -e '\.\[train\]'"):
+        same_answer("1", "1")
+
+
+def test_the_extras_are_imported_only_when_needed():
+    code = "import sys, smd_jax.tasks; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# --- sorting
+
+
+@settings(deadline=None)
+@given(digits=st.integers(1, 12), letters=st.integers(0, 20), seed=st.integers(0, 2**40), index=st.integers(0, 10**6))
+def test_questions_hide_the_digits_of_the_answer(digits, letters, seed, index):
+    config = DistractorSortConfig(num_digits=digits, num_distractors=letters, seed=seed)
+    item = DistractorSortDataset(config)[index]
+    question, end = item["question"][:-1], item["question"][-1]
+    found = re.findall(r"\d", question)
+    assert (len(found), len(question), end) == (digits, digits + letters, "=")
+    assert item["answer"] == "".join(sorted(found))
+
+
+def test_a_row_never_changes():
+    # Written down once: training runs and their tables depend on it.
+    item = DistractorSortDataset(DistractorSortConfig(seed=0))[0]
+    assert (item["question"], item["answer"]) == ("s6jh5348dy3inawq9ducd8hv=", "33456889")
+
+
+def test_seeds_share_no_rows():
+    datasets = [DistractorSortDataset(DistractorSortConfig(seed=seed, size=200)) for seed in (0, 1)]
+    first, second = ({item["question"] for item in dataset} for dataset in datasets)
+    assert (len(first), len(second), len(first & second)) == (200, 200, 0)
+
+
+def test_reasoning_gym_can_reseed_the_dataset():
+    endless = iter(ReseedingDataset(DistractorSortDataset(DistractorSortConfig(seed=0, size=2)), chunk_size=2))
+    assert len({next(endless)["question"] for _ in range(6)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("completion", "exact", "partial"),
+    [
+        ("01233789", 1.0, 1.0),
+        ("01233780", 0.0, 7 / 8),
+        ("0123", 0.0, 4 / 8),
+        ("0123378900000000", 0.0, 8 / 16),
+        ("98733210", 0.0, 2 / 8),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_scores_of_answers(completion, exact, partial):
+    entry = {"answer": "01233789"}
+    assert DistractorSortDataset(DistractorSortConfig(seed=0)).score_answer(completion, entry) == exact
+    graded = DistractorSortDataset(DistractorSortConfig(seed=0, partial_credit=True))
+    assert graded.score_answer(completion, entry) == partial
+    assert graded.score_answer(None, entry) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"num_digits": 0}, "num_digits must be at least 1; got 0"),
+        ({"num_distractors": -1}, "num_distractors must be at least 0; got -1"),
+        ({"letters": "ab7"}, "letters must be .* got 'ab7'"),
+        ({"letters": ""}, "letters must be .* got ''"),
+    ],
+)
+def test_bad_sorting_tasks(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        sort_task(**parameters)
+    with pytest.raises(ValueError, match="size must be at least 1; got 0"):
+        ReasoningGymTask("distractor_sort", seed=0, size=0)
+
+
+# --- GSM8K
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("9 * 2 = 18, so\n#### 18", 1.0),
+        ("#### $18.00", 1.0),
+        ("####\n18 dollars\nQuestion: what is 7?", 1.0),
+        ("#### 7, no:\n#### 18", 1.0),
+        (r"First 7. \boxed{18} is it, out of 20.", 1.0),
+        (r"\boxed{\frac{36}{2}}", 1.0),
+        ("The answer is 18.", 1.0),
+        ("16 less 3 and 4 is 9, twice that: 18", 1.0),
+        ("18, no:\n#### 19", 0.0),
+        (r"\boxed{19}, not 18", 0.0),
+        ("####", 0.0),
+        ("eighteen", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_completions(completion, reward):
+    assert grade(Gsm8kTask([HOUSE, DUCKS]), 1, completion) == reward
+
+
+def test_thousands_separators_do_not_matter():
+    for written in ("#### 70,000", "#### 70000", "$70,000", r"\boxed{70000}"):
+        assert grade(Gsm8kTask([HOUSE]), 0, written) == 1.0
+    assert grade(Gsm8kTask([HOUSE]), 0, "#### 70") == 0.0
+
+
+def test_the_question_comes_with_the_instruction():
+    task = Gsm8kTask([DUCKS], instruction="Answer after ####.")
+    assert task[0] == {"prompt": f"{DUCKS['question']}\nAnswer after ####.", "answer": DUCKS["answer"]}
+    assert isinstance(task, Task)
+
+
+def test_only_the_end_of_a_completion_is_graded():
+    assert final_answer("#### 18" + "." * GRADED_CHARACTERS) == "." * GRADED_CHARACTERS
+    assert final_answer("7 " * 10**6 + "#### 18") == "18"
+    assert final_answer("#### 7\nand\n#### 18\nend") == "18"
+
+
+def test_grading_works_outside_the_main_thread():
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(grade(Gsm8kTask([DUCKS]), 0, "#### 18")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+def test_an_answer_that_cannot_be_computed_is_wrong():
+    assert not same_answer("18", "9^9^9^9")
+
+
+@pytest.mark.parametrize("answer", ["18", "so it is ####", "####  \n"])
+def test_a_solution_without_a_final_answer(answer):
+    with pytest.raises(ValueError, match="row 1: expected an answer that ends with '#### <number>'; got"):
+        Gsm8kTask([DUCKS, {"question": "?", "answer": answer}])
+
+
+@pytest.mark.skipif(not GSM8K_FILE.exists(), reason=f"needs {GSM8K_FILE}")
+def test_real_gsm8k_solutions_earn_their_reward():
+    task = load_gsm8k(GSM8K_FILE)
+    rows = [task[i] for i in range(200)]
+    prompts, solutions = [row["prompt"] for row in rows], [row["answer"] for row in rows]
+    assert task.reward(prompts, solutions, **batch_columns(rows)) == [1.0] * 200
+    plain = [f"The answer is {gsm8k_gold(solution)}." for solution in solutions]
+    assert task.reward(prompts, plain, **batch_columns(rows)) == [1.0] * 200
+    wrong = [re.sub(r"#### (.*)", r"#### 1\1", solution) for solution in solutions]  # one digit more in front
+    assert task.reward(prompts, wrong, **batch_columns(rows)) == [0.0] * 200
+
+
+# --- JSONL
+
+
+def write(folder, *lines):
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return path
+
+
+def test_rows_of_a_file(tmp_path):
+    unusual = {"question": "one\u2028line", "answer": "#### 1", "level": 3}
+    path = write(tmp_path, json.dumps(DUCKS), "", "  ", json.dumps(unusual, ensure_ascii=False))
+    assert load_jsonl(path) == [DUCKS, unusual]
+    assert len(load_gsm8k(path)) == 2
+    assert load_jsonl(write(tmp_path, '{"a": 1}'), required=()) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "?", ', 'expected a JSON object; got \'{"question": "\\?",\''),
+        ("[1, 2]", r"expected a JSON object; got list '\[1, 2\]'"),
+        (b'{"question": "\xff"}', "expected a JSON object; got .*utf-8"),
+        ('{"question": "?"}', r"expected the fields \['question', 'answer'\]; got \['question'\], without 'answer'"),
+        ('{"question": "?", "answer": 18}', "expected a string in 'answer'; got int 18"),
+        ('{"question": null, "answer": "#### 18"}', "expected a string in 'question'; got NoneType None"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_line(tmp_path, line, message):
+    path = write(tmp_path, json.dumps(DUCKS), "", line)  # the blank line counts
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 3: {message}"):
+        load_jsonl(path)
+
+
+def test_a_gsm8k_row_without_an_answer_is_named_with_its_line(tmp_path):
+    path = write(tmp_path, json.dumps(DUCKS), "", '{"question": "?", "answer": "eighteen"}')
+    with pytest.raises(ValueError, match="rows.jsonl, line 3: expected an answer that ends with .* got 'eighteen'"):
+        load_gsm8k(path)
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_an_empty_file(tmp_path, lines):
+    with pytest.raises(ValueError, match="expected at least one JSON object; got an empty file"):
+        load_jsonl(write(tmp_path, *lines))
+
+
+# --- chat templates
+
+
+USER, ASSISTANT = "<|im_start|>user\n1+1?<|im_end|>\n", "<|im_start|>assistant\n"
+
+
+def test_prompts_go_through_the_chat_template():
+    tokenizer = byte_tokenizer()
+    assert prompt_text({"prompt": "1+1?"}, tokenizer) == USER + ASSISTANT
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    system = "<|im_start|>system\nAdd.<|im_end|>\n"
+    assert prompt_text({"prompt": messages}, tokenizer) == system + USER + ASSISTANT
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<no>{% endif %}{{ tone }}"
+
+
+def test_a_row_tells_its_chat_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKS
+    row = {"prompt": "1+1?"}
+    assert prompt_text(row, tokenizer) == "1+1?"
+    told = {"enable_thinking": False, "tone": None}  # a data set fills in None for what other rows have
+    assert prompt_text(row | {"chat_template_kwargs": told}, tokenizer) == "1+1?<no>"
+    assert prompt_text(row | {"chat_template_kwargs": None}, tokenizer) == "1+1?"
+    for wrong in ("enable_thinking", {"tokenize": True}):
+        with pytest.raises(ValueError, match="a row: expected chat_template_kwargs as a dict"):
+            prompt_text(row | {"chat_template_kwargs": wrong}, tokenizer)
+
+
+def test_without_a_chat_template_a_prompt_stays_as_it_is():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    assert prompt_text({"prompt": "1+1?"}, tokenizer) == "1+1?"
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; got messages"):
+        prompt_text({"prompt": [{"role": "user", "content": "1+1?"}]}, tokenizer)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_longest_prompt_has_room_for_the_tokenizers_own_token(chat):
+    task = ReasoningGymTask("distractor_sort", seed=0, size=5, parameters=(("num_digits", 3), ("num_distractors", 4)))
+    plain = max(len(prompt_text(task[i], byte_tokenizer(chat=False))) for i in range(5))
+    assert longest_prompt(byte_tokenizer(chat=False), task) == plain
+    framed = longest_prompt(byte_tokenizer(chat=True), task)
+    assert framed > plain
+    assert longest_prompt(bos_tokenizer(chat=chat), task) == (framed if chat else plain + 1)
+
+
+# --- the order of the rows
+
+
+@given(size=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(0, 2**32))
+def test_every_epoch_visits_every_row_once(size, batch, seed):
+    steps = -(-3 * size // batch)
+    visited = np.concatenate([batch_indices(size, batch, step, seed) for step in range(steps)])
+    for epoch in range(3):
+        assert Counter(visited[epoch * size : (epoch + 1) * size].tolist()) == Counter(range(size))
+
+
+def test_a_batch_runs_over_the_end_of_an_epoch():
+    rows = [batch_indices(5, 3, step, seed=1).tolist() for step in range(4)]
+    whole = [batch_indices(5, 5, epoch, seed=1).tolist() for epoch in range(3)]
+    assert sum(rows, []) == sum(whole, [])[:12]
+    assert [len(row) for row in rows] == [3, 3, 3, 3]
+
+
+def test_the_order_depends_on_step_and_seed_alone():
+    first = batch_indices(1000, 8, 77, seed=5)
+    batch_indices(10, 8, 3, seed=0)
+    np.testing.assert_array_equal(first, batch_indices(1000, 8, 77, seed=5))
+    assert first.tolist() != batch_indices(1000, 8, 77, seed=6).tolist()
+    assert batch_indices(1000, 1000, 0, 5).tolist() != batch_indices(1000, 1000, 1, 5).tolist()
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0, 0), (1, 0, 0, 0), (1, 1, -1, 0), (1, 1, 0, -1)])
+def test_bad_positions(arguments):
+    with pytest.raises(ValueError, match=f"step >= 0 and seed >= 0; got {', '.join(map(str, arguments[:3]))} and"):
+        batch_indices(*arguments)

@@ -1,0 +1,101 @@
+"""The same seed gives the same run on the same devices; what of docs/determinism.md's table breaks it, and how far."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from breaking.left import start
+from breaking.trained import real_left, real_loop, real_state
+from tests.bitwise import assert_bitwise_equal
+from tests.paths import ROOT
+from tests.toy_loop import CONFIG, new_loop, new_state, run
+
+EXPERIMENTS = ROOT / "experiments"
+
+
+def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path):
+    """In every metric and in every byte of the state, in another process."""
+    command = [sys.executable, str(EXPERIMENTS / "fault_runs.py"), str(tmp_path / "parts"), "20"]
+    path = os.pathsep.join([str(ROOT), str(EXPERIMENTS)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as process:
+        # The rollout that begins is number 10: ten are finished, and the last save may be under way.
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "rollout 10\n":
+                process.send_signal(signal.SIGKILL)
+                break
+        assert process.wait() == -signal.SIGKILL
+    killed = real_left(tmp_path / "parts")
+    assert killed.unreadable == 0 and killed.steps[-1] in (8, 10) and len(killed.rows) == 10
+    loop = real_loop()
+    start(loop, real_state(), tmp_path / "parts", 20)
+    start(loop, real_state(), tmp_path / "whole", 20)
+    parts, whole = (real_left(tmp_path / name) for name in ("parts", "whole"))
+    assert parts.rows == whole.rows and len(whole.rows) == 20
+    assert parts.newest == whole.newest and parts.steps[-1] == 20
+    learnt = [row["grad_norm"] > 0 for row in whole.rows]
+    assert all(learnt), "a run in which nothing is learnt would prove nothing"
+
+
+def test_the_same_seed_gives_the_same_run():
+    one, rows = run(new_loop(), new_state(3), 2)
+    two, again = run(new_loop(), new_state(3), 2)
+    assert rows == again
+    assert_bitwise_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("config", "seed"), [(CONFIG, 4), (replace(CONFIG, seed=1), 3)], ids=["of the state's key", "of the rows' order"]
+)
+def test_another_seed_gives_another_run(config: Any, seed: int):
+    _, rows = run(new_loop(), new_state(3), 1)
+    _, others = run(new_loop(config), new_state(seed), 1)
+    assert rows[0]["entropy"] != others[0]["entropy"]
+
+
+def test_microbatches_change_rounding_and_nothing_else():
+    """Of one rollout: what comes after it may draw other tokens."""
+    loop = new_loop()
+    samples = loop.collect(new_state(3), 0)
+    whole, metrics = loop.learn(new_state(3), samples)
+    split = new_loop(replace(CONFIG, update=replace(CONFIG.update, microbatch_size=2)))
+    parts, others = split.learn(new_state(3), samples)
+    np.testing.assert_allclose(others["loss"], metrics["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(others["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+    # Adam's first step is its learning rate, 1e-2, whatever the gradient: where that is rounding alone, so is its sign.
+    far = [
+        np.mean(np.abs(a - b) > 1e-4) for a, b in zip(*map(jax.tree.leaves, (whole.params, parts.params)), strict=True)
+    ]
+    assert max(far) < 0.02
+
+
+def test_the_page_names_tests_that_are_there():
+    page = (ROOT / "docs" / "determinism.md").read_text(encoding="utf-8")
+    named = re.findall(r"`tests/(\w+\.py)::(\w+)`", page)
+    assert len(named) >= 8
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+
+
+def test_the_committed_faults_were_all_survived():
+    rows = json.loads((EXPERIMENTS / "results" / "faults.json").read_text(encoding="utf-8"))
+    assert len({row["fault"] for row in rows}) == len(rows) >= 15
+    assert sum(row["injected"] for row in rows) >= 40
+    for row in rows:
+        assert row["injected"] >= 1 and row["survived"] == row["injected"], row["fault"]
+        assert row["unreadable_checkpoints"] == 0, row["fault"]
+        # Two rollouts are between two checkpoints. Saves are asynchronous: one that fails is noticed a rollout later.
+        most_lost = 3 if row["fault"] == "disk full in a save" else 2
+        assert row["max_steps_lost"] <= most_lost, row["fault"]

@@ -1,0 +1,159 @@
+"""Optimizers against torch's and transformers' (`golden/make_optimizers.py`), schedules by hand, what decays, bytes."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.learner.state import init_state
+from smd_jax.learner.step import take_step
+from smd_jax.memory.sampler import tree_bytes
+from smd_jax.model.value_head import add_value_head
+from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.train import checkpoint, optimizers
+from smd_jax.train.optimizers import OptimizerConfig, decayed, learning_rate_schedule, make_optimizer
+from tests import paths
+from tests.bitwise import assert_bitwise_equal
+
+GOLDEN = json.loads((paths.GOLDEN / "optimizers.json").read_text(encoding="utf-8"))
+STEPS = 6
+
+
+def golden_params():
+    return {name: jnp.array(GOLDEN[name]) for name in ("kernel", "bias")}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["config"].values())))
+def test_steps_are_those_of_torch(case, monkeypatch):
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)  # so that a matrix of 4 x 3 is factored
+    optimizer = make_optimizer(OptimizerConfig(**case["config"]), STEPS)
+    state = init_state(golden_params(), optimizer, jax.random.key(0))
+    step = jax.jit(lambda state, grads: take_step(state, optimizer, grads))
+    for i in range(STEPS):
+        state, metrics = step(state, {name: jnp.array(x[i]) for name, x in GOLDEN["grads"].items()})
+        np.testing.assert_allclose(metrics["learning_rate"], case["rates"][i], rtol=1e-6, atol=1e-12)
+        for name, leaf in state.params.items():
+            # float32 here, float64 there; torch divides by the norm + 1e-6.
+            np.testing.assert_allclose(leaf, case[name][i], rtol=2e-5, atol=2e-7, err_msg=f"{name}, step {i}")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0, 1 / 2, 1, 1, 1, 1]),
+        ({"lr_scheduler_type": "linear"}, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 0.3, "min_lr_rate": 0.2}, [0, 0.5, 1, 0.8, 0.6, 0.4]),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, [0, 1 / 2, 1, (2 + 2**0.5) / 4, 1 / 2, (2 - 2**0.5) / 4]),
+        ({"lr_scheduler_type": "cosine", "min_lr_rate": 0.5, "warmup_steps": 4}, [0, 1 / 4, 1 / 2, 3 / 4, 1, 3 / 4]),
+    ],
+)
+def test_schedules_by_hand(options, expected):
+    schedule = learning_rate_schedule(OptimizerConfig(learning_rate=2.0, **options), STEPS)
+    rates = jnp.asarray([schedule(i) for i in range(STEPS)])
+    np.testing.assert_allclose(rates, 2 * np.array(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_that_goes_on_longer_keeps_the_lowest_rate():
+    schedule = learning_rate_schedule(OptimizerConfig(lr_scheduler_type="cosine", min_lr_rate=0.25), STEPS)
+    np.testing.assert_allclose(jnp.asarray([schedule(6), schedule(60)]), 0.25e-6, rtol=1e-6)
+
+
+def test_what_decays():
+    """Every matrix, embeddings too as in transformers; no norm, no bias, and not the bias of the value head."""
+    config = tiny_model_config(num_layers=1, qk_norm=True)
+    params = add_value_head(random_params(config), config)
+    flat = jax.tree_util.tree_flatten_with_path(decayed(params))[0]
+    names = {jax.tree_util.keystr(path, simple=True, separator="/"): decays for path, decays in flat}
+    assert {name for name, decays in names.items() if decays} == {
+        "embed/embedding",
+        "value_head/kernel",
+        *(f"layers_0/attention/{name}_proj/kernel" for name in "qkvo"),
+        *(f"layers_0/mlp/{name}_proj/kernel" for name in ("gate", "up", "down")),
+    }
+    without = jax.tree_util.tree_flatten_with_path(decayed(params, embeddings=False))[0]
+    changed = [a for (a, one), (_, other) in zip(flat, without, strict=True) if one != other]
+    assert [jax.tree_util.keystr(path, simple=True, separator="/") for path in changed] == ["embed/embedding"]
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [({}, 8, 8.01), ({"momentum_dtype": "bfloat16"}, 6, 6.01), ({"optim": "adafactor"}, 0, 0.1)],
+)
+def test_bytes_of_a_parameter(options, least, most):
+    """As the table of the module has them; of shapes alone."""
+    shape = tiny_model_config(hidden_size=256, intermediate_size=1024, head_dim=64, vocab_size=4096)
+    params = jax.eval_shape(lambda: random_params(shape))
+    state = jax.eval_shape(make_optimizer(OptimizerConfig(weight_decay=0.1, **options), 10).init, params)
+    assert least <= tree_bytes(state) / sum(math.prod(x.shape) for x in jax.tree.leaves(params)) <= most
+
+
+def test_a_momentum_in_bfloat16_stays_near():
+    params, grads = golden_params(), GOLDEN["grads"]
+
+    def after(momentum_dtype):
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, momentum_dtype=momentum_dtype), STEPS)
+        state = init_state(params, optimizer, jax.random.key(0))
+        for i in range(STEPS):
+            state, _ = take_step(state, optimizer, {name: jnp.array(x[i]) for name, x in grads.items()})
+        return state.params["kernel"]
+
+    moved = jnp.abs(after("float32") - params["kernel"]).max()
+    off = jnp.abs(after("float32") - after("bfloat16")).max()
+    assert 0 < off < 0.01 * moved
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)
+    optimizer = make_optimizer(OptimizerConfig(optim=optim, lr_scheduler_type="linear", warmup_steps=2), STEPS)
+    grads = {name: jnp.array(x[0]) for name, x in GOLDEN["grads"].items()}
+
+    def after(state, steps):
+        for _ in range(steps):
+            state, _ = take_step(state, optimizer, grads)
+        return state
+
+    start = init_state(golden_params(), optimizer, jax.random.key(0))
+    half = after(start, 3)
+    checkpoint.save(tmp_path, 3, half, data_position={}, config=OptimizerConfig())
+    restored = checkpoint.restore(tmp_path, start, config=OptimizerConfig()).state
+    assert_bitwise_equal(after(restored, 2), after(half, 2))
+
+
+def test_an_optimizer_without_a_rate_in_its_state_logs_none():
+    params = golden_params()
+    state = init_state(params, optax.adam(1e-3), jax.random.key(0))
+    assert set(take_step(state, optax.adam(1e-3), params)[1]) == {"grad_norm", "update/skipped"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -1e-6}, "expected a finite learning_rate > 0; got -1e-06"),
+        ({"learning_rate": math.inf}, "expected a finite learning_rate > 0; got inf"),
+        ({"adam_epsilon": 0.0}, "expected a finite adam_epsilon > 0; got 0.0"),
+        ({"adam_beta2": 1.0}, "expected 0 <= adam_beta2 < 1; got 1.0"),
+        ({"min_lr_rate": 2.0, "lr_scheduler_type": "linear"}, "expected 0 <= min_lr_rate <= 1, a share.*; got 2.0"),
+        ({"min_lr_rate": 0.5}, "expected min_lr_rate 0 with the scheduler 'constant', which never falls; got 0.5"),
+        ({"weight_decay": -0.1}, "expected a finite weight_decay >= 0; got -0.1"),
+        ({"max_grad_norm": 0.0}, "expected max_grad_norm > 0, or None; got 0.0"),
+        ({"warmup_steps": 1.5}, "expected warmup_steps to be whole steps, or a share of the run below 1; got 1.5"),
+        ({"warmup_steps": -1}, "expected warmup_steps to be whole steps, or a share of the run below 1; got -1"),
+        ({"optim": "adafactor", "momentum_dtype": "bfloat16"}, "expected momentum_dtype 'float32'.*; got 'bfloat16'"),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
+
+
+def test_a_run_in_which_the_rate_cannot_fall():
+    with pytest.raises(ValueError, match="expected fewer warmup_steps than the 6 optimizer steps of the run.*; got 6"):
+        make_optimizer(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=6), STEPS)
+    with pytest.raises(ValueError, match="expected at least one optimizer step; got 0"):
+        make_optimizer(OptimizerConfig(), 0)
