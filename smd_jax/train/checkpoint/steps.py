@@ -54,3 +54,15 @@ def unfinished(directory: str | Path) -> list[Path]:
 def delete_gone(directory: str | Path) -> None:
     """Deletes what was moved there, by this run or by one that was killed before it could."""
     shutil.rmtree(Path(directory) / GONE, ignore_errors=True)
+
+
+def delete_oldest(directory: str | Path, keep: int) -> None:
+    """Deletes all finished checkpoints but the newest `keep`."""
+    gone = Path(directory) / GONE
+    for step in all_steps(directory)[:-keep]:
+        gone.mkdir(exist_ok=True)
+        target = gone / str(step)
+        if target.exists():
+            shutil.rmtree(target)
+        folder_of(directory, step).rename(target)
+    delete_gone(directory)

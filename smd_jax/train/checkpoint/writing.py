@@ -1,16 +1,16 @@
 """Writes checkpoints, beside the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
-    beside it                                                   └─► files ─► rename ─► checksums
+    beside it                                                   └─► files ─► rename ─► verify ─► checksums ─► delete the oldest
 
 The checksums are written after the rename and compared before anything is read. A checkpoint without them, from a run
-killed in between, is complete and is read.
+killed in between, is complete and is read. Older checkpoints are deleted after the new one has been opened again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,9 @@ from smd_jax.train.checkpoint.errors import disk_failure_named
 from smd_jax.train.checkpoint.leaves import leaf_table
 from smd_jax.train.checkpoint.managers import writing_manager
 from smd_jax.train.checkpoint.ownership import FORMAT, ITEMS
-from smd_jax.train.checkpoint.steps import all_steps, delete_gone, folder_of, latest_step
+from smd_jax.train.checkpoint.paths import check_writable_path
+from smd_jax.train.checkpoint.steps import all_steps, delete_gone, delete_oldest, folder_of, latest_step
+from smd_jax.train.checkpoint.verification import stored_shapes, verify
 from smd_jax.train.jsonable import Json, to_jsonable
 
 
@@ -36,11 +38,15 @@ class Writer:
     Args:
       directory: where the checkpoints of one run lie; made when the first is saved.
       max_to_keep: the newest that stay, at least 1.
+
+    Raises:
+      ValueError: `max_to_keep` below 1; a path that orbax cannot write, see `check_writable_path`.
     """
 
     def __init__(self, directory: str | Path, max_to_keep: int = 3) -> None:
         if max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
+        check_writable_path(directory)
         self.directory = Path(directory)
         self._max_to_keep = max_to_keep
         self._manager: ocp.CheckpointManager | None = None
@@ -74,9 +80,9 @@ class Writer:
         with all_or_none():
             _check_later(self.directory, step)
             with disk_failure_named(self.directory, step):
-                self._manager = self._manager or writing_manager(self.directory, self._max_to_keep)
+                self._manager = self._manager or writing_manager(self.directory)
                 self._manager.save(step, args=items)
-            self._writing = step, self._thread.submit(self._finish, self._manager, step)
+            self._writing = step, self._thread.submit(self._finish, self._manager, step, stored_shapes(state))
             if jax.process_count() > 1:
                 # Beside it the processes wait for each other, which must not come between those of the next step.
                 self.wait()
@@ -107,6 +113,8 @@ class Writer:
         finally:
             self._thread.shutdown()
             self._close_manager()
+            if jax.process_index() == 0:
+                delete_gone(self.directory)
 
     def __enter__(self) -> Writer:
         return self
@@ -116,11 +124,13 @@ class Writer:
     ) -> None:
         self.close()
 
-    def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
+    def _finish(self, manager: ocp.CheckpointManager, step: int, shapes: Sequence[tuple[int, ...]]) -> None:
         manager.wait_until_finished()
         if jax.process_index() == 0:
-            write_checksums(folder_of(self.directory, step), ITEMS)
-            delete_gone(self.directory)
+            folder = folder_of(self.directory, step)
+            verify(folder, shapes)
+            write_checksums(folder, ITEMS)
+            delete_oldest(self.directory, self._max_to_keep)
 
     def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -152,9 +162,11 @@ def save(
       max_to_keep: how many checkpoints stay, at least 1.
 
     Raises:
-      ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1.
+      ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1; a path with one of
+        `* ? [ \\`.
       TypeError: a leaf of `state` is no array, or `data_position`, `config` or `noted` does not fit into JSON.
-      OSError: the disk is full, or fails; in one line. The checkpoints that were there are as they were.
+      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The checkpoints
+        that were there are as they were.
     """
     with Writer(directory, max_to_keep) as writer:
         writer.save(step, state, data_position=data_position, config=config, noted=noted, machine=machine)
@@ -168,7 +180,7 @@ def discard_after(directory: str | Path, step: int) -> list[int]:
     """
     later = [found for found in all_steps(directory) if found > step]
     if later:
-        with writing_manager(directory, max_to_keep=None) as manager:
+        with writing_manager(directory) as manager:
             for found in later:
                 manager.delete(found)
         if jax.process_index() == 0:
