@@ -24,8 +24,8 @@ def _check_characters(directory: str | Path, refused: str, why: str) -> None:
     path = str(Path(directory).resolve())
     if found := sorted(set(path) & set(refused)):
         raise ValueError(
-            f"expected a path without {' '.join(refused)} for checkpoints; got {' '.join(found)} in {path:.300}: {why}. "
-            "Choose or rename the directory"
+            f"expected a path without {' '.join(refused)} for checkpoints; got {' '.join(found)} in {path:.300}: "
+            f"{why}. Choose or rename the directory"
         )
     if any("\ud800" <= character <= "\udfff" for character in path):
         raise ValueError(f"expected a path in UTF-8 for checkpoints; got {path!r:.300}")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
 from smd_jax.train.checkpoint.ownership import check_keys
 
@@ -30,7 +31,7 @@ def verify(folder: Path, expected: Sequence[tuple[int, ...]]) -> None:
     """
     try:
         check_keys(json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8")))
-        tree = ocp.StandardCheckpointHandler().metadata(folder.resolve() / "state").tree
+        tree = ocp.StandardCheckpointHandler().metadata(epath.Path(folder.resolve()) / "state").tree
         found = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))
         # By shapes and not by names: orbax names some containers otherwise.
         if found != [*expected]:

@@ -1,7 +1,7 @@
 """Writes checkpoints, beside the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
-    beside it                                                   └─► files ─► rename ─► verify ─► checksums ─► delete the oldest
+    beside it                                                   └─► files ─► rename ─► verify ─► checksums ─► delete old
 
 The checksums are written after the rename and compared before anything is read. A checkpoint without them, from a run
 killed in between, is complete and is read. Older checkpoints are deleted after the new one has been opened again.
