@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 from jinja2 import TemplateError
 
-from smd_jax.text.prompts import Tokenizer, wants_special_tokens
+from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
 Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
@@ -140,7 +140,8 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
 
 def prompt_length(row: Row, tokenizer: Tokenizer) -> int:
     """Tokens of the row's prompt as the model sees it, those of the chat template included."""
-    return len(tokenizer.encode(prompt_text(row, tokenizer), add_special_tokens=wants_special_tokens(tokenizer)))
+    text = prompt_text(row, tokenizer)
+    return len(encode_prompt(tokenizer, text, add_special_tokens=wants_special_tokens(tokenizer)))
 
 
 def prompt_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:

@@ -80,8 +80,8 @@ def encode_prompts(
       width: columns of the batch, in tokens. Give the same one to every batch of a run and everything jitted compiles
         once. None means the longest prompt of this batch.
       max_positions: the model's context, in tokens.
-      add_special_tokens: let the tokenizer add its own (a BOS token). Wanted for plain text; False after a chat
-        template, which has written them already.
+      add_special_tokens: let the tokenizer put its own in front (a BOS token). Wanted for plain text; False after a
+        chat template, which has written them already.
 
     Returns:
       A PromptBatch `[len(texts), width]`.
@@ -91,10 +91,23 @@ def encode_prompts(
         tokenizer without a pad token.
     """
     pad = pad_token_id(tokenizer)
-    rows = [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
     limit, reason = _limit(width, max_positions)
     _check_lengths([len(row) for row in rows], limit, reason)
     return _pad_left(rows, max(map(len, rows)) if width is None else width, pad)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The tokens of one prompt: special tokens of the tokenizer go in front of the text, and never behind it.
+
+    Tokenizers that were saved for fine-tuning append EOS, which would end the text before the model answers. A text
+    that begins with what the tokenizer would put in front has it once.
+    """
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if not add_special_tokens:
+        return tokens
+    front = _front(tokenizer, text or "a")  # of no text it cannot be told from what goes behind
+    return tokens if tokens[: len(front)] == front else front + tokens
 
 
 def wants_special_tokens(tokenizer: Tokenizer) -> bool:
@@ -201,6 +214,17 @@ def _special_id(tokenizer: Tokenizer, name: str, remedy: str) -> int:
     if not isinstance(token_id, int):
         raise ValueError(f"expected one id for the {name} {token!r}; got {token_id}")
     return token_id
+
+
+def _front(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens that the tokenizer puts in front of this text."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    framed = tokenizer.encode(text, add_special_tokens=True)
+    # The last place: special tokens that the text itself begins with stay in it.
+    for start in range(len(framed) - len(tokens), -1, -1):
+        if framed[start : start + len(tokens)] == tokens:
+            return framed[:start]
+    return []
 
 
 def _limit(width: int | None, max_positions: int | None) -> tuple[int | None, str]:

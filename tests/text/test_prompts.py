@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
+from smd_jax.tasks.task import prompt_length
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.prompts import (
     MAX_SPARE_ROWS,
     Tokenizer,
     check_vocabulary,
     decode_completions,
+    encode_prompt,
     encode_prompts,
     eos_token_id,
     pad_token_id,
@@ -23,7 +26,7 @@ from smd_jax.text.prompts import (
 
 TOKENIZER = byte_tokenizer()
 A, B, C, D = b"abcd"  # their ids: a token is a byte
-PAD, EOS = 256, 258
+PAD, BOS, EOS = 256, 257, 258
 
 
 def test_a_transformers_tokenizer_is_a_tokenizer():
@@ -57,23 +60,34 @@ def test_valid_tokens_are_the_prompts(texts):
     assert np.all(np.diff(np.asarray(batch.valid, int), axis=1) >= 0)  # padding, then tokens
 
 
-def test_special_tokens_are_added_on_request():
-    class AddsEos:
-        """A tokenizer that ends every text with EOS unless asked not to."""
+def framing_tokenizer(template: str):
+    """The byte tokenizer with a post-processor, as tokenizers saved with add_bos_token and add_eos_token have."""
+    tokenizer = byte_tokenizer(chat=False)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
 
-        special_tokens_map = TOKENIZER.special_tokens_map
-        __len__ = TOKENIZER.__len__
-        get_vocab = TOKENIZER.get_vocab
-        decode = TOKENIZER.decode
-        convert_tokens_to_ids = TOKENIZER.convert_tokens_to_ids
-        chat_template = TOKENIZER.chat_template
-        apply_chat_template = TOKENIZER.apply_chat_template
 
-        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            return TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * add_special_tokens
-
-    assert encode_prompts(AddsEos(), ["a"]).tokens.tolist() == [[A]]
-    assert encode_prompts(AddsEos(), ["a"], add_special_tokens=True).tokens.tolist() == [[A, EOS]]
+@pytest.mark.parametrize(
+    ("template", "text", "tokens"),
+    [
+        ("$A", "a", [A]),
+        ("$A <|im_end|>", "a", [A]),
+        ("<|im_start|> $A", "a", [BOS, A]),
+        ("<|im_start|> $A <|im_end|>", "a", [BOS, A]),
+        ("<|im_start|> $A <|im_end|>", "", [BOS]),
+        ("<|im_start|> $A <|im_end|>", "a<|im_end|>", [BOS, A, EOS]),  # the text's own
+        ("<|im_start|> $A", "<|im_start|>a", [BOS, A]),  # once, not twice
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>", [BOS]),
+    ],
+)
+def test_special_tokens_go_in_front_and_never_behind(template, text, tokens):
+    tokenizer = framing_tokenizer(template)
+    assert encode_prompt(tokenizer, text, add_special_tokens=True) == tokens
+    assert encode_prompts(tokenizer, [text], add_special_tokens=True).tokens.tolist() == [tokens]
+    assert encode_prompt(tokenizer, "ab", add_special_tokens=False) == [A, B]
+    if text:
+        assert prompt_length({"prompt": text}, tokenizer) == len(tokens)
 
 
 def test_one_width_compiles_once():
