@@ -33,6 +33,9 @@ class Family:
       attention_bias, mlp_bias: whether config.json may ask for biases in attention (on q, k, v and the output), and in
         the MLP.
       windows: which layers may have a sliding window: none, all, or those that `layer_types` names.
+      sizes: transformers' defaults of keys that are absent in config.json.
+      num_kv_heads: the default of an absent num_key_value_heads; None: num_attention_heads.
+      null_kv_heads: whether a num_key_value_heads of null means num_attention_heads.
       head_dim: where config.json gives none; None: hidden_size / num_attention_heads.
       tie_embeddings: where config.json says nothing.
       only: keys of config.json and the one value that the decoder can do; absent and null mean the same.
@@ -43,16 +46,54 @@ class Family:
     attention_bias: bool = False
     mlp_bias: bool = False
     windows: Literal["none", "all", "some"] = "none"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    num_kv_heads: int | None = None
+    null_kv_heads: bool = True
     head_dim: int | None = None
     tie_embeddings: bool = False
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
 
 
+def _sizes(vocab: int, hidden: int, mlp: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
 FAMILIES: dict[ModelType, Family] = {
-    "llama": Family("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", windows="all"),
-    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, windows="some"),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, attention_bias=True, windows="some", head_dim=128),
+    "llama": Family(
+        "LlamaForCausalLM",
+        attention_bias=True,
+        mlp_bias=True,
+        sizes=_sizes(32_000, 4096, 11_008, 32, 32, 2048),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        windows="all",
+        sizes=_sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+        num_kv_heads=8,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"qkv_bias": True},
+        windows="some",
+        sizes=_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
+        num_kv_heads=32,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {"qk_norm": True},
+        attention_bias=True,
+        windows="some",
+        sizes=_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
+        num_kv_heads=32,
+        head_dim=128,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
@@ -64,6 +105,9 @@ FAMILIES: dict[ModelType, Family] = {
         },
         attention_bias=True,
         windows="some",
+        sizes=_sizes(262_208, 2304, 9216, 26, 8, 131_072),
+        num_kv_heads=4,
+        null_kv_heads=False,
         head_dim=256,
         tie_embeddings=True,
         only={

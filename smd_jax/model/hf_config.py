@@ -11,9 +11,10 @@ from typing import Any
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import FloatName, ModelConfig, RopeScaling, YarnRope, check_whole
+from smd_jax.config import FloatName, ModelConfig, RopeScaling, YarnRope
 from smd_jax.model.families import FAMILIES, SET_BY_FAMILY, Family, ModelType, model_type_of
-from smd_jax.model.hf_rope import LAYER_TYPES, LOCAL_THETA, read_rope, read_two_ropes, required_int, rope_to_hf
+from smd_jax.model.hf_fields import LARGEST, flag, names, number, shown, whole
+from smd_jax.model.hf_rope import LAYER_TYPES, LOCAL_THETA, read_rope, read_two_ropes, rope_to_hf
 
 _FLOAT_NAMES: dict[str, FloatName] = {
     "float32": "float32",
@@ -34,6 +35,7 @@ FULL, SLIDING = LAYER_TYPES
 _DEFAULT_WINDOW = 4096
 _GEMMA_PATTERN = 6  # every sixth layer sees all
 _QWEN_WINDOW_LAYERS = 28  # layers from this one on have a window
+_MOST_LAYERS = 4096
 
 
 def float_name(dtype: DTypeLike) -> FloatName:
@@ -60,13 +62,11 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
       dtype: the compute dtype to put into the result; the file's own says only how the weights are stored.
 
     Raises:
-      ValueError: a key is missing, or asks for something that the decoder does not do.
+      ValueError: a value has the wrong type, or asks for something that the decoder does not do; names the key.
     """
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     _refuse_unsupported(config, model_type)
-    num_heads = required_int(config, "num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads")
     head_dim = _head_dim(config, family)
     windows = _windows(config, model_type)
     local_theta = None
@@ -74,30 +74,53 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         rope_theta, rope_scaling, local_theta = read_two_ropes(config)
     else:
         rope_theta, rope_scaling = read_rope(config)
-    attention_bias = family.attention_bias and bool(config.get("attention_bias"))
+    attention_bias = family.attention_bias and flag(config, "attention_bias", False)
     return ModelConfig(
-        vocab_size=required_int(config, "vocab_size"),
-        hidden_size=required_int(config, "hidden_size"),
-        intermediate_size=required_int(config, "intermediate_size"),
-        num_layers=required_int(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        # Absent or null: every query head has a KV head of its own.
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=_size(config, "hidden_size"),
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_num_layers(config),
+        num_heads=_size(config, "num_attention_heads"),
+        num_kv_heads=_num_kv_heads(config, family),
         head_dim=head_dim,
         max_positions=_max_positions(config, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        # A Gemma all of whose layers see all has no use for the other base.
+        # A Gemma without windows does not use its second base.
         local_rope_theta=local_theta if windows else None,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=number(config, "rms_norm_eps", 1e-6, zero=True),
         o_bias=attention_bias,
-        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
+        mlp_bias=family.mlp_bias and flag(config, "mlp_bias", False),
         query_pre_attn_scalar=_query_scalar(config, head_dim) if model_type == "gemma3_text" else None,
         sliding_windows=windows,
-        tie_embeddings=config.get("tie_word_embeddings", family.tie_embeddings),
+        tie_embeddings=flag(config, "tie_word_embeddings", family.tie_embeddings),
         dtype=dtype,
         **{"qkv_bias": attention_bias, **SET_BY_FAMILY, **family.always},
     )
+
+
+def _size(config: dict[str, Any], key: str) -> int:
+    """A size of the model. Every size is read here, so that its default is the one of the family."""
+    return whole(config, key, FAMILIES[_model_type(config)].sizes[key])
+
+
+def _num_layers(config: dict[str, Any]) -> int:
+    layers = _size(config, "num_hidden_layers")
+    # Everything that is read has an entry for each layer: refused here, before the tensors can tell.
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"expected num_hidden_layers as an integer from 1 to {_MOST_LAYERS}; got {layers}")
+    return layers
+
+
+def _num_kv_heads(config: dict[str, Any], family: Family) -> int:
+    """transformers has a default for an absent key and, in most families, another meaning of null."""
+    key = "num_key_value_heads"
+    heads = _size(config, "num_attention_heads")
+    if key not in config:
+        return heads if family.num_kv_heads is None else family.num_kv_heads
+    if config[key] is None and family.null_kv_heads:
+        return heads
+    return whole(config, key)
 
 
 def _model_type(config: dict[str, Any]) -> ModelType:
@@ -105,7 +128,7 @@ def _model_type(config: dict[str, Any]) -> ModelType:
     for known in FAMILIES:
         if model_type == known:
             return known
-    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (dense models of text); got {model_type!r}")
+    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (dense models of text); got {shown(model_type)}")
 
 
 def _refuse_unsupported(config: dict[str, Any], model_type: ModelType) -> None:
@@ -119,16 +142,15 @@ def _refuse_unsupported(config: dict[str, Any], model_type: ModelType) -> None:
     for key, value in supported.items():
         got = config.get(key)
         if got is not None and got != value:
-            raise ValueError(f"{model_type} with {key}={got!r} is not supported; only {key}={value!r} is")
+            raise ValueError(f"{model_type} with {key}={shown(got)} is not supported; only {key}={value!r} is")
 
 
 def _head_dim(config: dict[str, Any], family: Family) -> int:
-    if config.get("head_dim") is not None:
-        return required_int(config, "head_dim")
+    if "head_dim" in config and (config["head_dim"] is not None or family.head_dim is not None):
+        return whole(config, "head_dim")
     if family.head_dim is not None:
-        return family.head_dim  # whatever the hidden size
-    hidden = required_int(config, "hidden_size")
-    heads = required_int(config, "num_attention_heads")
+        return family.head_dim  # not derived from the hidden size
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     if hidden % heads:
         raise ValueError(
             f"hidden_size must be a multiple of num_attention_heads, or head_dim given; got {hidden}, {heads}"
@@ -138,42 +160,43 @@ def _head_dim(config: dict[str, Any], family: Family) -> int:
 
 def _query_scalar(config: dict[str, Any], head_dim: int) -> float | None:
     """None where it is head_dim, which every other family divides by."""
-    scalar = config.get("query_pre_attn_scalar", 256)
-    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
-        raise ValueError(f"expected query_pre_attn_scalar to be a number > 0; got {scalar!r}")
-    return None if scalar == head_dim else float(scalar)
+    scalar = number(config, "query_pre_attn_scalar", 256.0)
+    return None if scalar == head_dim else scalar
 
 
 def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
     """The context. Under YaRN it may be longer than the file says: Qwen2.5's cards tell users to add `rope_scaling`
     with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before."""
-    given = required_int(config, "max_position_embeddings")
+    given = _size(config, "max_position_embeddings")
     if not isinstance(rope_scaling, YarnRope):
         return given
     # The larger, because a file may give either context, the trained or the stretched one.
-    return max(given, int(rope_scaling.factor * rope_scaling.original_max_positions))
+    return max(given, min(int(rope_scaling.factor * rope_scaling.original_max_positions), LARGEST))
 
 
 def _windows(config: dict[str, Any], model_type: ModelType) -> tuple[int | None, ...]:
     """The window of every layer; empty if none has one."""
-    layers = required_int(config, "num_hidden_layers")
+    layers = _num_layers(config)
     window = _window(config, model_type)
-    kinds = config.get("layer_types") or _layer_types(config, model_type, window)
+    kinds = names(config, "layer_types") or _layer_types(config, model_type, window)
     possible = (FULL,) if FAMILIES[model_type].windows == "none" else LAYER_TYPES
-    unknown = sorted({str(kind) for kind in kinds} - set(possible))
+    unknown = sorted(set(kinds) - set(possible))
     if unknown:
-        raise ValueError(f"layer_types of {model_type} must be {' or '.join(possible)}; got {unknown}")
+        raise ValueError(f"layer_types of {model_type} must be {' or '.join(possible)}; got {shown(unknown)}")
     if len(kinds) != layers:
         raise ValueError(f"layer_types must name the kind of each of {layers} layers; got {len(kinds)}")
     # transformers' Mistral does not read the key: where it says something else, another model is meant.
     if model_type == "mistral" and kinds != _layer_types(config, model_type, window):
-        raise ValueError(f"mistral has windows in all layers or in none; got sliding_window={window} and {kinds}")
+        raise ValueError(
+            f"mistral has windows in all layers or in none; got sliding_window={window} and {shown(kinds)}"
+        )
     if SLIDING not in kinds:
         return ()
     if window is None:
         raise ValueError(
             f"{model_type} with layers of {SLIDING!r} needs a sliding_window that is in use; got "
-            f"sliding_window={config.get('sliding_window')!r}, use_sliding_window={config.get('use_sliding_window')!r}"
+            f"sliding_window={shown(config.get('sliding_window'))}, "
+            f"use_sliding_window={shown(config.get('use_sliding_window'))}"
         )
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
@@ -183,27 +206,24 @@ def _window(config: dict[str, Any], model_type: ModelType) -> int | None:
     if FAMILIES[model_type].windows == "none":
         return None
     # Qwen's files give a size also where it is not used.
-    if model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+    if model_type in ("qwen2", "qwen3") and not flag(config, "use_sliding_window", False):
         return None
     # Null turns windows off; an absent key leaves them at the default.
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
-    if window is not None:
-        check_whole("sliding_window", window, 1, "or null, for none")
-    return window
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None
+    return whole(config, "sliding_window", _DEFAULT_WINDOW)
 
 
 def _layer_types(config: dict[str, Any], model_type: ModelType, window: int | None) -> list[str]:
     """The kind of every layer where the file does not name it: older files have a rule for each family."""
-    layers = range(required_int(config, "num_hidden_layers"))
+    layers = range(_num_layers(config))
     if model_type == "gemma3_text":
-        pattern = config.get("sliding_window_pattern", _GEMMA_PATTERN)
-        check_whole("sliding_window_pattern", pattern, 1)
+        pattern = whole(config, "sliding_window_pattern", _GEMMA_PATTERN)
         return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
     if window is None:
         return [FULL for _ in layers]
     # All layers of a Mistral; of a Qwen those from a certain one on.
-    first = 0 if model_type == "mistral" else config.get("max_window_layers", _QWEN_WINDOW_LAYERS)
-    check_whole("max_window_layers", first, 0)
+    first = 0 if model_type == "mistral" else whole(config, "max_window_layers", _QWEN_WINDOW_LAYERS, 0)
     return [SLIDING if layer >= first else FULL for layer in layers]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smd_jax.config import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from smd_jax.model.hf_fields import flag, mapping, number, shown, some, whole
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -35,8 +36,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     Raises:
       ValueError: a kind of scaling that is not supported, or keys that are missing or unknown.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return _parse(rope, config, float(config.get("rope_theta") or 10_000.0))
+    rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
+    return _parse(rope, config, "rope_theta", 10_000.0)
 
 
 def read_two_ropes(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
@@ -45,18 +46,18 @@ def read_two_ropes(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None
     Raises:
       ValueError: as `read_rope`; parameters for no kind of layer; a scaling of the layers with a window.
     """
-    given = config.get("rope_parameters") or {}
+    given = mapping(config, "rope_parameters")
     unknown = sorted(set(given) - set(LAYER_TYPES))
     if unknown:
         raise ValueError(
-            f"expected rope_parameters of {' and '.join(LAYER_TYPES)}, each with its own; got also {', '.join(unknown)}"
+            f"expected rope_parameters of {' and '.join(LAYER_TYPES)}, each with its own; got also {some(unknown)}"
         )
-    whole = {**(given.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
-    theta, scaling = _parse(whole, config, float(config.get("rope_theta") or GLOBAL_THETA))
-    near = given.get("sliding_attention") or {}
-    local_theta, local_scaling = _parse(near, config, float(config.get("rope_local_base_freq") or LOCAL_THETA))
+    far = {**mapping(given, "full_attention"), **mapping(config, "rope_scaling")}
+    theta, scaling = _parse(far, config, "rope_theta", GLOBAL_THETA)
+    near = mapping(given, "sliding_attention")
+    local_theta, local_scaling = _parse(near, config, "rope_local_base_freq", LOCAL_THETA)
     if local_scaling is not None:
-        raise ValueError(f"expected plain RoPE in layers with a sliding window; got {near}")
+        raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(near)}")
     return theta, scaling, local_theta
 
 
@@ -87,30 +88,25 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
             return {**yarn, "attention_factor": scaling.attention_factor} if given else yarn
 
 
-def required_int(config: Mapping[str, Any], key: str) -> int:
-    """A whole number that config.json must give."""
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise ValueError(f"config.json must give {key} as an integer; got {value!r}")
-    return value
-
-
-def _parse(given: Mapping[str, Any], config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """One dictionary of parameters; `theta` is the base where it has none."""
+def _parse(
+    given: Mapping[str, Any], config: Mapping[str, Any], theta_key: str, default_theta: float
+) -> tuple[float, RopeScaling | None]:
+    """One dictionary of parameters. The base of one without a `rope_theta` is `config[theta_key]`, or the default."""
     rope = dict(given)
     # Older files say `type` where newer ones say `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
-    theta = float(rope.pop("rope_theta", None) or theta)
+    base = rope.pop("rope_theta", None)
+    theta = number(config, theta_key, default_theta) if base is None else number(given, "rope_theta")
     partial = rope.pop("partial_rotary_factor", None)
-    if rope_type not in ROPE_KEYS:
-        raise ValueError(f"rope type must be one of {', '.join(ROPE_KEYS)}; got {rope_type!r}")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
+        raise ValueError(f"rope type must be one of {', '.join(ROPE_KEYS)}; got {shown(rope_type)}")
     if partial is not None and partial != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1.0 or absent; got {partial!r}")
+        raise ValueError(f"partial_rotary_factor must be 1.0 or absent; got {shown(partial)}")
     unknown = sorted(set(rope) - set(ROPE_KEYS[rope_type]))
     if unknown:
         known = ", ".join(ROPE_KEYS[rope_type]) or "no further keys"
-        raise ValueError(f"rope type {rope_type!r} takes {known}; got also {', '.join(unknown)}")
+        raise ValueError(f"rope type {rope_type!r} takes {known}; got also {some(unknown)}")
     return theta, _scaling(rope_type, rope, config)
 
 
@@ -118,46 +114,47 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
     if rope_type == "default":
         return None
     if rope_type == "linear":
-        return LinearRope(factor=_number(rope, "factor", rope_type))
-    # A length outside the dictionary wins, and the context length stands in for an absent one, as in transformers.
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = int(original or required_int(config, "max_position_embeddings"))
+        return LinearRope(factor=number(rope, "factor"))
+    original = _original_positions(rope, config)
     if rope_type == "llama3":
         return Llama3Rope(
-            factor=_number(rope, "factor", rope_type),
-            low_freq_factor=_number(rope, "low_freq_factor", rope_type),
-            high_freq_factor=_number(rope, "high_freq_factor", rope_type),
+            factor=number(rope, "factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
             original_max_positions=original,
         )
-    if rope.get("truncate") is False:
+    given = {key: value for key, value in rope.items() if value is not None}
+    if not flag(given, "truncate", True):
         raise ValueError("yarn with truncate=False is not supported; only truncate=True is")
     # An absent factor is the ratio of the two contexts.
-    factor = float(rope.get("factor") or required_int(config, "max_position_embeddings") / original)
+    factor = number(given, "factor") if "factor" in given else whole(config, "max_position_embeddings") / original
     return YarnRope(
         factor=factor,
         original_max_positions=original,
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        attention_factor=_yarn_attention_factor(rope, factor),
+        beta_fast=number(given, "beta_fast", 32.0),
+        beta_slow=number(given, "beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(given, factor),
     )
 
 
-def _number(rope: dict[str, Any], key: str, rope_type: str) -> float:
-    value = rope.get(key)
-    if not isinstance(value, int | float):
-        raise ValueError(f"rope type {rope_type!r} needs a number {key}; got {value!r}")
-    return float(value)
+def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """The context before it was stretched. A length outside of the dictionary wins, and the context length replaces an
+    absent one, as in transformers."""
+    key = "original_max_position_embeddings"
+    for fields in (config, rope):
+        if fields.get(key) is not None:
+            return whole(fields, key)
+    return whole(config, "max_position_embeddings")
 
 
-def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float | None:
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
     """Explicit, or from DeepSeek's two mscales, or None where the default `0.1 ln(factor) + 1` holds."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    # Nothing is stretched, so scores keep their size.
+    if "attention_factor" in rope:
+        return number(rope, "attention_factor")
+    # Without stretching, scores keep their size.
     if factor <= 1:
         return 1.0
-    mscale = rope.get("mscale")
-    mscale_all_dim = rope.get("mscale_all_dim")
+    mscale, mscale_all_dim = (number(rope, key, 0.0, zero=True) for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
         return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,20 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.model.tensor_table import Leaf
+from smd_jax.model.hf_fields import shown, some
+from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Leaf, tensor_table
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 STORED_DTYPES = ("F32", "BF16", "F16", "F64")
+# The index of a model of 400 billion parameters has a tenth of a megabyte.
+MOST_JSON_BYTES = 16 * 2**20
+_MOST_NAME_CHARACTERS = 255  # what file systems allow
 # Of a tensor this much is read at once, or a 32nd of what is wanted of it, if that is less.
 BLOCK_BYTES = 8 * 2**20
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end along each axis
 
@@ -41,13 +48,23 @@ class Stored:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that must hold a JSON object."""
+    """Reads a JSON object.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: no JSON, no object, or a file of more than 16 MiB.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"expected a checkpoint with {path.name} in {path.parent}; there is no such file")
+    size = path.stat().st_size
+    if size > MOST_JSON_BYTES:
+        raise ValueError(f"expected {path} of at most {MOST_JSON_BYTES} bytes; got {size}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object; got {type(content).__name__}")
     return content
@@ -70,18 +87,34 @@ def tensor_files(directory: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
+    files = [index.parent / name for name in shard_names(index)]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names the shard {file.name}; there is no such file in {index.parent}")
+    return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names, sorted.
+
+    Raises:
+      ValueError: the index has no weight_map, or names files that are no safetensors of its own directory.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} must hold weight_map, an object of tensor name -> file name; got {weight_map!r}")
-    files = []
-    for name in sorted({str(value) for value in weight_map.values()}):
+        raise ValueError(
+            f"{index} must hold weight_map, an object of tensor name -> file name; got {shown(weight_map)}"
+        )
+    for name in weight_map.values():
         # An index is part of a download: it must not name files elsewhere on this machine.
-        if name != os.path.basename(name) or "\\" in name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} must name safetensors files in its own directory; got {name!r}")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index} names the shard {name}; there is no such file in {index.parent}")
-        files.append(index.parent / name)
-    return files
+        if not isinstance(name, str) or not _is_shard_name(name):
+            raise ValueError(f"{index} must name safetensors files in its own directory; got {shown(name)}")
+    return sorted(set(weight_map.values()))
+
+
+def _is_shard_name(name: str) -> bool:
+    plain = name == os.path.basename(name) and name.isprintable() and "\\" not in name
+    return plain and name.endswith(".safetensors") and len(name) <= _MOST_NAME_CHARACTERS
 
 
 def read_headers(files: list[Path]) -> dict[str, Stored]:
@@ -92,23 +125,81 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
             with safe_open(file, framework="numpy") as tensors:
                 header = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+            raise ValueError(f"{file} is not a readable safetensors file: {error!s:.200}") from error
         for name, tensor in header.items():
             if name in stored:
-                raise ValueError(f"expected every tensor once; {name} is in {stored[name].file.name} and {file.name}")
+                raise ValueError(
+                    f"expected every tensor once; {some([name])} is in {stored[name].file.name} and {file.name}"
+                )
             stored[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
     return stored
 
 
+def match_tensors(config: ModelConfig, files: list[Path], where: str) -> dict[str, tuple[Leaf, Stored]]:
+    """The parameters of `config` and where each is stored, by the tensor's name; from headers, without weights.
+
+    A tied embedding may be stored under either of its two names, and both names must then hold equal tensors.
+
+    Raises:
+      ValueError: missing or unexpected tensors; a wrong shape or dtype; an output projection that differs from the
+        embedding that config.json ties it to.
+    """
+    stored = read_headers(files)
+    # Before the table is built, which has an entry for each tensor of each layer.
+    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
+    if config.num_layers > max(len(layers), 1):
+        raise ValueError(
+            f"tensors in {where} do not fit its configuration: expected {config.num_layers} layers, as "
+            f"num_hidden_layers says; got tensors of {len(layers)}"
+        )
+    table = tensor_table(config)
+    if config.tie_embeddings and EMBEDDING not in stored and OUTPUT in stored:
+        table = {OUTPUT if name == EMBEDDING else name: leaf for name, leaf in table.items()}
+    check_names(
+        missing=table.keys() - stored.keys(),
+        extra={name for name in stored.keys() - table.keys() if not is_redundant(name, config)},
+        where=where,
+    )
+    check_stored(table, stored)
+    if config.tie_embeddings and {EMBEDDING, OUTPUT} <= stored.keys():
+        _check_tied(stored[EMBEDDING], stored[OUTPUT], where)
+    return {name: (leaf, stored[name]) for name, leaf in table.items()}
+
+
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that older transformers wrote and that carry nothing: rope's buffers, the copy of a tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+    """Whether a tensor holds nothing new: RoPE's buffers of older transformers, or the copy of a tied embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == OUTPUT)
+
+
+def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
+    """Raises ValueError unless both tensors are equal, read in blocks of rows."""
+    equal = embedding.shape == output.shape
+    if equal:
+        with (
+            safe_open(embedding.file, framework="numpy") as first,
+            safe_open(output.file, framework="numpy") as second,
+        ):
+            one, other = first.get_slice(EMBEDDING), second.get_slice(OUTPUT)
+            rows, width = embedding.shape
+            step = max(BLOCK_BYTES // (8 * width), 1)
+            blocks = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+            equal = all(np.array_equal(_wide(one[block]), _wide(other[block]), equal_nan=True) for block in blocks)
+    if not equal:
+        raise ValueError(
+            f"expected {OUTPUT} in {where} to equal {EMBEDDING}, because config.json says tie_word_embeddings: true; "
+            "got another tensor. If it was trained separately, set tie_word_embeddings to false"
+        )
+
+
+def _wide(block: np.ndarray) -> np.ndarray:
+    """In a dtype that holds every stored value exactly, and that NumPy compares."""
+    return block.astype(np.float64)
 
 
 def check_stored(table: dict[str, Leaf], stored: dict[str, Stored]) -> None:
     """Raises ValueError for tensors of another shape than the table's, or whose numbers are no floats."""
     wrong = [
-        f"{name}: expected {list(leaf.hf_shape)}, got {list(stored[name].shape)}"
+        f"{name}: expected {list(leaf.hf_shape)}, got {shown(list(stored[name].shape))}"
         for name, leaf in table.items()
         if stored[name].shape != leaf.hf_shape
     ]
@@ -188,9 +279,3 @@ def check_names(missing: Iterable[str], extra: Iterable[str], where: str) -> Non
     ]
     if problems:
         raise ValueError(f"tensors in {where} do not fit its configuration: {'; '.join(problems)}")
-
-
-def some(words: list[str], limit: int = 8) -> str:
-    """The first words of a list, and how many more there are."""
-    more = f", and {len(words) - limit} more" if len(words) > limit else ""
-    return ", ".join(words[:limit]) + more

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from smd_jax.config import ModelConfig
 
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -68,10 +71,10 @@ def tensor_table(config: ModelConfig) -> dict[str, Leaf]:
         layer["self_attn.q_norm.weight"] = Leaf("attention/q_norm/scale", (config.head_dim,))
         layer["self_attn.k_norm.weight"] = Leaf("attention/k_norm/scale", (config.head_dim,))
     blocks = [(f"model.layers.{n}", f"layers_{n}") for n in range(config.num_layers)]
-    table = {"model.embed_tokens.weight": Leaf("embed/embedding", (vocab, hidden))}
+    table = {EMBEDDING: Leaf("embed/embedding", (vocab, hidden))}
     for there, here in blocks:
         table |= {f"{there}.{name}": Leaf(f"{here}/{leaf.path}", leaf.shape) for name, leaf in layer.items()}
     table["model.norm.weight"] = Leaf("norm/scale", (hidden,))
     if not config.tie_embeddings:
-        table["lm_head.weight"] = Leaf("lm_head/kernel", (hidden, vocab))
+        table[OUTPUT] = Leaf("lm_head/kernel", (hidden, vocab))
     return table

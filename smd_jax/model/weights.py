@@ -24,17 +24,15 @@ from safetensors.numpy import save_file
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.gate import EVICTION_GATE
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
+from smd_jax.model.hf_fields import some
 from smd_jax.model.lora import LORA
 from smd_jax.model.stored_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
     check_names,
-    check_stored,
-    is_redundant,
     load_parameter,
-    read_headers,
+    match_tensors,
     read_json,
-    some,
     tensor_files,
 )
 from smd_jax.model.tensor_table import Leaf, tensor_table
@@ -82,27 +80,21 @@ def load_checkpoint(
 
     Raises:
       FileNotFoundError: no directory, no config.json, no safetensors, or a shard that the index names does not exist.
-      ValueError: a pickle in place of safetensors; missing or extra tensors; a wrong shape or dtype; an index that
-        names files elsewhere; a file that cannot be parsed; an architecture that the decoder does not cover.
+      ValueError: a pickle in place of safetensors; missing or extra tensors; a wrong shape or dtype; an output
+        projection that differs from the embedding it is tied to; an index that names files elsewhere; a file that
+        cannot be parsed; an architecture that the decoder does not cover.
     """
     directory = Path(directory)
     name = float_name(dtype)
-    config = read_config(directory, name)
-    table = tensor_table(config)
-    stored = read_headers(tensor_files(directory))
-    check_names(
-        missing=table.keys() - stored.keys(),
-        extra={n for n in stored.keys() - table.keys() if not is_redundant(n, config)},
-        where=str(directory),
-    )
-    check_stored(table, stored)
+    config = _parsed_config(directory, name)
+    tensors = match_tensors(config, tensor_files(directory), str(directory))
     flat: dict[str, Any] = {}
     # File by file, so that each is opened once.
-    for file in sorted({stored[n].file for n in table}):
-        with safe_open(file, framework="numpy") as tensors:
-            for n, leaf in table.items():
-                if stored[n].file == file:
-                    flat[leaf.path] = load_parameter(tensors.get_slice(n), leaf, name, _sharding(leaf, mesh))
+    for file in sorted({stored.file for _, stored in tensors.values()}):
+        with safe_open(file, framework="numpy") as opened:
+            for n, (leaf, stored) in tensors.items():
+                if stored.file == file:
+                    flat[leaf.path] = load_parameter(opened.get_slice(n), leaf, name, _sharding(leaf, mesh))
     return config, unflatten_dict(flat, sep="/")
 
 
@@ -111,14 +103,29 @@ def _sharding(leaf: Leaf, mesh: Mesh | None) -> NamedSharding | None:
 
 
 def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelConfig:
-    """The configuration of a checkpoint, without its weights; arguments and errors as `load_checkpoint`."""
+    """Reads the configuration of a checkpoint, and checks it against the headers of its tensors.
+
+    Arguments and errors as `load_checkpoint`. No weights are read, except to compare a tied embedding that is stored
+    twice.
+    """
     directory = Path(directory)
+    config = _parsed_config(directory, float_name(dtype))
+    match_tensors(config, tensor_files(directory), str(directory))
+    return config
+
+
+def _parsed_config(directory: Path, dtype: FloatName) -> ModelConfig:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"expected a checkpoint directory; there is none at {directory}. A model of the Hugging Face Hub has to be "
             "downloaded before: hf download NAME --local-dir DIRECTORY"
         )
-    return model_config_from_hf(read_json(directory / "config.json"), float_name(dtype))
+    file = directory / "config.json"
+    content = read_json(file)
+    try:
+        return model_config_from_hf(content, dtype)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def save_checkpoint(

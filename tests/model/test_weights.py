@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.hf_config import FloatName, hf_config_from_model, model_config_from_hf
-from smd_jax.model.weights import load_checkpoint, save_checkpoint, tensor_table
+from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from tests import paths
 from tests.families import FAMILY_CONFIGS
@@ -239,10 +239,10 @@ def rewrite(checkpoint: Path, add: dict[str, np.ndarray], drop: tuple[str, ...] 
     save_file({k: v for k, v in tensors.items() if k not in drop}, checkpoint / "model.safetensors")
 
 
-def write_index(checkpoint: Path, shard: str) -> None:
+def write_index(checkpoint: Path, shard: Any) -> None:
     names = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
-    index = {"weight_map": dict.fromkeys(names, shard)}
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors") | {"model.norm.weight": shard}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -297,9 +297,56 @@ def test_extra_tensors(checkpoint: Path):
 
 def test_redundant_tensors_are_tolerated(checkpoint: Path):
     expected = load_checkpoint(checkpoint)[1]
+    copy = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
-    rewrite(checkpoint, rotary | {"lm_head.weight": np.zeros((96, 32), np.float32)})
+    rewrite(checkpoint, rotary | {"lm_head.weight": copy})
     chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_tied_projection_with_other_values_is_refused(checkpoint: Path, dtype: str):
+    """transformers 4 drops it, transformers 5 does not tie it: both with a warning."""
+    other = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].astype(jnp.dtype(dtype))
+    other[-1, -1] += 1
+    rewrite(checkpoint, {"lm_head.weight": other})
+    for read in (load_checkpoint, read_config):
+        with pytest.raises(ValueError, match=r"lm_head.weight in .* to equal .*; got another.*set tie_word"):
+            read(checkpoint)
+    rewrite(checkpoint, {"lm_head.weight": other[1:]})
+    with pytest.raises(ValueError, match=r"expected lm_head.weight in .* to equal"):
+        load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tied_embedding_under_its_other_name(checkpoint: Path, sharded: bool):
+    """safetensors keeps one name of two for a shared tensor, and which one is up to the writer."""
+    expected = load_checkpoint(checkpoint)[1]
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(checkpoint, {"lm_head.weight": embedding}, drop=("model.embed_tokens.weight",))
+    if sharded:
+        write_index(checkpoint, "model-00001-of-00001.safetensors")
+    chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
+
+
+def test_sizes_that_the_tensors_do_not_have_are_refused_from_headers(checkpoint: Path):
+    for change, message in [
+        (
+            {"num_hidden_layers": 4000, "layer_types": None},
+            "expected 4000 layers, as .*; got tensors of 2",
+        ),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers as an integer from 1 to 4096; got 100000"),
+        ({"head_dim": 2**30}, r"q_proj.weight: expected \[4294967296, 32\], got \[32, 32\]"),
+        ({"head_dim": 2**31}, "expected head_dim as an integer"),
+        ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight: expected \[2147483647, 32\]"),
+        ({"intermediate_size": 2**31 - 1}, r"gate_proj.weight: expected \[2147483647, 32\]"),
+    ]:
+        kept = (checkpoint / "config.json").read_text()
+        edit_config(checkpoint, **change)
+        for read in (load_checkpoint, read_config):
+            with pytest.raises(ValueError, match=message) as caught:
+                read(checkpoint)
+            assert len(str(caught.value)) < 1200
+        (checkpoint / "config.json").write_text(kept)
 
 
 def test_output_projection_is_no_extra_unless_tied(checkpoint: Path):
@@ -332,10 +379,42 @@ def test_shard_that_does_not_exist(checkpoint: Path):
         load_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/tmp/outside.safetensors", "..\\a.safetensors", "a.bin"])
-def test_shard_outside_the_directory(checkpoint: Path, shard: str):
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("../outside.safetensors", "/tmp/outside.safetensors", "..\\a.safetensors", "a.bin", "a\0.safetensors"),
+        *("x" * 3_000_000 + ".safetensors", "\ud800.safetensors", 7, None, ["a.safetensors"], {}),
+    ],
+    ids=lambda shard: repr(shard)[:20],
+)
+def test_shard_outside_the_directory(checkpoint: Path, shard: Any):
     write_index(checkpoint, shard)
-    with pytest.raises(ValueError, match=r"must name safetensors files in its own directory; got"):
+    with pytest.raises(ValueError, match=r"must name safetensors files in its own directory; got") as caught:
+        load_checkpoint(checkpoint)
+    assert len(str(caught.value)) < 400
+
+
+def test_long_names_are_cut_in_errors(checkpoint: Path):
+    rewrite(checkpoint, {"x" * 100_000: np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match="unexpected xxx") as caught:
+        load_checkpoint(checkpoint)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, '{"vocab_size": ' + "9" * 10_000 + "}", "\0", "\ud83d"]
+)
+def test_json_that_cannot_be_read(checkpoint: Path, text: str):
+    (checkpoint / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ValueError, match=r"config.json is not JSON") as caught:
+        load_checkpoint(checkpoint)
+    assert len(str(caught.value)) < 500
+
+
+def test_json_of_any_size_is_not_read(checkpoint: Path):
+    with (checkpoint / "config.json").open("ab") as file:
+        file.truncate(17 * 2**20)  # a sparse file
+    with pytest.raises(ValueError, match="config.json of at most 16777216 bytes; got 17825792"):
         load_checkpoint(checkpoint)
 
 
@@ -430,7 +509,8 @@ def test_config_round_trip(config: ModelConfig):
 
 def test_defaults_are_those_of_transformers():
     assert model_config_from_hf(SMALL) == ModelConfig(96, 32, 48, 2, 4, 4, 8, 64, rope_theta=1e4, norm_eps=1e-6)
-    assert model_config_from_hf(SMALL | {"model_type": "qwen3"}).head_dim == 128
+    qwen3 = model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2})
+    assert qwen3.head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -483,12 +563,15 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "one of default, linear, llama3, yarn; got 'dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "got 'longrope'"),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a number factor; got None"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs a number low_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "expected factor as a finite number > 0; got None"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "expected low_freq_factor as a finite number > 0; got None",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=False"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "got also finetuned"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "got also full_attention"),
-        ({"vocab_size": None}, "must give vocab_size as an integer; got None"),
+        ({"vocab_size": None}, "expected vocab_size as an integer from 1 to 2147483647; got None"),
         ({"hidden_size": 30}, "hidden_size must be a multiple of num_attention_heads.*got 30, 4"),
     ],
 )
