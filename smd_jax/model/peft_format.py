@@ -23,31 +23,29 @@ from safetensors.numpy import save_file
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import float_name
+from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
+from smd_jax.model.stored_tensors import STORED_DTYPES, read_json
 from smd_jax.model.weights import tensor_table
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
-_SHOWN = 4
 
-# Options of PEFT that make another function of the same tensors, and what they are where they do nothing. What a
-# config does not name is at its default.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "target_parameters": ([], None),
-    "layer_replication": ([], None),
-    "alora_invocation_tokens": ([], None),
-}
+# PEFT's options that do not change what trained adapters compute on their base. `init_lora_weights` decides whether the
+# configuration of an initialisation (EVA, CorDA, …) applies.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout"),
+        *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    }
+)
+# Initialisations that leave the base as it is. PEFT repeats all others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) when it
+# loads an adapter, and they subtract a part of the base's weights.
+_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def save_peft(
@@ -78,7 +76,7 @@ def save_peft(
     pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
     if pairs.keys() != paths.keys():
         wrong = sorted(pairs.keys() ^ paths.keys())
-        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {_some(wrong)}")
+        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(wrong)}")
     kind = jnp.dtype(float_name(dtype))
     tensors = {
         _tensor_name(paths[path], matrix): np.ascontiguousarray(np.asarray(pair[matrix]).astype(kind).T)
@@ -105,8 +103,8 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
 
     Raises:
       FileNotFoundError: one of PEFT's two files is not there.
-      ValueError: they are no LoRA, or one with options that would be another function (DoRA, biases, ranks by layer,
-        modules saved whole); tensors missing, left over or of the wrong shape.
+      ValueError: no LoRA, or LoRA with an option that makes another function of the tensors or changes the base (DoRA,
+        biases, ranks by layer, modules saved whole, PiSSA, OLoRA); tensors missing, left over or of the wrong shape.
     """
     if has_lora(params):
         raise ValueError("expected the parameters of a base; got some with adapters: merge_lora(params) keeps them")
@@ -128,7 +126,7 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
             wide = jnp.promote_types(kernel.dtype, jnp.float32)
             matrices[f"{path}/{matrix}"] = jnp.array(tensor.T.astype(wide))
     if tensors:
-        raise ValueError(f"expected adapters of whole layers in {directory}; got {_some(sorted(tensors))}, too")
+        raise ValueError(f"expected adapters of whole layers in {directory}; got {some(sorted(tensors))}, too")
     return {**params, LORA: Adapters(unflatten_dict(matrices, sep="/"), lora)}
 
 
@@ -165,38 +163,61 @@ def _peft_config(lora: LoraConfig, base_model: str | Path | None) -> dict[str, A
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        kind = content.get("peft_type") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"expected peft_type 'LORA' in {file}; got {kind!r}")
-    odd = [f"{name} {content[name]!r}" for name, none in _NOTHING.items() if content.get(name) not in none]
+    content = read_json(file)
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"expected peft_type 'LORA' in {file}; got {shown(content.get('peft_type'))}")
+    # An option that is not listed here may be a new one of PEFT's: it must be off.
+    odd = [
+        f"{name} {shown(value)}"
+        for name, value in content.items()
+        if name not in _WITHOUT_EFFECT and name != "init_lora_weights" and not _is_off(name, value)
+    ]
     if odd:
-        raise ValueError(f"expected plain LoRA in {file}, because these make another function of it; got {_some(odd)}")
+        raise ValueError(f"expected plain LoRA in {file}, because these make another function of it; got {some(odd)}")
+    start = content.get("init_lora_weights")
+    if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_INITIALISATIONS):
+        raise ValueError(
+            f"expected an init_lora_weights in {file} that leaves the base unchanged; got {shown(start)}. PEFT "
+            "converts such an adapter to plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     return content
+
+
+def _is_off(name: str, value: object) -> bool:
+    if name == "bias":
+        return value in ("none", None)
+    # An empty configuration turns its method on, with defaults.
+    return value is None or value is False or (not name.endswith("_config") and value in ({}, []))
 
 
 def _read_tensors(file: Path) -> dict[str, np.ndarray]:
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+            names = list(tensors.keys())
+            odd = [
+                f"{name}: {kind}"
+                for name in names
+                if (kind := tensors.get_slice(name).get_dtype()) not in STORED_DTYPES
+            ]
+            if odd:
+                raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)} in {file}; got {some(odd)}")
+            return {name: tensors.get_tensor(name) for name in names}
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+        raise ValueError(f"{file} is not a readable safetensors file: {error!s:.200}") from error
 
 
 def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], directory: Path) -> LoraConfig:
-    """Rank and alpha as they are said; the targets from the tensors, because PEFT may name those by a pattern."""
+    """Rank and alpha as the file gives them; the targets from the tensors, because PEFT may name those by a pattern."""
     # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
     there = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
     targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in there)
     if not targets or there - set(targets):
-        raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {_some(sorted(there))}")
-    rank, alpha = content.get("r"), content.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise ValueError(f"expected r and lora_alpha in {directory / CONFIG_FILE}; got {rank} and {alpha}")
-    return LoraConfig(rank, float(alpha), targets, bool(content.get("use_rslora")))
+        raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
+    try:
+        rank, alpha = whole(content, "r"), number(content, "lora_alpha")
+        return LoraConfig(rank, alpha, targets, flag(content, "use_rslora", False))
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
 
 
 def _taken(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], directory: Path) -> np.ndarray:
@@ -206,7 +227,3 @@ def _taken(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], di
     if tensor.shape != shape:
         raise ValueError(f"expected {name} of shape {list(shape)} in {directory}; got {list(tensor.shape)}")
     return tensor
-
-
-def _some(words: list[str]) -> str:
-    return ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
