@@ -87,7 +87,7 @@ def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
         ({"use_bdlora": {"nblocks": 2}}, "expected plain LoRA in .*; got use_bdlora"),
         (
             {"kasa_config": {}, "arrow_config": {"top_k": 3}},
-            "expected plain LoRA in .*; got arrow_config {'top_k': 3}$",
+            "expected plain LoRA in .*; got kasa_config {}, arrow_config {'top_k': 3}$",
         ),
         ({"an_option_of_a_later_peft": 1}, "expected plain LoRA in .*; got an_option_of_a_later_peft 1"),
         ({"use_dora": 1}, "expected plain LoRA in .*; got use_dora 1"),
