@@ -54,9 +54,9 @@ from study.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows
 from study.gradient_runs import GradientSizes, Measurement, kept, measured
 from study.grid import one_core_each
 from study.problems import problem_of
-from study.runs import Sizes
 from study.samplers import sampler_of
 from study.small_steps import Steps, StepSizes, stepped
+from study.starts import StartLevel
 
 # In the order of importance: what is stopped has the first ones.
 CELLS = (
@@ -83,11 +83,9 @@ CONTROL = ("tova-heads:14+2", "tova-heads:11+2")  # with their full cache as wel
 SEEDS = (0,)
 SIZES = GradientSizes()
 # A quarter of the prompts: a walk is up to twenty times as long. The start is the horizon's.
-WALK_SIZES = GradientSizes(reference_rollouts=256, prompts=8, start=Sizes(evaluation_rows=256))
+WALK_SIZES = GradientSizes(reference_rollouts=256, prompts=8, start=StartLevel(rows=256))
 STEP_SIZES = StepSizes()
-QUICK = GradientSizes(
-    rollouts=4, reference_rollouts=4, prompts=2, blocks=2, start=Sizes(evaluation_rows=16, dense_start=0.02)
-)
+QUICK = GradientSizes(rollouts=4, reference_rollouts=4, prompts=2, blocks=2, start=StartLevel(0.02, rows=16))
 QUICK_STEPS = StepSizes(batches=2, prompts=2, changes=(0.01,), isotropic=1)
 
 

@@ -52,8 +52,9 @@ from study.files import RESULTS, ROOT, Row, number, write_rows
 from study.grid import Cell, Grid
 from study.intervals import estimate, paired
 from study.problems import Walk, tokenizer
-from study.runs import DECODINGS, Sizes, start
+from study.runs import DECODINGS, Sizes
 from study.samplers import Sampler, sampler_of
+from study.starts import StartLevel, start
 from study.weights import log_ratios, response_weights, token_weights
 
 ARMS = arms_of(
@@ -67,7 +68,7 @@ ARMS = arms_of(
 LENGTHS = {"tova-heads:12+4": (16, 64), "h2o:12+4": (16, 64, 256, 512)}
 RATES = (3e-5, 1e-4, 3e-4)
 SEEDS = (0, 1, 2)
-SIZES = Sizes(rollouts=60, prompts=16, group=8, evaluate_every=30, evaluation_rows=256)
+SIZES = Sizes(rollouts=60, prompts=16, group=8, evaluate_every=30, evaluation_rows=256, start=StartLevel(rows=256))
 CELLS = tuple(
     Cell(Walk(length), sampler_of(sampler), ARMS, SEEDS) for sampler, lengths in LENGTHS.items() for length in lengths
 )
@@ -90,14 +91,14 @@ class Args(StudyArgs):
 
 
 def weight_rows(
-    problem: Walk, sampler: Sampler, seed: int, sizes: Sizes, starts: Path, lengths: Sequence[int], rows: int
+    problem: Walk, sampler: Sampler, seed: int, level: StartLevel, starts: Path, lengths: Sequence[int], rows: int
 ) -> list[Row]:
     """A row for each of the lengths: those of one rollout's first tokens, since a longer walk begins as a short one.
 
     Args:
       rows: responses, of a prompt each.
     """
-    params = start(problem, seed, sizes, starts)
+    params = start(problem, seed, level, starts)
     model = smd.Decoder(problem.model_config())
     tokens = tokenizer()
     # Rows of training: evaluation rows are looked at by evaluations alone.
@@ -148,7 +149,7 @@ def weights(args: Args) -> list[Row]:
     for seed in args.seeds or SEEDS:
         for sampler in WEIGHT_SAMPLERS if args.samplers is None else map(sampler_of, args.samplers):
             rows = weight_rows(
-                Walk(WEIGHT_LENGTHS[-1]), sampler, seed, SIZES, runs / "starts", WEIGHT_LENGTHS, WEIGHT_ROWS
+                Walk(WEIGHT_LENGTHS[-1]), sampler, seed, SIZES.start, runs / "starts", WEIGHT_LENGTHS, WEIGHT_ROWS
             )
             made += [row | origin for row in rows]
             write_rows(out, made)

@@ -56,6 +56,25 @@ def commit() -> str:
     return f"{head}+" if changed else head
 
 
+def clean_commit() -> str:
+    """`commit()` of a result that will be reported.
+
+    Raises:
+      RuntimeError: if tracked files differ from the commit, or there is no commit.
+    """
+    found = commit()
+    if not is_clean(found):
+        raise RuntimeError(
+            f"expected a clean commit for a reported row; got {found}. Commit the changes, or use a clone"
+        )
+    return found
+
+
+def is_clean(commit: str) -> bool:
+    """Whether a recorded commit names the code that ran."""
+    return not commit.endswith("+") and commit != "not recorded"
+
+
 def git(*words: str) -> str:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()

@@ -30,6 +30,9 @@ class Arm:
       full_cache: the sampler evicts nothing: what an unlimited cache would have given.
       trains: False: the start, as it is.
       minibatches: optimizer steps per rollout; None: as many as the study takes.
+      loss: the policy loss.
+      cache_bits: bits of the sampler's cache; None: full precision.
+      first: the arm that trains before this one, for `first_share` of the rollouts; None: no other arm.
     """
 
     name: str
@@ -43,6 +46,19 @@ class Arm:
     full_cache: bool = False
     trains: bool = True
     minibatches: int | None = None
+    loss: smd.LossConfig = smd.LossConfig()
+    cache_bits: Literal[8, 4, 2] | None = None
+    first: Arm | None = None
+    first_share: float = 0.25
+
+    def phases(self, rollouts: int) -> list[tuple[Arm, int]]:
+        """The arms that train one after the other, and how many rollouts each takes."""
+        if not self.trains:
+            return [(self, 0)]
+        if self.first is None:
+            return [(self, rollouts)]
+        first = max(round(self.first_share * rollouts), 1)
+        return [(self.first, first), (self, rollouts - first)]
 
     @property
     def update(self) -> smd.UpdateConfig:
@@ -51,6 +67,7 @@ class Arm:
             distill = smd.DistillConfig(self.teacher, self.teacher_coef, self.teacher_rows)
         return smd.UpdateConfig(
             self.visibility,
+            loss=self.loss,
             policy_coef=self.policy_coef,
             correction=self.correction,
             distill=distill,
@@ -72,16 +89,31 @@ class Arm:
         return self.visibility == "shadow" or self.full_cache
 
 
+# verl's decoupled_geo_rs_token_tis with wider bounds: its own, 0.999 to 1.001, reject every response here.
+TIS_AND_REJECTION = smd.corrections.Chain(
+    (smd.corrections.TIS(), smd.corrections.GeometricRejection(low=0.5, high=2.0))
+)
+
+# Distillation from the frozen dense start, without reward.
+ANCHOR_ALONE = Arm("anchor-alone", "shadow", smd.corrections.Shadow(), "anchor", policy_coef=0.0)
+
 ARMS = (
     Arm("untrained", "shadow", smd.corrections.Shadow(), trains=False),
     Arm("full-cache", "shadow", smd.corrections.Shadow(), full_cache=True),
     Arm("naive", "dense", smd.corrections.Naive()),
     Arm("bypass", "dense", smd.corrections.Bypass()),
     Arm("tis", "dense", smd.corrections.TIS()),
+    Arm("tis-1.5", "dense", smd.corrections.TIS(clip_max=1.5)),
+    Arm("tis-5", "dense", smd.corrections.TIS(clip_max=5.0)),
     Arm("tis-sequence", "dense", smd.corrections.TIS(level="sequence")),
     Arm("mis-sequence", "dense", smd.corrections.MIS(level="sequence")),  # TRL's default
     Arm("icepop", "dense", smd.corrections.IcePop()),
     Arm("sparse-rl", "dense", smd.corrections.SparseRL()),  # as released, without its KL of 1e-4 to a reference
+    # As in the paper's text; loss and KL of its release.
+    Arm("sparse-rl-paper", "dense", smd.corrections.SparseRLPaper(), loss=smd.losses.grpo(beta=1e-4)),
+    Arm("geometric", "dense", TIS_AND_REJECTION),
+    Arm("gspo", "dense", smd.corrections.Naive(), loss=smd.losses.gspo()),
+    Arm("quantised-cache", "shadow", smd.corrections.Shadow(), full_cache=True, cache_bits=4),
     Arm("shadow", "shadow", smd.corrections.Shadow()),
     Arm("naive-anchor", "dense", smd.corrections.Naive(), "anchor"),
     Arm("tis-anchor", "dense", smd.corrections.TIS(), "anchor"),
@@ -92,7 +124,9 @@ ARMS = (
     Arm("mixed-20", "shadow", smd.corrections.Shadow(), dense_share=0.2),
     Arm("mixed-50", "shadow", smd.corrections.Shadow(), dense_share=0.5),
     Arm("mixed-80", "shadow", smd.corrections.Shadow(), dense_share=0.8),
-    Arm("anchor-alone", "shadow", smd.corrections.Shadow(), "anchor", policy_coef=0.0),  # distillation without reward
+    ANCHOR_ALONE,
+    Arm("anchor-then-shadow", "shadow", smd.corrections.Shadow(), first=ANCHOR_ALONE),
+    Arm("anchor-then-mixed", "shadow", smd.corrections.Shadow(), dense_share=0.5, first=ANCHOR_ALONE),
     Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
     # Other choices of what is the same for the arms above.
     Arm("tis-1-step", "dense", smd.corrections.TIS(), minibatches=1),

@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from provenance import is_clean
 from study.arms import arms_of
-from study.files import RESULTS, ROOT
-from study.grid import Cell, Grid
+from study.files import RESULTS, ROOT, Row, read_rows
+from study.grid import Cell, Grid, merge_rows
 from study.problems import problem_of
 from study.runs import Sizes
 from study.samplers import sampler_of
+from study.starts import StartLevel
 
 # A few rollouts, to see that all of it works.
-QUICK = Sizes(rollouts=2, prompts=4, group=4, warmup=1, evaluate_every=1, evaluation_rows=16, dense_start=0.02)
+QUICK = Sizes(
+    rollouts=2, prompts=4, group=4, warmup=1, evaluate_every=1, evaluation_rows=16, start=StartLevel(0.02, rows=16)
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class StudyArgs:
     minutes: float | None = None  # begin no run later than this; what is left is for the next call
     quick: bool = False  # a few small rollouts, under runs/NAME-quick
     collect: bool = False  # run nothing: write the rows that are kept
+    rows_from: Path | None = None  # run nothing: add the rows of this file, the results of a clean clone
 
 
 def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[float, ...], sizes: Sizes) -> Grid:
@@ -59,6 +64,7 @@ def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[floa
         results=results,
         workers=args.workers,
         minutes=args.minutes,
+        clean=not args.quick,
     )
 
 
@@ -96,9 +102,27 @@ def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def run(grid: Grid, args: StudyArgs) -> list[dict[str, object]]:
-    """The rows: made, or with `--collect` those that are kept."""
+def run(grid: Grid, args: StudyArgs) -> list[Row]:
+    """The rows: made, with `--collect` those that are kept, or with `--rows-from` those of a clone."""
+    if args.rows_from is not None:
+        return add_rows(grid.results, args.rows_from)
     return grid.collect() if args.collect else grid.run()
+
+
+def add_rows(results: Path, source: Path) -> list[Row]:
+    """Adds the rows of `source` to `results`.
+
+    Raises:
+      ValueError: for rows without a clean commit or a start, or with another start than the rows of their cell and
+        seed. `results` stays as it is.
+    """
+    rows = read_rows(source)
+    if bad := [row["commit"] for row in rows if not is_clean(row["commit"]) or "start" not in row]:
+        raise ValueError(
+            f"expected rows of clean commits with the hash of their start; got {len(bad)} others, {bad[:3]}"
+        )
+    merge_rows(results, rows)
+    return rows
 
 
 def as_written(header: str | None) -> str:

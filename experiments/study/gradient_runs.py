@@ -28,8 +28,8 @@ from study.coefficients import GROUP, NAMES, REFERENCES, Rolled, arm_gradients, 
 from study.files import Row, fingerprint, number, write_text
 from study.moments import Compared, Moments, Products, Quality, jackknife, quality
 from study.problems import Problem, tokenizer
-from study.runs import Sizes, start
 from study.samplers import FULL_CACHE, LEARNS_WHAT_TO_FORGET, Sampler
+from study.starts import StartLevel, start
 from study.token_rewards import token_rewards
 
 # Sums of arms, which follow from the products of the parts.
@@ -61,7 +61,7 @@ class GradientSizes:
     reference_rollouts: int = 512
     prompts: int = 32
     blocks: int = 16
-    start: Sizes = Sizes()
+    start: StartLevel = StartLevel()
 
     def __post_init__(self) -> None:
         for count in (self.rollouts, self.reference_rollouts):

@@ -1,14 +1,13 @@
 """The jobs of a study: every arm of every cell gets the same tries.
 
-Each arm of a cell (a problem and a sampler) has the same grid of learning rates. The rate is the one with the highest
-mean of final sparse and dense greedy reward over pilot seeds, the lower one of two equals. Pilot seeds are not
-reported, and judged on rows of their own.
+Each arm of a cell (a problem and a sampler) has the same grid of learning rates. A criterion is a set of decodings: its
+rate is the one with the highest mean reward of these over the pilot seeds, the lower one of two equals. Pilot seeds are
+not reported, and judged on rows of their own.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import multiprocessing
 import os
 import shlex
@@ -24,10 +23,14 @@ from smd_jax.commands.compilation_cache import keep_programs
 from study.arms import Arm
 from study.files import Row, fingerprint, read_rows, write_rows
 from study.problems import Problem
-from study.runs import Job, Sizes, finished, keep, kept_row, start
+from study.runs import Job, Sizes, finished, keep, kept_row
 from study.samplers import Sampler
+from study.starts import check_one_start
 
 PILOT_SEEDS = (100, 101)
+Criterion = tuple[str, ...]  # decodings whose mean reward chooses a rate
+BOTH_GREEDY: tuple[Criterion, ...] = (("sparse_greedy", "dense_greedy"),)
+BY_CACHE: tuple[Criterion, ...] = (("sparse", "sparse_greedy"), ("dense", "dense_greedy"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class Grid:
     Attributes:
       script: the study's, as in "experiments/map.py".
       rates: learning rates to choose from; a single one is taken without a pilot.
+      criteria: each chooses a rate of its own; an arm is reported at all rates chosen for it.
+      first_rates: the rates of `rates` that every pilot begins with. While the best one is the smallest or largest that
+        ran, the next one of `rates` beyond it runs too. None: all of `rates`.
       minutes: no job is begun later than this after the start; None: all are.
+      clean: refuse to run while tracked files differ from the commit.
     """
 
     script: str
@@ -74,6 +81,9 @@ class Grid:
     pilot_seeds: tuple[int, ...] = PILOT_SEEDS
     workers: int = 2
     minutes: float | None = None
+    criteria: tuple[Criterion, ...] = BOTH_GREEDY
+    first_rates: tuple[float, ...] | None = None
+    clean: bool = True
 
     def __post_init__(self) -> None:
         for cell in self.cells:
@@ -87,72 +97,93 @@ class Grid:
         return shlex.join(["python", self.script, *words])
 
     def run(self) -> list[Row]:
-        """All rows, those of the pilot first. The file of results is written again after every one."""
+        """All rows, cell by cell, those of its pilot first. The file of results is written again after every one."""
         began = time.monotonic()
         keep_programs()  # before the workers do, so that one process says where
         with one_core_each(self.workers) as pool:
-            self._run_jobs(pool, list(self.pilot_jobs()), began)
-            self._run_jobs(pool, list(self.reported_jobs()), began)
+            for cell in self.cells:
+                while self._run_jobs(pool, list(self.pilot_jobs(cell)), began):
+                    pass  # the next rates beyond the best one
+                self._run_jobs(pool, list(self.reported_jobs(cell)), began)
         return self.collect()
 
-    def pilot_jobs(self) -> Iterable[Job]:
-        """None for an arm that does not train, and where there is nothing to choose."""
+    def pilot_jobs(self, cell: Cell) -> Iterable[Job]:
+        """Those that the kept rows ask for. None for an arm that does not train, and with a single rate."""
         if len(self.rates) == 1:
             return
-        choices = itertools.product(self.cells, self.rates, self.pilot_seeds)
-        jobs = (
-            cell.pilot_job(arm, rate, seed, self.sizes)
-            for cell, rate, seed in choices
-            for arm in cell.arms
-            if arm.trains
-        )
-        # Cells that share a pilot share its jobs.
-        yield from dict.fromkeys(jobs)
+        for arm in cell.arms:
+            if arm.trains:
+                for rate in self._wanted_rates(cell, arm):
+                    for seed in self.pilot_seeds:
+                        yield cell.pilot_job(arm, rate, seed, self.sizes)
 
-    def reported_jobs(self) -> Iterable[Job]:
+    def reported_jobs(self, cell: Cell) -> Iterable[Job]:
         """Of the arms whose pilot is complete. Seed by seed: after a stop, all arms have the first seeds."""
-        most = max(len(cell.seeds) for cell in self.cells)
-        for place in range(most):
-            for cell in self.cells:
-                for arm in cell.arms if place < len(cell.seeds) else ():
-                    rate = self.rate(cell, arm)
-                    if rate is not None:
-                        yield cell.job(arm, rate, cell.seeds[place], self.sizes)
+        chosen = {arm: sorted(set(self.chosen_rates(cell, arm))) for arm in cell.arms}
+        for seed in cell.seeds:
+            for arm, rates in chosen.items():
+                for rate in rates:
+                    yield cell.job(arm, rate, seed, self.sizes)
 
-    def rate(self, cell: Cell, arm: Arm) -> float | None:
-        """The learning rate that the pilot speaks for; None while it is not complete."""
+    def chosen_rates(self, cell: Cell, arm: Arm) -> list[float]:
+        """The learning rate of every criterion; none while the pilot is not complete."""
         if len(self.rates) == 1 or not arm.trains:
-            return self.rates[0]
-        rewards: dict[float, float] = {}
-        for rate in self.rates:
-            jobs = (cell.pilot_job(arm, rate, seed, self.sizes) for seed in self.pilot_seeds)
-            rows = [kept_row(job, self.runs) for job in jobs]
-            if any(row is None for row in rows):
-                return None
-            rewards[rate] = float(np.mean([_final(row) for row in rows if row is not None]))
-        return best_rate(rewards)
+            return [self.rates[0]]
+        rewards = [self._pilot_rewards(cell, arm, rate) for rate in self._wanted_rates(cell, arm)]
+        if any(reward is None for reward in rewards):
+            return []
+        return self._best_rates(cell, arm, self._wanted_rates(cell, arm))
+
+    def _wanted_rates(self, cell: Cell, arm: Arm) -> list[float]:
+        """The first rates, and those beyond a best one at the edge, as far as the rows tell."""
+        every = sorted(self.rates)
+        first = sorted(self.first_rates or every)
+        low, high = every.index(first[0]), every.index(first[-1])
+        while True:
+            ran = every[low : high + 1]
+            if any(self._pilot_rewards(cell, arm, rate) is None for rate in ran):
+                return ran
+            best = self._best_rates(cell, arm, ran)
+            wider = max(low - (ran[0] in best), 0), min(high + (ran[-1] in best), len(every) - 1)
+            if wider == (low, high):
+                return ran
+            low, high = wider
+
+    def _best_rates(self, cell: Cell, arm: Arm, rates: Sequence[float]) -> list[float]:
+        """The best rate of every criterion."""
+        found = {rate: self._pilot_rewards(cell, arm, rate) or () for rate in rates}
+        return [
+            best_rate({rate: rewards[place] for rate, rewards in found.items()}) for place in range(len(self.criteria))
+        ]
+
+    def _pilot_rewards(self, cell: Cell, arm: Arm, rate: float) -> tuple[float, ...] | None:
+        """The mean reward of every criterion over the pilot seeds; None while one is missing."""
+        rows = [kept_row(cell.pilot_job(arm, rate, seed, self.sizes), self.runs) for seed in self.pilot_seeds]
+        found = [row for row in rows if row is not None]
+        if len(found) < len(rows):
+            return None
+        return tuple(float(np.mean([row[kind] for row in found for kind in kinds])) for kinds in self.criteria)
 
     def collect(self) -> list[Row]:
-        """The rows that are there, written to the file of results beside those of other cells and seeds."""
-        jobs = [*self.pilot_jobs(), *self.reported_jobs()]
-        rows = [row for job in jobs if (row := kept_row(job, self.runs)) is not None]
-        new = {_key(row) for row in rows}
-        merged = [row for row in read_rows(self.results) if _key(row) not in new] + rows
-        write_rows(self.results, sorted(merged, key=_key))
+        """The rows that are there, written to the file of results with those of other cells and seeds."""
+        jobs = [job for cell in self.cells for job in (*self.pilot_jobs(cell), *self.reported_jobs(cell))]
+        rows = [row for job in dict.fromkeys(jobs) if (row := kept_row(job, self.runs)) is not None]
+        merge_rows(self.results, rows)
         return rows
 
-    def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> None:
+    def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> bool:
+        """Whether a job has run."""
         self._keep_results(jobs)
-        missing = [job for job in jobs if kept_row(job, self.runs) is None]
-        # Before the runs that share them, or two of these would make the same one.
-        starts = {(job.problem.start_problem, job.seed) for job in missing}
-        folder = self.runs.parent / "starts"
-        make = [functools.partial(start, *key, self.sizes, folder) for key in sorted(starts, key=repr)]
-        list(pool.imap_unordered(_quietly, make))
+        missing = [job for job in dict.fromkeys(jobs) if kept_row(job, self.runs) is None]
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
-        work = [functools.partial(_unless_late, until, job, self.runs, self.command(job)) for job in missing]
-        for _ in pool.imap_unordered(_call, work):
+        work = [
+            functools.partial(_unless_late, until, job, self.runs, self.command(job), self.clean) for job in missing
+        ]
+        ran = False
+        for done in pool.imap_unordered(_call, work):
+            ran = ran or bool(done)
             self.collect()
+        return ran
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
         """Of the rows in the file of results, those of these jobs count as kept: a study goes on on another machine.
@@ -185,18 +216,23 @@ def _call(work: Callable[[], object]) -> object:
     return work()
 
 
-def _quietly(work: Callable[[], object]) -> None:
-    """Without what it gives: parameters need not travel between processes."""
-    work()
+def _unless_late(until: float | None, job: Job, runs: Path, command: str, clean: bool) -> bool:
+    if until is not None and time.time() >= until:
+        return False
+    finished(job, runs, command, clean)
+    return True
 
 
-def _unless_late(until: float | None, job: Job, runs: Path, command: str) -> None:
-    if until is None or time.time() < until:
-        finished(job, runs, command)
+def merge_rows(results: Path, rows: Sequence[Row]) -> None:
+    """Adds rows to a file of results, in place of those of the same jobs.
 
-
-def _final(row: Row) -> float:
-    return (row["sparse_greedy"] + row["dense_greedy"]) / 2
+    Raises:
+      ValueError: if arms of one cell and seed began from different starts. The file stays as it is.
+    """
+    new = {_key(row) for row in rows}
+    merged = [row for row in read_rows(results) if _key(row) not in new] + list(rows)
+    check_one_start(merged)
+    write_rows(results, sorted(merged, key=_key))
 
 
 def _key(row: Row) -> tuple[object, ...]:

@@ -16,24 +16,22 @@ import numpy as np
 import optax
 
 import smd_jax as smd
-from provenance import provenance
+from provenance import clean_commit, commit, provenance
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.sampling import SamplingConfig
-from smd_jax.tasks.task import batch_indices
-from smd_jax.testing import random_params
-from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
-from smd_jax.train import checkpoint
+from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
-from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update
 from study.arms import Arm
 from study.files import Row, fingerprint, number, read_kept, write_kept
 from study.problems import Problem, Split, tokenizer
 from study.samplers import FULL_CACHE, Sampler
+from study.starts import StartLevel, start, start_hash
 
 # Of every rollout, where learner and sampler are one policy: nats, float32.
 MAX_MISMATCH_KL = 1e-6
+QUANT_GROUP = 8  # tokens that share the range of a quantised key channel
 # Ways of decoding an evaluation has: under the budget and with the full cache, at the sampler's temperature and greedy.
 DECODINGS = ("sparse", "dense", "sparse_greedy", "dense_greedy")
 # Means over the rollouts of a run go into its row.
@@ -56,10 +54,8 @@ class Sizes:
     """What a run costs, and how it learns.
 
     Attributes:
-      dense_start: dense reward at temperature 1 at which the supervised start ends: a sharp one leaves no gain to a
-        lower entropy alone.
-      start_steps: supervised steps after which a start that is not there yet is given up.
       warmup: rollouts over which the learning rate rises.
+      last: number of evaluations at the end whose mean is the reward of the run.
       minibatches: optimizer steps per rollout.
     """
 
@@ -70,8 +66,8 @@ class Sizes:
     warmup: int = 10
     evaluate_every: int = 25
     evaluation_rows: int = 512
-    dense_start: float = 0.97
-    start_steps: int = 4_000
+    last: int = 1
+    start: StartLevel = StartLevel()
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,7 @@ class Job:
             "minibatches": self.minibatches,
             "prompts": self.sizes.prompts,
             "pilot": self.pilot,
+            "start_level": self.sizes.start.label,
             "settings": fingerprint(self.settings),
         }
 
@@ -147,12 +144,19 @@ def keep(job: Job, runs: Path, row: Row) -> None:
     write_kept(job.folder(runs) / "run.json", job.settings, row)
 
 
-def finished(job: Job, runs: Path, command: str) -> Row:
-    """The row as it was kept, or else made now. `command` makes this row alone."""
+def finished(job: Job, runs: Path, command: str, clean: bool = True) -> Row:
+    """The row as it was kept, or else made now. `command` makes this row alone.
+
+    Raises:
+      RuntimeError: with `clean`, if tracked files differ from the commit before the run or after it.
+    """
     row = kept_row(job, runs)
     if row is not None:
         return row
+    before = clean_commit() if clean else commit()
     row = execute(job, runs) | {"command": command}
+    if clean and row["commit"] != before:
+        raise RuntimeError(f"expected the commit {before} until the end of the run; got {row['commit']}")
     keep(job, runs, row)
     rewards = ", ".join(f"{kind} {row[f'{kind}_before']:.3f} -> {row[kind]:.3f}" for kind in DECODINGS)
     print(f"{'/'.join(job.folder(Path()).parts)}: {rewards} ({row['cpu_seconds']:.0f} s)", flush=True)
@@ -167,31 +171,37 @@ def execute(job: Job, runs: Path) -> Row:
     """
     began = time.process_time()
     sizes = job.sizes
-    loop = make_loop(job)
-    params = start(job.problem, job.seed, sizes, runs.parent / "starts")
-    params = job.arm.with_own_parameters(params, loop.model.shape)
-    reference = params if loop.config.update.needs_reference else None
-    state = smd.init_state(params, loop.optimizer, jax.random.key(job.seed), reference)
-    evaluator = make_evaluator(loop, job.problem, job.sampler, job.split, sizes.evaluation_rows)
-    before = evaluated(evaluator, state.params)
-    curve = [{"step": 0} | before]
+    params = start(job.problem, job.seed, sizes.start, runs.parent / "starts")
+    found = start_hash(params)
+    evaluator = make_evaluator(make_loop(job), job.problem, job.sampler, job.split, sizes.evaluation_rows)
+    curve: list[Row] = []
     path = job.folder(runs) / "metrics.jsonl"
-    rollouts = sizes.rollouts if job.arm.trains else 0
-    with MetricsWriter(path, next_step=0) as writer:  # a run that was stopped begins anew
-        for done in range(1, rollouts + 1):
-            state, metrics = loop.step(state)
-            if job.arm.is_exact and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL:
-                raise RuntimeError(
-                    f"expected mismatch_kl <= {MAX_MISMATCH_KL} in rollout {done} of {job.arm.name}, whose learner "
-                    f"replays what its sampler saw; got {metrics['mismatch_kl']}"
-                )
-            writer.write(done, metrics)
-            if done == rollouts or done % sizes.evaluate_every == 0:
-                curve.append({"step": done} | evaluated(evaluator, state.params))
-    after = curve[-1]
-    row = job.identity | {kind: number(after[kind]) for kind in DECODINGS}
-    row |= {f"{kind}_before": number(before[kind]) for kind in DECODINGS}
-    row |= measured(read_metrics(path)) if rollouts else {}
+    state, done = None, 0
+    with MetricsWriter(path, next_step=0) as writer:  # an interrupted run starts over
+        for arm, rollouts in job.arm.phases(sizes.rollouts):
+            loop = make_loop(replace(job, arm=arm))
+            params = arm.with_own_parameters(params, loop.model.shape)
+            reference = params if loop.config.update.needs_reference else None
+            step = 0 if state is None else state.step
+            state = smd.init_state(params, loop.optimizer, jax.random.key(job.seed), reference)
+            state = state.replace(step=state.step + step)  # the prompts continue
+            if not curve:
+                curve.append({"step": 0} | evaluated(evaluator, state.params))
+            for _ in range(rollouts):
+                done += 1
+                state, metrics = loop.step(state)
+                if arm.is_exact and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL:
+                    raise RuntimeError(
+                        f"expected mismatch_kl <= {MAX_MISMATCH_KL} in rollout {done} of {arm.name}, whose learner "
+                        f"replays what its sampler saw; got {metrics['mismatch_kl']}"
+                    )
+                writer.write(done, metrics)
+                if done == sizes.rollouts or done % sizes.evaluate_every == 0:
+                    curve.append({"step": done} | evaluated(evaluator, state.params))
+            params = state.params
+    row = job.identity | {kind: number(float(np.mean([p[kind] for p in curve[-sizes.last :]]))) for kind in DECODINGS}
+    row |= {f"{kind}_before": number(curve[0][kind]) for kind in DECODINGS} | {"start": found}
+    row |= measured(read_metrics(path)) if done else {}
     row["curve"] = [{name: number(value) for name, value in point.items()} for point in curve]
     origin = provenance()
     row |= {name: origin[name] for name in ("date", "commit", "cpu", "versions")}
@@ -211,12 +221,16 @@ def measured(history: Sequence[Row]) -> Row:
 def make_loop(job: Job) -> smd.GRPOLoop:
     sizes = job.sizes
     tokens = tokenizer()
+    rollout = job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens))
+    if job.arm.cache_bits is not None:
+        quant = smd.QuantConfig(job.arm.cache_bits, group=QUANT_GROUP)
+        rollout = replace(rollout, buffer=QUANT_GROUP, quant=quant)
     config = smd.GRPOConfig(
         prompts_per_step=sizes.prompts,
         group_size=sizes.group,
         prompt_width=job.problem.prompt_width,
         policy=FULL_CACHE if job.arm.full_cache else job.sampler.eviction,
-        rollout=job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens)),
+        rollout=rollout,
         update=job.arm.update,
         minibatches=job.minibatches,
         seed=job.seed,
@@ -256,61 +270,6 @@ def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split
 def evaluated(evaluator: Evaluator, params: Any) -> dict[str, float]:
     """Mean rewards by way of decoding."""
     return {result.name: result.reward for result in evaluator.run(params)}
-
-
-def start(problem: Problem, seed: int, sizes: Sizes, starts: Path) -> Any:
-    """Parameters of a policy whose dense reward on validation rows has just reached `dense_start`.
-
-    Supervised, with the full cache. Kept, so that all arms of all studies begin there; one for all problems that share
-    a `start_problem`.
-
-    Raises:
-      RuntimeError: if it does not get there.
-    """
-    problem = problem.start_problem
-    folder = starts / problem.label / f"dense-{sizes.dense_start:g}" / f"seed-{seed}"
-    settings = (problem, problem.model_config(), sizes.dense_start, sizes.evaluation_rows, sizes.start_steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(problem.schedule()))
-    config = problem.model_config()
-    state = smd.init_state(random_params(config, seed), optimizer, jax.random.key(seed))
-    if checkpoint.latest_step(folder) is not None:
-        return checkpoint.restore(folder, state, config=settings).state.params
-    model = smd.Decoder(config)
-    tokens = tokenizer()
-    rollout = smd.RolloutConfig(problem.response_width, 1, 1, eos_token_id(tokens), pad_token_id(tokens))
-    evaluation = EvaluationConfig(
-        (Decode("dense", FULL_CACHE),), rollout, problem.prompt_width, rows=sizes.evaluation_rows, seed=7
-    )
-    evaluator = Evaluator(model, problem.rows("validation", sizes.evaluation_rows), tokens, evaluation)
-    update = make_supervised_update(model, optimizer)
-    reward = 0.0
-    for step in range(sizes.start_steps):
-        state, _ = update(state, examples_of(problem, step, seed, tokens))
-        if (step + 1) % problem.start_every == 0:
-            reward = evaluated(evaluator, state.params)["dense"]
-            print(f"start of {problem.label}, seed {seed}: dense {reward:.3f} after {step + 1} steps", flush=True)
-            if reward >= sizes.dense_start:
-                if checkpoint.latest_step(folder) is None:  # another study may have been as fast
-                    checkpoint.save(folder, step + 1, state, data_position={}, config=settings)
-                return state.params
-    raise RuntimeError(
-        f"expected a dense reward of {sizes.dense_start} of {problem.label} within {sizes.start_steps} supervised "
-        f"steps of seed {seed}; got {reward:.3f}"
-    )
-
-
-def examples_of(problem: Problem, step: int, seed: int, tokens: Tokenizer) -> Examples:
-    """What a supervised step of the start learns from."""
-    lesson, size = problem.lesson(step)
-    rows = lesson.rows("train")
-    # Other rows than those of the rollouts' first steps, which go by the seed itself.
-    batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
-    pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
-    examples = encode_examples(tokens, *pairs, width=lesson.prompt_width + lesson.response_width)
-    if lesson.length == problem.length:
-        return examples
-    # A shorter answer is the beginning of a longer one, and must not teach to end there.
-    return examples.replace(targets=examples.targets.at[:, -1].set(False))
 
 
 def of_pilot(job: Job, seed: int) -> Job:

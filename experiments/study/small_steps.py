@@ -28,7 +28,7 @@ from study.coefficients import GROUP
 from study.files import Row, fingerprint, number
 from study.gradient_runs import KEPT, Measurement, Rollouts, keep, kept, origin
 from study.intervals import estimate
-from study.runs import start
+from study.starts import start
 
 Blocks = Float[np.ndarray, "blocks size"]
 Vector = Float[np.ndarray, " size"]

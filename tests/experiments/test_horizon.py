@@ -19,8 +19,8 @@ from smd_jax.testing import random_params
 from smd_jax.text.prompts import eos_token_id
 from study.command import QUICK
 from study.problems import WALK_ENDS, Walk, tokenizer
-from study.runs import examples_of
 from study.samplers import sampler_of
+from study.starts import examples_of
 from study.weights import chi_square, effective_sample_size, response_weights, token_weights
 
 
@@ -88,7 +88,7 @@ def test_weight_rows(tmp_path: Path):
     problem = Walk(12)
     params = random_params(problem.model_config(), 0)
     with mock.patch.object(horizon, "start", return_value=params):
-        rows = horizon.weight_rows(problem, sampler_of("h2o:8+2"), 3, QUICK, tmp_path, (4, 12), 4)
+        rows = horizon.weight_rows(problem, sampler_of("h2o:8+2"), 3, QUICK.start, tmp_path, (4, 12), 4)
     assert [row["tokens"] for row in rows] == [4, 12]
     for row in rows:
         assert row["seed"] == 3 and row["policy"] == "h2o" and row["responses"] == 4
@@ -112,7 +112,7 @@ def test_table_of_rows():
 
 def test_the_study_has_one_pilot_seed_that_it_does_not_report():
     grid = horizon.study(horizon.Args(tasks=("walk-16",), samplers=("h2o:12+4",), arms=("naive",)))
-    jobs = list(grid.pilot_jobs())
+    jobs = [job for cell in grid.cells for job in grid.pilot_jobs(cell)]
     assert [(job.learning_rate, job.seed) for job in jobs] == [(rate, 100) for rate in horizon.RATES]
     assert 100 not in horizon.SEEDS and all(job.pilot for job in jobs)
 

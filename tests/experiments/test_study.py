@@ -44,7 +44,7 @@ class HerePool:
 
 
 def make_grid(folder: Path, **options: Any) -> Grid:
-    settings = {"cells": (CELL,), "rates": (1e-4, 1e-3), "pilot_seeds": (100,)} | options
+    settings = {"cells": (CELL,), "rates": (1e-4, 1e-3), "pilot_seeds": (100,), "clean": False} | options
     return Grid("experiments/study.py", sizes=QUICK, runs=folder / "study", results=folder / "rows.json", **settings)
 
 
@@ -120,8 +120,8 @@ def test_no_job_begins_late(tmp_path: Path):
 
 def test_an_arm_waits_for_its_pilot(tmp_path: Path):
     study = make_grid(tmp_path)
-    assert [job.arm.name for job in study.reported_jobs()] == ["untrained"]
-    assert len(list(study.pilot_jobs())) == 4, "what does not train has no rate to choose"
+    assert [job.arm.name for job in study.reported_jobs(CELL)] == ["untrained"]
+    assert len(list(study.pilot_jobs(CELL))) == 4, "what does not train has no rate to choose"
 
 
 def test_rows_of_other_seeds_stay(folder: Path, tmp_path: Path):
@@ -180,7 +180,10 @@ def test_an_arm_may_have_its_own_number_of_steps():
 
 def test_arms_are_all_different():
     assert len(
-        {(repr(arm.update), arm.dense_share, arm.full_cache, arm.trains, arm.minibatches) for arm in ARMS}
+        {
+            (repr(arm.update), arm.dense_share, arm.full_cache, arm.trains, arm.minibatches, arm.cache_bits, arm.first)
+            for arm in ARMS
+        }
     ) == len(ARMS)
     assert len({arm.name for arm in ARMS}) == len(ARMS)
 

@@ -1,0 +1,75 @@
+"""Starts of the studies: a file with a hash, one for all arms of a seed, and no reported row from a changed tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import provenance
+from smd_jax.testing import random_params
+from study.arms import arms_of
+from study.command import add_rows
+from study.files import write_rows
+from study.problems import problem_of
+from study.starts import check_one_start, read_start, start_hash, write_start
+
+CONFIG = problem_of("sorting-4").model_config()
+
+
+def test_a_start_comes_back_with_its_hash(tmp_path: Path):
+    params = random_params(CONFIG, 3)
+    path = tmp_path / "start.safetensors"
+    write_start(path, params)
+    again = read_start(path, random_params(CONFIG, 0))
+    assert start_hash(again) == start_hash(params) != start_hash(random_params(CONFIG, 0))
+    np.testing.assert_array_equal(again["embed"]["embedding"], params["embed"]["embedding"])
+
+
+def test_a_changed_start_is_refused(tmp_path: Path):
+    path = tmp_path / "start.safetensors"
+    write_start(path, random_params(CONFIG, 3))
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1}, path, {"hash": start_hash(random_params(CONFIG, 3))})
+    with pytest.raises(ValueError, match="expected in start.safetensors parameters with the hash"):
+        read_start(path, random_params(CONFIG, 0))
+
+
+def row(**given: object) -> dict[str, object]:
+    base = {"task": "sorting-4", "policy": "h2o", "budget": 4, "buffer": 2, "arm": "tis", "pilot": False, "seed": 10}
+    rest = {"learning_rate": 1e-3, "minibatches": 4, "prompts": 32, "start": "a", "commit": "1234567"}
+    return base | rest | given
+
+
+def test_arms_of_one_seed_have_one_start():
+    check_one_start([row(), row(arm="naive"), row(arm="tis", seed=11, start="b")])
+    with pytest.raises(ValueError, match="expected one start for all arms of a cell and seed"):
+        check_one_start([row(), row(arm="naive", start="b")])
+
+
+@pytest.mark.parametrize("bad", [{"commit": "1234567+"}, {"commit": "not recorded"}, {"start": "b", "arm": "naive"}])
+def test_rows_of_a_clone_are_checked(bad: dict[str, object], tmp_path: Path):
+    results, source = tmp_path / "rows.json", tmp_path / "clone.json"
+    write_rows(results, [row()])
+    before = results.read_text()
+    write_rows(source, [row(**bad)])
+    with pytest.raises(ValueError, match="expected"):
+        add_rows(results, source)
+    assert results.read_text() == before
+
+
+def test_a_changed_tree_gives_no_reported_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(provenance, "commit", lambda: "1234567+")
+    with pytest.raises(RuntimeError, match="expected a clean commit"):
+        provenance.clean_commit()
+
+
+def test_an_arm_may_train_after_another():
+    (arm,) = arms_of(("anchor-then-shadow",))
+    assert [(phase.name, rollouts) for phase, rollouts in arm.phases(240)] == [
+        ("anchor-alone", 60),
+        ("anchor-then-shadow", 180),
+    ]
