@@ -23,7 +23,7 @@ from tests.paths import ROOT
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 # A block of code between fences: the language, and the text.
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -62,25 +62,27 @@ def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert visible.shape == (4, 3, 2, 320, 320) and visible.dtype == jnp.bool_
 
 
-@EVERY_PAGE
-def test_every_fence_names_its_language(page: Path):
-    languages = {match[1] for match in FENCE.finditer(page.read_text(encoding="utf-8"))}
-    assert languages <= LANGUAGES, f"expected fences of {sorted(LANGUAGES)}; got {sorted(languages - LANGUAGES)}"
+def test_every_fence_names_its_language():
+    wrong = [
+        (page.name, match[1])
+        for page, text in TEXTS.items()
+        for match in FENCE.finditer(text)
+        if match[1] not in LANGUAGES
+    ]
+    assert not wrong, f"expected fences of {sorted(LANGUAGES)}; got {wrong}"
 
 
-@EVERY_PAGE
-def test_links_lead_somewhere(page: Path):
-    links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
-    targets = [(page.parent / link).resolve() for link in links if link and "://" not in link]
-    lost = [str(target) for target in targets if not target.exists() and target.parent != GENERATED]
-    assert not lost, f"{page.name} links to {lost}"
+def test_links_lead_somewhere():
+    links = {(page, link.partition("#")[0]) for page, text in TEXTS.items() for link in LINK.findall(text)}
+    targets = {(page.name, (page.parent / link).resolve()) for page, link in links if link and "://" not in link}
+    lost = [(page, str(path)) for page, path in targets if not path.exists() and path.parent != GENERATED]
+    assert not lost, f"expected links to files; got {sorted(lost)}"
 
 
-@EVERY_PAGE
-def test_paths_that_are_named_exist(page: Path):
-    named = set(PATH.findall(page.read_text(encoding="utf-8")))
-    lost = sorted(path for path in named if not (ROOT / path).exists())
-    assert not lost, f"{page.name} names {lost}, which are not there"
+def test_paths_that_are_named_exist():
+    named = {(page.name, path) for page, text in TEXTS.items() for path in PATH.findall(text)}
+    lost = sorted((page, path) for page, path in named if not (ROOT / path).exists())
+    assert not lost, f"expected paths in the repository; got {lost}"
 
 
 def is_there(names: list[str]) -> bool:
@@ -97,12 +99,11 @@ def is_there(names: list[str]) -> bool:
     return True
 
 
-@EVERY_PAGE
-def test_names_of_the_library_are_there(page: Path):
+def test_names_of_the_library_are_there():
     """`smd.eviction.H2O` and `smd_jax.eviction.H2O`, wherever a page mentions them."""
-    named = set(NAME.findall(page.read_text(encoding="utf-8")))
-    lost = sorted(dotted for dotted in named if not is_there(dotted.strip(".").split(".")))
-    assert not lost, f"{page.name} names {lost}, which smd_jax does not have"
+    named = {(page.name, dotted) for page, text in TEXTS.items() for dotted in NAME.findall(text)}
+    lost = sorted((page, dotted) for page, dotted in named if not is_there(dotted.strip(".").split(".")))
+    assert not lost, f"expected names that smd_jax has; got {lost}"
 
 
 def test_readme_is_short():

@@ -61,7 +61,7 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@cache  # hundreds of tests read the same sources
+@cache  # every rule reads the same sources
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -114,11 +114,8 @@ def reached_from(module: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-LIBRARY_FILES = pytest.mark.parametrize("path", sources(LIBRARY), ids=label)
-KERNEL_FILES = pytest.mark.parametrize("path", sources(KERNELS), ids=label)
-MODULES = pytest.mark.parametrize("module", sorted(import_graph()))
-SHIPPED_FILES = pytest.mark.parametrize("path", sources(LIBRARY, KERNELS), ids=label)
-ALL_FILES = pytest.mark.parametrize("path", sources(LIBRARY, KERNELS, ROOT / "experiments", ROOT / "tests"), ids=label)
+SHIPPED = sources(LIBRARY, KERNELS)
+ALL_FILES = [*SHIPPED, *sources(ROOT / "experiments", ROOT / "tests")]
 
 
 def test_every_package_has_its_place():
@@ -126,32 +123,44 @@ def test_every_package_has_its_place():
     assert folders == set(ORDER) - {"message"}
 
 
-@MODULES
-def test_imports_never_go_up(module: str):
-    own = ORDER.index(package_of(module))
-    upward = {name for name in import_graph()[module] if ORDER.index(package_of(name)) > own}
-    assert not upward or module.split(".")[1] in ABOVE or module in DOORS, (
-        f"{module} imports from above: {sorted(upward)}"
-    )
+def test_imports_never_go_up():
+    graph = import_graph()
+    rank = {module: ORDER.index(package_of(module)) for module in graph}
+    upward = {
+        f"{module} imports {name}"
+        for module in graph
+        if module.split(".")[1] not in ABOVE and module not in DOORS
+        for name in graph[module]
+        if rank[name] > rank[module]
+    }
+    assert not upward, sorted(upward)
 
 
-@MODULES
-def test_seams_are_not_crossed(module: str):
-    forbidden = NEVER_REACHES.get(package_of(module), set())
-    crossed = {name for name in reached_from(module, import_graph()) if {package_of(name), name} & forbidden}
-    assert not crossed, f"{module} must never reach {sorted(crossed)}"
+def test_seams_are_not_crossed():
+    graph = import_graph()
+    crossed = {
+        f"{module} reaches {name}"
+        for module in graph
+        if (forbidden := NEVER_REACHES.get(package_of(module)))
+        for name in reached_from(module, graph)
+        if {package_of(name), name} & forbidden
+    }
+    assert not crossed, sorted(crossed)
 
 
-@MODULES
-def test_modules_import_modules(module: str):
+def test_modules_import_modules():
     """Not the public names of a package: so the graph above says who needs whom."""
-    path = LIBRARY.parent / (module.replace(".", "/") + ".py")
     packages = {f"{LIBRARY.name}.{name}" for name in ORDER} | {LIBRARY.name}
     modules = import_graph().keys()
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.ImportFrom) and node.module in packages:
-            public = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
-            assert not public, f"{module} imports {public} from the package {node.module}: name the module"
+    public = {
+        f"{module} imports {alias.name} from the package {node.module}"
+        for module in modules
+        for node in ast.walk(parse(LIBRARY.parent / (module.replace(".", "/") + ".py")))
+        if isinstance(node, ast.ImportFrom) and node.module in packages
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in modules
+    }
+    assert not public, sorted(public)
 
 
 def test_imports_are_no_circle():
@@ -184,21 +193,26 @@ def test_no_module_is_hidden_by_a_name_of_its_package():
             assert not inside & exported, f"{label(path)} hides the modules {sorted(inside & exported)}"
 
 
-@LIBRARY_FILES
-def test_library_never_imports_experiments_or_tests(path: Path):
-    outside = {name for name in imported_names(path) if name.split(".")[0] in {"experiments", "tests"}}
-    assert not outside, (
-        f"{label(path)} imports {sorted(outside)}: experiments and tests use the library, never the reverse"
-    )
+def test_library_never_imports_experiments_or_tests():
+    outside = {
+        f"{label(path)} imports {name}"
+        for path in sources(LIBRARY)
+        for name in imported_names(path)
+        if name.split(".")[0] in {"experiments", "tests"}
+    }
+    assert not outside, sorted(outside)
 
 
-@KERNEL_FILES
-def test_kernels_depend_on_jax_alone(path: Path):
+def test_kernels_depend_on_jax_alone():
     # Relative imports begin with the folder's name, `kernels`, and stay inside.
-    roots = {name.split(".")[0] for name in imported_names(path)} - {"kernels"}
-    assert roots <= KERNELS_MAY_IMPORT, (
-        f"{label(path)} imports {sorted(roots - KERNELS_MAY_IMPORT)}; kernels need JAX alone"
-    )
+    allowed = KERNELS_MAY_IMPORT | {"kernels"}
+    others = {
+        f"{label(path)} imports {name}"
+        for path in sources(KERNELS)
+        for name in imported_names(path)
+        if name.split(".")[0] not in allowed
+    }
+    assert not others, sorted(others)
 
 
 def test_importing_the_library_stays_light():
@@ -219,10 +233,10 @@ def test_kernels_folder_is_no_package():
     )
 
 
-@ALL_FILES
-def test_file_is_short_enough(path: Path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{label(path)} has {lines} lines, at most {MAX_LINES} are allowed: split it by ideas"
+def test_files_are_short_enough():
+    lines = {label(path): len(path.read_text(encoding="utf-8").splitlines()) for path in ALL_FILES}
+    long = {name: count for name, count in lines.items() if count > MAX_LINES}
+    assert not long, f"expected at most {MAX_LINES} lines a file; got {long}"
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
@@ -231,19 +245,26 @@ def catches_everything(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in caught)
 
 
-@ALL_FILES
-def test_no_broad_except(path: Path):
-    handlers = (node for node in ast.walk(parse(path)) if isinstance(node, ast.ExceptHandler))
-    broad = [handler.lineno for handler in handlers if catches_everything(handler)]
-    assert not broad, f"{label(path)} catches everything on lines {broad}: name the exceptions that are expected"
+def test_no_broad_except():
+    broad = [
+        f"{label(path)}:{node.lineno}"
+        for path in ALL_FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ExceptHandler) and catches_everything(node)
+    ]
+    assert not broad, f"expected the names of exceptions; got handlers of everything: {broad}"
 
 
-@SHIPPED_FILES
-def test_no_function_takes_any_keyword(path: Path):
-    functions = (n for n in ast.walk(parse(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
-    catch_alls = {f"**{f.args.kwarg.arg} on line {f.lineno}" for f in functions if f.args.kwarg is not None}
-    unnamed = {text for text in catch_alls if text.split()[0] not in GIVEN_SIGNATURES}
-    assert not unnamed, f"{label(path)} takes {sorted(unnamed)}: name every argument"
+def test_no_function_takes_any_keyword():
+    catch_alls = [
+        f"{label(path)}:{node.lineno}: **{node.args.kwarg.arg}"
+        for path in SHIPPED
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and node.args.kwarg is not None
+        and f"**{node.args.kwarg.arg}" not in GIVEN_SIGNATURES
+    ]
+    assert not catch_alls, f"expected named arguments; got {catch_alls}"
 
 
 @pytest.mark.parametrize("package", [LIBRARY, KERNELS], ids=label)
