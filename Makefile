@@ -28,11 +28,11 @@ COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 AUDIT := .venv-audit
 AUDIT_STAMP := $(AUDIT)/.setup-stamp
 
-.PHONY: help setup run study smollm2 test notebooks docs lint wheel compile-kernels audit clean
+.PHONY: help setup run study smollm2 test test-all notebooks docs lint wheel compile-kernels audit clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^PYTHON/q' Makefile
-	@echo "Targets: setup run study smollm2 test notebooks docs lint wheel compile-kernels audit clean"
+	@echo "Targets: setup run study smollm2 test test-all notebooks docs lint wheel compile-kernels audit clean"
 
 setup: $(STAMP)
 
@@ -70,10 +70,19 @@ study: $(STAMP)
 smollm2: $(STAMP)
 	$(BIN)/python experiments/smollm2.py $(ARGS)
 
-# Whole files to each worker, so that programs which the tests of a file share are compiled by one of them only.
+# Each worker takes whole files: programs that the tests of a file share are compiled once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+MARKED := slow or multiprocess or study
+
+# The tests that cover every package within minutes.
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not ($(MARKED))" $(ARGS)
+
+# `make test`, then the marked tests.
+test-all: export JAX_PLATFORMS ?= cpu
+test-all: test
+	$(PYTEST) -m "$(MARKED)" $(ARGS)
 
 # Every notebook from top to bottom, on CPU, against the sources as they are.
 notebooks: export JAX_PLATFORMS ?= cpu

@@ -36,6 +36,8 @@ from smd_jax.trajectory import Trajectory
 from tests import joined
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.multiprocess
+
 # Without these instructions XLA rounds some logits of four rows otherwise than those of two (seen on an AMD EPYC, one
 # log-probability by 4.8e-7).
 HAS_AVX512 = Path("/proc/cpuinfo").exists() and "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -14,6 +14,8 @@ import pytest
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 SCRIPT = ROOT / "experiments" / "bench" / "accelerator.py"
 
 with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):

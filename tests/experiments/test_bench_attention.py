@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.paths import ROOT
+
+pytestmark = pytest.mark.study
 
 SCRIPT = ROOT / "experiments" / "bench" / "attention.py"
 FIELDS = {"device", "impl", "T", "budget", "buffer", "heads", "head_dim", "dtype"}

@@ -17,6 +17,8 @@ from smd_jax.masks import Segments
 from smd_jax.testing import random_evictions, tiny_model_config, write_random_checkpoint
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
     from bench import limits
     from bench.engines.common import Sizes, model_sizes, read_sizes

@@ -11,6 +11,8 @@ import pytest
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 EXPERIMENTS = ROOT / "experiments"
 SCRIPT = EXPERIMENTS / "bench" / "rollout.py"
 ENGINES = EXPERIMENTS / "bench" / "engines"

@@ -16,6 +16,8 @@ import pytest
 from smd_jax.testing import write_random_checkpoint
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 BENCH = ROOT / "experiments" / "bench"
 
 

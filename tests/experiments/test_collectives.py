@@ -9,6 +9,8 @@ import collectives
 from collectives import axes_of, device_groups
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 RESULTS = ROOT / "experiments" / "results" / "collectives.json"
 
 PROGRAM = """

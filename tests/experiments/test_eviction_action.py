@@ -13,6 +13,8 @@ from eviction_action import GATE_ARMS, GATE_SPEED, cells, speed_jobs
 from smd_jax.gate import EVICTION_GATE
 from smd_jax.model.decoder import Decoder
 
+pytestmark = pytest.mark.study
+
 MOVES = {"gate-frozen": (1.0, 0.0), "gate-alone": (0.0, GATE_SPEED), "gate-joint": (1.0, GATE_SPEED)}
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
 

@@ -16,6 +16,8 @@ import pytest
 from smd_jax.testing import byte_tokenizer, tiny_model_config
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = EXPERIMENTS / "results"
 

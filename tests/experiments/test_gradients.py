@@ -31,6 +31,8 @@ from study.problems import Problem, RunningSums, Walk, tokenizer
 from study.samplers import sampler_of
 from study.token_rewards import leave_one_out_to_go, relative_to_go, to_go, token_rewards
 
+pytestmark = pytest.mark.study
+
 
 def moments_of(rollouts: list[list[list[float]]]) -> Moments:
     """Of vectors `[rollouts][names][size]`, a block each."""

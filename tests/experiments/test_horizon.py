@@ -23,6 +23,8 @@ from study.samplers import sampler_of
 from study.starts import examples_of
 from study.weights import chi_square, effective_sample_size, response_weights, token_weights
 
+pytestmark = pytest.mark.study
+
 
 @pytest.mark.parametrize(
     ("weights", "ess", "chi2"),

@@ -9,6 +9,8 @@ import pytest
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
     import machine_code
 

@@ -13,6 +13,8 @@ from smd_jax.byte_sizes import parse_bytes
 from smd_jax.testing import tiny_model_config
 from study.files import read_rows
 
+pytestmark = pytest.mark.study
+
 TINY = tiny_model_config(num_layers=2, max_positions=512)
 
 

@@ -12,6 +12,8 @@ import readable_text
 import smd_jax as smd
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 MODEL = ROOT / "runs" / "smollm2"
 USUAL = readable_text.SamplerArgs()
 DEFAULT = readable_text.Case(USUAL.eviction, USUAL.sinks, USUAL.budget, USUAL.buffer)

@@ -24,6 +24,8 @@ from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from study.arms import arms_of
 from study.files import Row, read_rows, write_text
 
+pytestmark = pytest.mark.study
+
 CONFIG = tiny_model_config(num_layers=1, max_positions=256)
 BASE = Base(CONFIG, byte_tokenizer(), functools.partial(random_params, CONFIG))
 TINY = Sizes(

@@ -13,6 +13,8 @@ from reporting.page import difference, signed, table
 from study.files import read_rows, write_rows
 from study.intervals import Estimate
 
+pytestmark = pytest.mark.study
+
 REWARDS = {  # sparse and dense of seed 0; seed 1 has a point more
     "untrained": (0.50, 0.97),
     "naive": (0.40, 0.90),

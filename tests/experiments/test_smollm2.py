@@ -18,6 +18,8 @@ import smd_jax as smd
 from smd_jax.text.token_bytes import byte_alphabet
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "h e", "Ġ he"]

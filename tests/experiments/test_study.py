@@ -23,6 +23,8 @@ from study.runs import DECODINGS, Job
 from study.samplers import POLICIES, Sampler, sampler_of
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.study
+
 CELL = Cell(RunningSums(4), sampler_of("tova-heads:4+1"), arms_of(("untrained", "naive", "shadow")), (0,))
 CLOCKS = {"cpu_seconds", "date"}
 

@@ -22,6 +22,8 @@ from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import PlainLoop
 from tests.plain_runs import CURVE, DENSE, Evaluations, rows, saved, start
 
+pytestmark = pytest.mark.multiprocess
+
 
 @contextmanager
 def run_in_a_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
