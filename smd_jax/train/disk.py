@@ -21,6 +21,8 @@ from smd_jax.model.weights import check_replaceable
 
 # How TensorStore gives the system's reason, at the end of a page of text.
 OS_ERROR = "os_error_code="
+# Free file handles that a save needs. Orbax opens a few for each of its threads.
+HANDLES = 32
 
 
 def check_writable(directory: str | Path) -> None:
@@ -51,6 +53,24 @@ def check_space(directory: str | Path, needed: int, what: str, deleted_before: i
             f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "
             "room, keep fewer checkpoints (keep, keep_best), or name another directory"
         )
+
+
+def check_handles() -> None:
+    """Raises OSError if this process cannot open the files of a checkpoint at once. Without handles, the event loops of
+    orbax's threads would print tracebacks of their own."""
+    handles = list[int]()
+    try:
+        for _ in range(HANDLES):
+            handles.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"expected {HANDLES} free file handles, for a checkpoint; got {len(handles)} ({error.strerror}). Raise the "
+            "limit, as by `ulimit -n 4096`",
+        ) from error
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def check_export(directory: str | Path, needed: int) -> None:

@@ -17,7 +17,7 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.train.checkpoint import reading
 from smd_jax.train.checkpoint.paths import check_writable_path
 from smd_jax.train.checkpoint.steps import all_steps, latest_step, unfinished_bytes
-from smd_jax.train.disk import check_space, check_writable
+from smd_jax.train.disk import check_handles, check_space, check_writable
 from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE
 from smd_jax.train.run_config import RunConfig
 
@@ -75,11 +75,12 @@ def check_directory(directory: str | Path, resume: bool) -> None:
     Raises:
       FileExistsError: a new run would write over another one.
       ValueError: checkpoints in a path of this name would be empty.
-      OSError: it cannot be written.
+      OSError: it cannot be written, or too few files can be opened.
     """
     directory = Path(directory)
     check_writable_path(directory)
     check_writable(directory)
+    check_handles()
     files = [directory / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
     begun = any(file.exists() and file.stat().st_size > 0 for file in files)
     begun |= any(latest_step(directory / name) is not None for name in (CHECKPOINTS, BEST))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,9 +60,10 @@ def others_named(directory: str | Path, step: int) -> Iterator[None]:
 
 @contextmanager
 def disk_failure_named(directory: str | Path, step: int) -> Iterator[None]:
-    """What orbax raises when the disk fails becomes one line, and what is half written makes room."""
+    """Turns what orbax raises when the disk fails into one line, and deletes what is half written."""
     for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_said_once)  # which adds the same filter no second time
+        logging.getLogger(logger).addFilter(_is_news)  # which adds the same filter no second time
+    _quiet_late_writes()
     try:
         yield
     # Files that orbax writes by itself say OSError; TensorStore says ValueError, and the system's code in its text.
@@ -75,12 +77,50 @@ def disk_failure_named(directory: str | Path, step: int) -> Iterator[None]:
         if isinstance(error, TimeoutError) and error.errno is None:
             said = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
             raise OSError(f"{said}{error}") from error
+        said = failure(f"checkpoint {step} in {directory}", directory, error)
+        raise OSError(f"{said}. {_kept(directory)}") from error
+
+
+def _kept(directory: str | Path) -> str:
+    try:
         there = all_steps(directory)
-        kept = f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
-        raise OSError(f"{failure(f'checkpoint {step} in {directory}', directory, error)}. {kept}") from error
+    except OSError:  # without a free file handle a directory cannot be listed
+        return "Earlier checkpoints are as they were"
+    return f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
 
 
-def _said_once(record: logging.LogRecord) -> bool:
-    """Keeps orbax's threads from printing the error of the disk, which is raised, each with its traceback."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a log record is to be printed: not if a thread of orbax logs an error of the disk, which is raised, too.
+    Other errors, and errors of other code that logs to absl or asyncio, are printed."""
     error = record.exc_info[1] if record.exc_info else None
-    return OS_ERROR not in f"{record.getMessage()} {error}"
+    if OS_ERROR in f"{record.getMessage()} {error}":
+        return False
+    return not (isinstance(error, OSError) and _is_from_orbax(error.__traceback__))
+
+
+def _quiet_late_writes() -> None:
+    """TensorStore answers writes that end after the first has failed to an event loop that orbax has closed, and each
+    RuntimeError goes to `sys.unraisablehook`. From now on those, and no other errors, are not printed."""
+    before = sys.unraisablehook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if not _is_answer_to_closed_loop(unraisable.exc_value, unraisable.exc_traceback):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_answer_to_closed_loop(error: BaseException | None, trace: TracebackType | None) -> bool:
+    # Called by C++: no frame of Python's is above asyncio's.
+    outermost = "" if trace is None else trace.tb_frame.f_code.co_name
+    return isinstance(error, RuntimeError) and outermost == "call_soon_threadsafe" and "loop is closed" in str(error)
+
+
+def _is_from_orbax(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if "orbax" in Path(trace.tb_frame.f_code.co_filename).parts:
+            return True
+        trace = trace.tb_next
+    return False

@@ -28,6 +28,7 @@ from smd_jax.train.checkpoint.ownership import FORMAT, ITEMS
 from smd_jax.train.checkpoint.paths import check_writable_path
 from smd_jax.train.checkpoint.steps import all_steps, delete_gone, delete_oldest, folder_of, latest_step
 from smd_jax.train.checkpoint.verification import stored_shapes, verify
+from smd_jax.train.disk import check_handles
 from smd_jax.train.jsonable import Json, to_jsonable
 
 
@@ -80,6 +81,7 @@ class Writer:
         with all_or_none():
             _check_later(self.directory, step)
             with disk_failure_named(self.directory, step):
+                check_handles()
                 self._manager = self._manager or writing_manager(self.directory)
                 self._manager.save(step, args=items)
             self._writing = step, self._thread.submit(self._finish, self._manager, step, stored_shapes(state))
