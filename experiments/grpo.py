@@ -87,7 +87,7 @@ for step in range(args.steps):
     prompts = smd.encode_prompts(tokenizer, texts, width=PROMPT_WIDTH)
     key = jax.random.key(step)
     trajectory = smd.rollout(model, params, prompts, key, policy=policy, config=rollout_config, group_size=GROUP)
-    completions = smd.text.decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
+    completions = smd.decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
     rewards = jnp.array(reward([text for text in texts for _ in range(GROUP)], completions))
     advantages = smd.group_relative(rewards, GROUP)
     learned = replace(trajectory, mask=trajectory.dense_mask()) if args.dense else trajectory

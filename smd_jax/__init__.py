@@ -1,8 +1,7 @@
 """Shadow Mask Distillation: RL post-training with a KV cache of fixed size, sampler and learner exactly one policy.
 
-The way of the data: prompts -> rollout (cache + eviction policy) -> Trajectory -> rewards -> advantages -> update.
-
-Here are the names of that way. Everything else is in the packages: `smd.eviction.H2O`, `smd.corrections.TIS`, ….
+The public API in the order you use it: prompts -> rollout (cache + eviction policy) -> Trajectory -> rewards ->
+advantages -> update. The rest lives in subpackages: `smd.eviction.H2O`, `smd.corrections.TIS`, ….
 """
 
 # The model, and its weights on disk.
@@ -14,6 +13,7 @@ from smd_jax.model import save_checkpoint as save_checkpoint
 # The rollout: prompts through a cache of fixed size.
 from smd_jax.text import PromptBatch as PromptBatch
 from smd_jax.text import encode_prompts as encode_prompts
+from smd_jax.text import decode_completions as decode_completions
 from smd_jax.sampling import SamplingConfig as SamplingConfig
 from smd_jax.quantization import QuantConfig as QuantConfig
 from smd_jax.sampler import RolloutConfig as RolloutConfig
@@ -23,6 +23,10 @@ from smd_jax.sampler import Engine as Engine
 # The message from the sampler to the learner.
 from smd_jax.trajectory import Trajectory as Trajectory
 from smd_jax.masks import ShadowMask as ShadowMask
+from smd_jax.masks import KeyInterval as KeyInterval
+from smd_jax.masks import Segments as Segments
+from smd_jax.masks import dense_mask as dense_mask
+from smd_jax.model import attend as attend
 
 # The learner.
 from smd_jax.losses import LossConfig as LossConfig
