@@ -20,6 +20,7 @@ from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import Rows, RowStream
 from smd_jax.tasks.task import Row, SteppedTask, Task
+from smd_jax.text.visible_text import one_line
 
 
 # Compared and hashed by identity: rows have no hash, and comparing all of them would serve nobody.
@@ -47,7 +48,12 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        return self.format.row(self.rows[index], f"row {index}")
+        try:
+            raw = self.rows[index]
+        except (ValueError, OSError) as error:  # text of a table that is no UTF-8; a table that was cut off
+            said = one_line(f"{type(error).__name__}: {error}", 200)
+            raise ValueError(f"row {index}: expected a row that can be read; got {said}") from error
+        return self.format.row(raw, f"row {index}")
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """What the reward function gives, which may be something to await."""

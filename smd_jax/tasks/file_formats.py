@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+
+from smd_jax.tasks.compressed import OPENERS
 
 
 @dataclass(frozen=True)
@@ -18,12 +16,10 @@ class FileFormat:
 
     Attributes:
       builder: what `datasets` calls it.
-      options: how its builder is told to read it, as (name, value) pairs.
       begins_with: the bytes that every such file begins with; empty for text, which may begin with anything.
     """
 
     builder: str
-    options: tuple[tuple[str, Any], ...] = ()
     begins_with: bytes = b""
 
 
@@ -38,13 +34,11 @@ FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ".ndjson": JSON_LINES,
         ".json": FileFormat("json"),
         ".csv": FileFormat("csv"),
-        ".tsv": FileFormat("csv", options=(("sep", "\t"),)),
+        ".tsv": FileFormat("csv"),
         ".parquet": PARQUET,
         ".arrow": ARROW,
     }
 )
-
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 # What a file that is named as text, or as another format, may really be.
 FOREIGN_BEGINNINGS: Mapping[bytes, str] = MappingProxyType(
@@ -70,9 +64,19 @@ def format_of(path: Path) -> FileFormat:
     return FORMATS[suffix]
 
 
-def is_json_lines(path: Path) -> bool:
-    """Whether every line of the file is an object of its own, and it can be read as it lies."""
-    return path.suffix.lower() in (".jsonl", ".ndjson")
+def is_text(path: Path) -> bool:
+    """Whether the file is CSV or JSON."""
+    return format_of(path).builder in ("csv", "json")
+
+
+def is_csv(path: Path) -> bool:
+    """Whether the file is CSV or TSV."""
+    return format_of(path).builder == "csv"
+
+
+def separator_of(path: Path) -> str:
+    """What separates the fields of a CSV or TSV file."""
+    return "\t" if _data_suffix(path) == ".tsv" else ","
 
 
 def check_content(path: Path) -> None:
@@ -82,7 +86,7 @@ def check_content(path: Path) -> None:
         beginning = file.read(32)
     if not beginning:
         raise ValueError(f"{path}: expected data; got an empty file")
-    if path.suffix.lower() in COMPRESSED:
+    if path.suffix.lower() in OPENERS:
         return
     found = next((what for start, what in FOREIGN_BEGINNINGS.items() if beginning.startswith(start)), None)
     if expected.begins_with and not beginning.startswith(expected.begins_with):
@@ -92,8 +96,6 @@ def check_content(path: Path) -> None:
         )
     if not expected.begins_with and found is not None and not _may_begin(expected, beginning):
         raise ValueError(f"{path}: expected {_data_suffix(path)[1:]} data; got {found}")
-    if expected.builder == "csv":
-        _check_header(path, str(dict(expected.options).get("sep", ",")))
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -103,18 +105,6 @@ def looks_like_a_path(name: str) -> bool:
     )
 
 
-def _check_header(path: Path, separator: str) -> None:
-    """Raises ValueError if the first row has more fields than the header: pandas, which reads the file, would take the
-    first column for row labels then, and give every other one the name of its neighbour."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file, contextlib.suppress(csv.Error):
-        first = list(itertools.islice(csv.reader(file, delimiter=separator), 2))
-        if len(first) == 2 and len(first[1]) > len(first[0]):
-            raise ValueError(
-                f"{path}: expected {len(first[0])} fields in every row, as in the header {first[0]}; got "
-                f"{len(first[1])} in the first row. Put quotes around text that has {separator!r} in it"
-            )
-
-
 def _may_begin(expected: FileFormat, beginning: bytes) -> bool:
     return expected is ARROW and beginning.startswith(b"ARROW1")
 
@@ -122,6 +112,6 @@ def _may_begin(expected: FileFormat, beginning: bytes) -> bool:
 def _data_suffix(path: Path) -> str:
     """The suffix that names the format: ".csv" of rows.csv.gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    if len(suffixes) == 2 and suffixes[1] in COMPRESSED:
+    if len(suffixes) == 2 and suffixes[1] in OPENERS:
         return suffixes[0]
     return suffixes[-1] if suffixes else ""

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from smd_jax.tasks.reward_calls import Caught
+from smd_jax.text.visible_text import one_line
 
 T = TypeVar("T")
 
@@ -125,7 +126,8 @@ def _import_error(what: str, path: Path | None, error: BaseException) -> ValueEr
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if path is not None and Path(frame.filename) == path]
     place = f" in line {lines[-1]}" if lines else ""
-    return ValueError(f"expected to import {what}; it raised {type(error).__name__}{place}: {error}")
+    said = one_line(str(error), 300)
+    return ValueError(f"expected to import {what}; it raised {type(error).__name__}{place}: {said}")
 
 
 def _functions_of(module: ModuleType) -> list[str]:

@@ -30,6 +30,8 @@ Outcome = list[Value] | tuple[str, str]  # one value per completion; or (kind, m
 
 ANOTHER_NUMBER = "another number of rewards"  # kind of a call that gave more or fewer than there are completions
 
+LONGEST_MESSAGE = 400  # characters of what a function raised
+
 GRACE_SECONDS = 5.0  # past the limit the caller ends this process; if the caller is gone, it ends itself
 
 
@@ -116,6 +118,8 @@ def _number(reward: Any) -> float | None:
 def described(error: BaseException) -> str:
     """`KeyError: 'answer' (my_rewards.py, line 12)`: the line of the user's own file that it came through."""
     text = "".join(traceback.format_exception_only(error)).strip()
+    if len(text) > LONGEST_MESSAGE:  # it may quote a whole completion
+        text = f"{text[:LONGEST_MESSAGE]}…"
     # The first frame is the call itself; the second, if there is one, lies in the function.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.tasks.task import TEMPLATE_KWARGS, Prompt, Row, template_kwargs_of
+from smd_jax.text.visible_text import one_line
 
 RowFunction = Callable[[Row], Row]
 
@@ -51,7 +52,7 @@ class RowFormat:
         mapped = self._mapped(dict(raw), where)
         if self.prompt_column not in mapped:
             raise ValueError(
-                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {[*mapped]}; "
+                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {_names(mapped)}; "
                 "prompt_column says which one has the prompt"
             )
         columns = {name: value for name, value in mapped.items() if name != self.prompt_column}
@@ -63,13 +64,13 @@ class RowFormat:
     def _mapped(self, raw: Row, where: str) -> Row:
         if self.map_row is None:
             return raw
-        columns = [*raw]
+        columns = _names(raw)
         try:
             mapped = self.map_row(raw)
         except _ROW_ERRORS as error:
             raise ValueError(
-                f"{where}: expected the map function to give a row; it raised {type(error).__name__}: {error}. "
-                f"The row has the columns {columns}"
+                f"{where}: expected the map function to give a row; it raised {type(error).__name__}: "
+                f"{one_line(str(error), 200)}. The row has the columns {columns}"
             ) from error
         if not isinstance(mapped, dict):
             raise ValueError(f"{where}: expected the map function to give a dict; got {mapped!r:.80}")
@@ -106,8 +107,13 @@ def checked_prompt(prompt: Any, where: str) -> Prompt:
             f"{prompt[-1]['content']!r:.80}"
         )
     for message in prompt:
-        _check_text(message["content"], where)
+        for text in filter(lambda value: isinstance(value, str), message.values()):
+            _check_text(text, where)
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return one_line(repr([*row]), 300)
 
 
 def _check_text(text: str, where: str) -> None:
@@ -115,7 +121,9 @@ def _check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: expected a prompt of whole characters; got {text!r:.80} ({error})") from error
+        raise ValueError(
+            f"{where}: expected a prompt of whole characters; got {text!r:.80} ({error.reason})"
+        ) from error
 
 
 def _is_message(message: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Rows from wherever they lie: the Hugging Face Hub, files, folders. No code that comes with a data set is ever run.
+"""Rows of the Hugging Face Hub, of files and of folders. No code that comes with a data set is ever run.
 
     load_rows(DataSource("openai/gsm8k", config="main", split="train"))      the Hub, or its cache
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout; `save_to_disk`
     load_rows(DataSource("folder", streaming=True))                          one after the other, nothing is copied
 
-`datasets` does the work; this module finds out what a name stands for, and says what is wrong with it.
+`datasets` finds files and splits, and reads Parquet and Arrow. Text files are read by `smd_jax.tasks.text_files`, which
+keeps their values as they are. This module finds out what a name stands for, and says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,30 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from smd_jax.tasks.datasets import numbered_rows
-from smd_jax.tasks.file_formats import check_content, format_of, is_json_lines, looks_like_a_path
-from smd_jax.tasks.task import Row, missing_extra
+from smd_jax.tasks.compressed import OPENERS, check_unpacked
+from smd_jax.tasks.file_formats import check_content, format_of, is_csv, is_text, looks_like_a_path
+from smd_jax.tasks.folders import (
+    builder_of,
+    fetch_files,
+    fetched_folder,
+    files_of_folder,
+    is_text_builder,
+    library,
+    module_of,
+)
+from smd_jax.tasks.task import Row
+from smd_jax.tasks.text_files import csv_table, text_rows
+from smd_jax.text.visible_text import one_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What `datasets` raises for files whose values have other types than it expects.
+DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 FILE_SPLIT = "train"  # of what has no splits of its own, as `datasets` has it
 
 
@@ -80,14 +94,25 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows | RowStre
       ValueError: a file of another kind than its name says; an unknown configuration, split or column (listing those
         that there are); no rows; rows that cannot be read (naming the line of a JSONL file).
     """
-    path = Path(source.name).expanduser()
-    # An empty name would be the working directory.
-    if not source.name or not path.exists():
+    path = _path_of(source.name)
+    if path is None:
         check_hub_id(source.name)
-        return _of_builder(_hub_builder(source), source, columns)
+        return _of_hub(source, columns)
     if path.is_file():
         return _of_file(path.resolve(), source, columns)
     return _of_folder(path.resolve(), source, columns)
+
+
+def _path_of(name: str) -> Path | None:
+    """The file or folder of this name; None: there is none."""
+    if not name:
+        return None  # it would be the working directory
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:  # longer than names can be, a NUL in it, an unknown ~user
+        said = one_line(str(error), 80)
+        raise ValueError(f"expected the name of a file or a folder; got {name[:80]!r} ({said})") from error
 
 
 def check_hub_id(name: str) -> None:
@@ -96,11 +121,12 @@ def check_hub_id(name: str) -> None:
         path = Path(name).expanduser().absolute()
         folder = next(parent for parent in path.parents if parent.is_dir())
         raise FileNotFoundError(
-            f"expected a file or a folder at {path}; got nothing there ({folder} has {_entries(folder)})"
+            f"expected a file or a folder at {one_line(str(path))}; got nothing there ({folder} has {_entries(folder)})"
         )
     if not HUB_ID.fullmatch(name):
         raise ValueError(
-            f"expected a data set of the Hub as 'owner/name', or a file or a folder; got {name!r}, which is neither"
+            "expected a data set of the Hub as 'owner/name', or a file or a folder; "
+            f"got {name[:80]!r}, which is neither"
         )
 
 
@@ -109,74 +135,107 @@ def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | R
         raise ValueError(f"expected no configuration with a file, which has none; got {source.config!r} with {path}")
     kind = format_of(path)
     check_content(path)
-    if is_json_lines(path):
-        return _of_json_lines(path, source, columns)
+    if is_text(path):
+        return _of_text_files({FILE_SPLIT: [path]}, source, columns)
+    if path.suffix.lower() in OPENERS:
+        check_unpacked(path)
     files = {FILE_SPLIT: [glob.escape(str(path))]}
-    builder = _library().load_dataset_builder(kind.builder, data_files=files, **dict(kind.options))
-    return _of_builder(builder, source, columns)
+    return _of_builder(library().load_dataset_builder(kind.builder, data_files=files), source, columns)
 
 
-def _of_json_lines(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
-    """Through our own reader, whose errors name the line."""
+def _of_text_files(
+    splits: Mapping[str, Sequence[Path]],
+    source: DataSource,
+    columns: Sequence[str],
+    separator: str | None = None,
+) -> Rows | RowStream:
+    """The rows of CSV or JSON files."""
     if source.streaming:
-        # A tuple: of a list `datasets` makes one stream per member.
-        lines = {"path": str(path), "columns": tuple(columns)}
-        stream = _library().IterableDataset.from_generator(_json_lines, gen_kwargs=lines)
-        return _stream_of({FILE_SPLIT: stream}, source, columns)
-    rows = list(_json_lines(str(path), columns))
-    if _chosen_split([FILE_SPLIT], source) == FILE_SPLIT:
-        return rows  # without `datasets`, which takes a second to import
-    return _rows_of({FILE_SPLIT: rows}, source, columns)
+        streams = {name: _text_stream(paths, columns, separator) for name, paths in splits.items()}
+        return _stream_of(streams, source, columns)
+    wanted = _chosen_split([*splits], source)
+    named = {part.partition("[")[0].strip() for part in wanted.split("+")}
+    read = {name: _text_rows(splits[name], columns, separator) for name in named}
+    if wanted in read:
+        return read[wanted]  # JSON without `datasets`, which takes a second to import
+    return _rows_of(read, replace(source, split=wanted), columns)
+
+
+def _text_rows(paths: Sequence[Path], columns: Sequence[str], separator: str | None) -> Any:
+    """JSON as a list, whose values may have any types; CSV as a `datasets.Dataset`, which takes less memory."""
+    if not is_csv(paths[0]):
+        return [row for path in paths for row in _checked_rows([str(path)], columns, separator)]
+    datasets = library()
+    tables = [datasets.Dataset(csv_table(path, separator)) for path in paths]
+    for path, table in zip(paths, tables, strict=True):
+        check_columns(table.column_names, columns, str(path))
+        check_columns(table.column_names, tables[0].column_names, str(path))
+    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
+
+
+def _text_stream(paths: Sequence[Path], columns: Sequence[str], separator: str | None) -> Any:
+    # Of the list `datasets` makes one stream per file, and would make one per column of a list of those.
+    files = {"paths": [str(path) for path in paths], "columns": tuple(columns), "separator": separator}
+    return library().IterableDataset.from_generator(_checked_rows, gen_kwargs=files)
+
+
+def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str | None) -> Iterator[Row]:
+    for path in paths:
+        for where, row in text_rows(Path(path), separator):
+            check_columns(row, columns, where)
+            yield row
 
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
-    datasets = _library()
     # What `save_to_disk` writes: a data set without splits, or one with them.
     one, several = (path / "state.json").is_file(), (path / "dataset_dict.json").is_file()
     if not one and not several:
-        return _of_builder(_hub_builder(source), source, columns)
+        return _of_folder_of_files(path, source, columns)
     if source.config is not None:
         raise ValueError(f"expected no configuration with {path}, which has none; got {source.config!r}")
-    saved = datasets.load_from_disk(str(path))
+    with _read_errors(source):
+        saved = library().load_from_disk(str(path))
     splits: Mapping[str, Any] = {str(name): rows for name, rows in saved.items()} if several else {FILE_SPLIT: saved}
     if source.streaming:
         return _stream_of({name: rows.to_iterable_dataset() for name, rows in splits.items()}, source, columns)
     return _rows_of(splits, source, columns)
 
 
-def _hub_builder(source: DataSource) -> Any:
-    """The `datasets.DatasetBuilder` of a data set on the Hub, or of a folder in its layout."""
-    datasets = _library()
-    folder = Path(source.name).expanduser()
-    name = str(folder.resolve()) if folder.is_dir() else source.name
+def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+    """The rows of files in the Hub's layout."""
     try:
-        return datasets.load_dataset_builder(name, source.config)
+        builder, splits = files_of_folder(path, source.config)
+    except FileNotFoundError as error:
+        raise _no_data(source) from error
+    if not is_text_builder(builder):
+        return _of_builder(builder, source, columns)
+    for file in itertools.chain(*splits.values()):
+        check_content(file)
+    separator = str(builder.config.sep) if module_of(builder) == "csv" else None
+    return _of_text_files(splits, source, columns, separator)
+
+
+def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+    name, here = source.name, Path(source.name).expanduser().absolute()
+    try:
+        builder = builder_of(name, source.config)
     except ConnectionError as error:
+        fetched = fetched_folder(name)
+        if fetched is not None:
+            return _of_folder_of_files(fetched, source, columns)
         raise ConnectionError(
-            f"expected to reach the Hub, or to have {name!r} in its cache; got neither ({error}). "
-            f"There is no file or folder {folder.absolute()} either"
+            f"expected to reach the Hub, or to have {name!r} in its cache; got neither ({_first_line(error)}). "
+            f"There is no file or folder {here} either"
         ) from error
     except FileNotFoundError as error:
-        if folder.is_dir():
-            raise _no_data(source) from error
         raise FileNotFoundError(
-            f"expected a data set of the Hub that you may read; got {name!r} ({error}). "
-            f"There is no file or folder {folder.absolute()} either"
+            f"expected a data set of the Hub that you may read; got {name!r} ({_first_line(error)}). "
+            f"There is no file or folder {here} either"
         ) from error
-    except RuntimeError as error:
-        raise ValueError(
-            f"expected a data set that consists of data; got {name!r}, whose rows are made by a program of its "
-            f"authors, which is never run ({error})"
-        ) from error
-    except ValueError as error:
-        configs = datasets.get_dataset_config_names(name)
-        if len(configs) > 1 and source.config not in configs:
-            raise ValueError(
-                f"expected a configuration of {name!r}, one of {configs}; got {source.config!r}"
-            ) from error
-        if source.config not in (None, *configs):
-            raise ValueError(f"expected the configuration {configs[0]!r} of {name!r}; got {source.config!r}") from error
-        raise ValueError(f"expected a data set that can be read; got {name!r}: {error}") from error
+    if not is_text_builder(builder):
+        return _of_builder(builder, source, columns)
+    # As files, whose values `datasets` would change on their way into its tables.
+    return _of_folder_of_files(fetch_files(name, builder), source, columns)
 
 
 def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
@@ -204,7 +263,7 @@ def _rows_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[st
     ranges = _ranges(wanted, {name: len(rows) for name, rows in splits.items()}, source)
     if any(isinstance(splits[name], list) for name, _ in ranges):
         return [splits[name][number] for name, numbers in ranges for number in numbers]
-    chosen = _library().concatenate_datasets([splits[name].select(numbers) for name, numbers in ranges])
+    chosen = library().concatenate_datasets([splits[name].select(numbers) for name, numbers in ranges])
     check_columns(chosen.column_names, columns, source.name)
     return chosen
 
@@ -212,7 +271,7 @@ def _rows_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[st
 def _ranges(wanted: str, lengths: Mapping[str, int], source: DataSource) -> list[tuple[str, range]]:
     """The split and the numbers of the rows that each part of `wanted` stands for."""
     try:
-        instruction = _library().ReadInstruction.from_spec(wanted)
+        instruction = library().ReadInstruction.from_spec(wanted)
     except (ValueError, AssertionError) as error:
         raise ValueError(
             f"expected a split such as 'train[:1000]' or 'train[90%:]'; got {wanted!r} ({error})"
@@ -246,12 +305,12 @@ def _checked_stream(stream: Any, first: Row | None, source: DataSource, columns:
 @contextmanager
 def _read_errors(source: DataSource) -> Iterator[None]:
     """Says in our words what `datasets`, pyarrow and pandas raise for data that they cannot read."""
-    datasets = _library()
+    datasets = library()
     try:
         yield
     except datasets.exceptions.DataFilesNotFoundError as error:
         raise _no_data(source) from error
-    except (datasets.exceptions.DatasetBuildError, OSError, ValueError) as error:
+    except (datasets.exceptions.DatasetBuildError, *DATA_ERRORS) as error:
         reason = error.__cause__ or error
         raise ValueError(f"expected data that can be read in {source.name}; got {_first_line(reason)}") from error
 
@@ -276,13 +335,8 @@ def check_columns(there: Sequence[str] | Mapping[str, Any], wanted: Sequence[str
     """Raises MissingColumnError for a column that rows don't have, listing those that they have."""
     missing = [name for name in wanted if name not in there]
     if missing:
-        raise MissingColumnError(f"{where}: expected the columns {list(wanted)}; got {[*there]}, without {missing}")
-
-
-def _json_lines(path: str, columns: Sequence[str]) -> Iterator[Row]:
-    for number, row in numbered_rows(Path(path), ()):
-        check_columns(row, columns, f"{path}, line {number}")
-        yield row
+        got = one_line(repr([*there]), 300)
+        raise MissingColumnError(f"{where}: expected the columns {list(wanted)}; got {got}, without {missing}")
 
 
 def _no_data(source: DataSource) -> FileNotFoundError:
@@ -297,12 +351,4 @@ def _entries(folder: Path, most: int = 8) -> list[str]:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _library() -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise missing_extra("datasets") from error
-    return datasets
+    return one_line(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 300)

@@ -252,7 +252,7 @@ def test_rows_of_a_file(tmp_path):
     ("line", "message"),
     [
         ('{"question": "?", ', 'expected a JSON object; got \'{"question": "\\?",\''),
-        ("[1, 2]", r"expected a JSON object; got list '\[1, 2\]'"),
+        ("[1, 2]", r"expected a JSON object; got list \[1, 2\]"),
         (b'{"question": "\xff"}', "expected a JSON object; got .*utf-8"),
         ('{"question": "?"}', r"expected the fields \['question', 'answer'\]; got \['question'\], without 'answer'"),
         ('{"question": "?", "answer": 18}', "expected a string in 'answer'; got int 18"),

@@ -1,0 +1,162 @@
+"""Which files of a folder, or of a data set on the Hub, belong to which split: found by `datasets`.
+
+What a folder's card says is limited before it is read, and a folder's name is taken literally.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from smd_jax.tasks.task import missing_extra
+from smd_jax.text.visible_text import one_line
+from smd_jax.text.yaml_limits import check_yaml
+
+CARDS = ("README.md", ".huggingface.yaml")
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
+HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
+
+# What `datasets` raises for a card whose values have other types than it expects.
+_CARD_ERRORS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError, yaml.YAMLError)
+
+
+class FoundFiles(NamedTuple):
+    """The data files of a folder.
+
+    Attributes:
+      builder: the `datasets.DatasetBuilder` that reads them.
+      splits: the files of each split.
+    """
+
+    builder: Any
+    splits: Mapping[str, Sequence[Path]]
+
+
+def files_of_folder(folder: Path, config: str | None) -> FoundFiles:
+    """The data files of a local folder in the Hub's layout.
+
+    Raises:
+      ValueError: a card that cannot be read; an unknown configuration.
+      FileNotFoundError: no data files.
+    """
+    for name in CARDS:
+        if (folder / name).is_file():
+            _check_card(folder / name)
+    if glob.escape(str(folder)) == str(folder):
+        builder = builder_of(str(folder), config)
+        return FoundFiles(builder, {str(split): [*map(Path, names)] for split, names in _data_files(builder)})
+    # `datasets` takes the name of the folder for a pattern: it looks at links in a folder of another name.
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary).resolve()
+        for file in folder.rglob("*"):
+            if file.is_file():
+                link = root / file.relative_to(folder)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file)
+        found = builder_of(str(root), config)
+        splits = {
+            str(split): [folder / Path(name).relative_to(root) for name in names] for split, names in _data_files(found)
+        }
+    escaped = {split: [glob.escape(str(file)) for file in files] for split, files in splits.items()}
+    return FoundFiles(library().load_dataset_builder(module_of(found), data_files=escaped), splits)
+
+
+def builder_of(name: str, config: str | None) -> Any:
+    """The `datasets.DatasetBuilder` of a folder, or of a data set on the Hub.
+
+    Raises:
+      ValueError: rows that a program makes; an unknown configuration; a card that cannot be read.
+      FileNotFoundError, ConnectionError: as `datasets.load_dataset_builder`.
+    """
+    datasets = library()
+    try:
+        return datasets.load_dataset_builder(name, config)
+    except (FileNotFoundError, ConnectionError):
+        raise
+    except _CARD_ERRORS as error:
+        raise _config_error(name, config, error) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected a data set that consists of data; got {name!r}, whose rows are made by a program of its "
+            f"authors, which is never run ({one_line(str(error), 200)})"
+        ) from error
+
+
+def module_of(builder: Any) -> str:
+    """The module of `datasets` whose builder it is, such as "csv"; of a data set's own class the first one below it."""
+    names = [kind.__module__.split(".") for kind in type(builder).__mro__]
+    return next((name[2] for name in names if name[:2] == ["datasets", "packaged_modules"]), "")
+
+
+def is_text_builder(builder: Any) -> bool:
+    """Whether the builder would read CSV or JSON."""
+    return module_of(builder) in ("csv", "json")
+
+
+def fetch_files(name: str, builder: Any) -> Path:
+    """Fetches the data files of a data set on the Hub, with its card, and gives the folder that holds them."""
+    from huggingface_hub import snapshot_download
+
+    matches = [HUB_FILE.fullmatch(str(file)) for _, files in _data_files(builder) for file in files]
+    found = [match for match in matches if match is not None]
+    patterns = [*CARDS, *(glob.escape(match["file"]) for match in found)]
+    revision = found[0]["revision"] if found else None
+    return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
+
+
+def fetched_folder(name: str) -> Path | None:
+    """The folder of a data set that `fetch_files` has fetched before; None: there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def library() -> Any:
+    """The package `datasets`, imported where it is used: it takes a second."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise missing_extra("datasets") from error
+    return datasets
+
+
+def _data_files(builder: Any) -> list[tuple[Any, Sequence[str]]]:
+    files = builder.config.data_files
+    return [*files.items()] if isinstance(files, Mapping) else []
+
+
+def _check_card(path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8; got {error}") from error
+    front = FRONT_MATTER.match(text) if path.suffix == ".md" else None
+    if front is not None or path.suffix != ".md":
+        check_yaml(text if front is None else front[1], str(path))
+
+
+def _config_error(name: str, config: str | None, error: Exception) -> ValueError:
+    """What is wrong with the configuration, or else the data set."""
+    datasets = library()
+    try:
+        configs = datasets.get_dataset_config_names(name)
+    except _CARD_ERRORS:
+        configs = []
+    if len(configs) > 1 and config not in configs:
+        return ValueError(
+            f"expected a configuration of {name!r}, one of {one_line(repr(configs), 300)}; got {config!r}"
+        )
+    if configs and config not in (None, *configs):
+        return ValueError(f"expected the configuration {configs[0]!r} of {name!r}; got {config!r}")
+    said = one_line(f"{type(error).__name__}: {error}", 300)
+    return ValueError(f"expected a data set that can be read; got {name!r}: {said}")

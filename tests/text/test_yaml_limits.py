@@ -1,0 +1,40 @@
+"""YAML of strangers is refused before it takes memory or time."""
+
+import pytest
+
+from smd_jax.text import yaml_limits
+from smd_jax.text.yaml_limits import check_yaml
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a: 1\nb: [x, {c: null}]", "a: &one [1, 2]\nb: *one\nc: *one", "- " * 49 + "x", "!!set {a, b}"],
+)
+def test_yaml_that_is_meant(text):
+    check_yaml(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, "here: expected YAML of at most 100,000 values; got more, with aliases written out"),
+        ("[" * 5_000, "here: expected YAML nested at most 50 deep"),
+        ("a: &a [*a]", "here: expected YAML that ends; got an alias of what it is a part of"),
+        ("x" * (2**20 + 1), "here: expected YAML of at most 1,048,576 characters; got 1,048,577"),
+        ("a: [1", "here: expected YAML; got "),
+    ],
+)
+def test_yaml_that_is_not(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check_yaml(text, "here")
+    assert len(str(refused.value)) < 400
+
+
+def test_pure_python_gives_the_same(monkeypatch):
+    import yaml
+
+    monkeypatch.setattr(yaml_limits, "_LOADER", yaml.SafeLoader)
+    with pytest.raises(ValueError, match="aliases written out"):
+        check_yaml(LAUGHS, "here")
