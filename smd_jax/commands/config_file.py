@@ -21,7 +21,9 @@ from typing import Any
 
 import yaml
 
+from smd_jax.commands import bounded_yaml
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.near_names import full_path, is_file, nearest_hint
 from smd_jax.commands.trl_names import in_place_of
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
@@ -53,6 +55,8 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
         if not any(word.partition("=")[0] == "--output-dir" for word in rest):
             check_place(source, options)
         algorithm = options.pop(ALGORITHM, None)
+        if not isinstance(algorithm, str | None):
+            raise UserError(f"{source}: expected {ALGORITHM!r} as a text; got {str(algorithm)[:80]!r}")
         if chosen is not None and algorithm not in (None, chosen):
             raise UserError(f"{source}: expected a configuration of {chosen!r}; got one of {algorithm!r}")
         chosen = chosen or algorithm
@@ -95,12 +99,15 @@ def read_options(path: Path) -> dict[str, Any]:
     Raises:
       UserError: no such file, no YAML, or no mapping of names to values.
     """
-    if not path.is_file():
-        raise UserError(f"expected a YAML file; found none at {path}")
+    if not is_file(path):
+        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_hint(path)}")
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected YAML; {error}") from error
+        size = path.stat().st_size
+        if size > 4 * bounded_yaml.MOST_CHARACTERS:
+            raise UserError(f"{path}: expected at most {bounded_yaml.MOST_CHARACTERS:,} characters; got {size:,} bytes")
+        options = bounded_yaml.load(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
     return options
@@ -111,7 +118,9 @@ def check_place(source: Path, options: Mapping[str, Any]) -> None:
     one that was moved, must not write to where it once was."""
     if OUTPUT_DIR not in options or not any((source.parent / name).exists() for name in OF_A_RUN):
         return
-    own, named = source.parent.resolve(), Path(str(options[OUTPUT_DIR])).expanduser().resolve()
+    if not isinstance(options[OUTPUT_DIR], str):
+        raise UserError(f"{source}: expected {OUTPUT_DIR} as a text; got {str(options[OUTPUT_DIR])[:80]!r}")
+    own, named = source.parent.resolve(), full_path(options[OUTPUT_DIR])
     if own != named:
         raise UserError(
             f"{source}: expected {OUTPUT_DIR} to be {own}, the folder of this run; got {named}: a run that was moved "
@@ -134,11 +143,15 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             near = difflib.get_close_matches(name, there, n=3)
             hint = f"; near are {near}" if near else ""
             raise UserError(f"{where}: expected an option of this algorithm; got {name!r}{hint}")
+        if value is None and not _may_be_none(name, arguments):
+            raise UserError(f"{where}: expected a value of {name!r}; got null")
         flag = f"--{name.replace('_', '-')}"
         if name in NAMED_VALUES and isinstance(value, dict):
             value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"
+        elif isinstance(value, list) and None in value:
+            raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got a list with null")
         elif isinstance(value, list) and len(value) != 1:
             yield flag
             yield from (_item(item, name, where) for item in value)
@@ -147,6 +160,11 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
         else:
             # In one word, so that a value may begin with a dash.
             yield f"{flag}={_word(value, name, where)}"
+
+
+def _may_be_none(name: str, arguments: type) -> bool:
+    kinds = (_field_types(group) for group in _field_types(arguments).values())
+    return any(type(None) in typing.get_args(fields[name]) for fields in kinds if name in fields)
 
 
 def _item(value: Any, name: str, where: str) -> str:
@@ -158,7 +176,7 @@ def _item(value: Any, name: str, where: str) -> str:
 
 def _word(value: Any, name: str, where: str) -> str:
     if value is not None and (not isinstance(value, str | int | float) or isinstance(value, bool)):
-        raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got {value!r}")
+        raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}")
     return str(value)
 
 

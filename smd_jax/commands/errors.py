@@ -79,7 +79,7 @@ def reported(debug: bool, flags: Mapping[str, str] = FLAGS) -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, MissingExtraError) as error:
+    except (UserError, MissingExtraError, FloatingPointError) as error:
         if debug:
             raise
         print_box("error", with_flags(str(error), flags))
@@ -100,7 +100,7 @@ def users_mistakes() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError, FloatingPointError) as error:
         raise UserError(str(error)) from error
 
 
@@ -125,8 +125,28 @@ def with_flags(message: str, flags: Mapping[str, str] = FLAGS) -> str:
     return "\n".join([message, *([f"In flags: {', '.join(said)}."] if said else [])])
 
 
+# Of a message in a box. What is left out is input: a name of thousands of characters, a page of YAML.
+LINE_LIMIT = 600
+LINES = 60
+
+
+def shortened(message: str) -> str:
+    """The message without the middle of very long lines, and without the lines behind the first 60."""
+    lines = [_shortened_line(line) for line in message.split("\n")]
+    more = len(lines) - LINES
+    return "\n".join([*lines[:LINES], *([f"… and {more} more lines"] if more > 0 else [])])
+
+
+def _shortened_line(line: str) -> str:
+    if len(line) <= LINE_LIMIT:
+        return line
+    left_out = len(line) - LINE_LIMIT
+    return f"{line[: LINE_LIMIT // 2]} … {left_out:,} characters … {line[-LINE_LIMIT // 2 :]}"
+
+
 def print_box(title: str, message: str) -> None:
     """A framed text on standard error."""
+    message = shortened(message)
     # Text objects: nothing in a message is taken for rich's markup. It may quote a file, or what a model wrote.
     panel = Panel(
         Text(visible(message)), title=Text(visible(title)), title_align="left", box=box.ROUNDED, border_style="red"

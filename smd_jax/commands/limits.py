@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
@@ -11,12 +11,32 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
 from smd_jax.train.loop import Loop
 
+# The largest value of an option. Others are bounded by the int32 of JAX's shapes and counters.
+LARGEST: Mapping[str, int] = {
+    "num_prompts": 2**20,
+    "num_generations": 2**16,
+    "max_completion_length": 2**24,
+    "budget": 2**24,
+    "buffer": 2**24,
+    "dataset_size": 2**27,
+    "lora_r": 2**16,
+    "minibatches": 2**20,
+    "num_iterations": 2**16,
+    "seed": 2**32 - 1,
+    "eval_seed": 2**32 - 1,
+}
+
 # The flags of smd-train whose product is the number of devices.
 AXES = ("--data-parallel", "--fsdp", "--tensor", "--sequence")
 
 
 def check_numbers(args: Common) -> None:
-    """Raises UserError for a number below the least that its flag can have, and for an empty stop text."""
+    """Raises UserError for a number that its flag cannot have, and for an empty stop text."""
+    for group in vars(args).values():
+        for option, given in vars(group).items():
+            most = LARGEST.get(option, 2**31 - 1)
+            if isinstance(given, int) and given > most:
+                raise UserError(f"expected --{option.replace('_', '-')} <= {most}; got {str(given)[:40]}")
     at_least = [
         ("seed", args.run.seed, 0),
         ("completions_steps", args.run.completions_steps, 0),

@@ -14,6 +14,7 @@ import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError, print_box
+from smd_jax.commands.near_names import exists, full_path
 from smd_jax.eviction.named import own_place
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.functions import is_file_name
@@ -39,7 +40,7 @@ def from_the_root(args: Common) -> Common:
 def _spelled(group: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(group).items():
         if isinstance(value, Path):
-            yield name, value.expanduser().resolve()
+            yield name, full_path(value)
         elif name in PATHS and isinstance(value, str):
             yield name, path_from_the_root(value)
         elif name in FUNCTIONS and isinstance(value, str):
@@ -56,8 +57,8 @@ def path_from_the_root(name: str) -> str:
     """A path that is there; a name of a task stays one, also beside a folder of that name."""
     if not name or name in PRESETS or name.startswith(PROCEDURAL):
         return name
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name
+    path = full_path(name)
+    return str(path) if exists(path) else name
 
 
 def function_from_the_root(where: str) -> str:

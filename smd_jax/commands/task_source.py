@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import yaml
-
+from smd_jax.commands import bounded_yaml
 from smd_jax.commands.arguments import Common, DataArgs, EvaluationArgs, RewardArgs
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.near_names import did_you_mean
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
@@ -176,7 +176,10 @@ def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> 
         case _ if ":" in name:
             return import_function(name)
         case _:
-            raise UserError(f"expected --reward as one of {list(READY)} or path/to/file.py:function; got {name!r}")
+            raise UserError(
+                f"expected --reward as one of {list(READY)} or path/to/file.py:function; got "
+                f"{name[:200]!r}{did_you_mean(name, READY)}"
+            )
 
 
 def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:
@@ -189,9 +192,9 @@ def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            found.append((name, yaml.safe_load(value)))
-        except yaml.YAMLError as error:
-            raise UserError(f"expected {flag} as name=value with YAML as value; got {text!r}: {error}") from error
+            found.append((name, bounded_yaml.load(value)))
+        except ValueError as error:
+            raise UserError(f"expected {flag} as name=value with YAML as value; got {text[:80]!r}: {error}") from error
         if not name or not equals:
-            raise UserError(f"expected {flag} as name=value; got {text!r}")
+            raise UserError(f"expected {flag} as name=value; got {text[:80]!r}")
     return tuple(found)

@@ -41,13 +41,11 @@ class RunStoppedError(RuntimeError):
         self.directory = directory
         self.exit_code = 128 + number
         kept = f"saved in {directory}" if done else f"nothing to save in {directory} yet"
-        super().__init__(
-            f"{number.name} stopped the run after {done} of {steps} rollouts; {kept}. It goes on with resume"
-        )
+        super().__init__(f"{number.name} stopped the run after {done} of {steps} rollouts; {kept}")
 
 
 class StopSignals:
-    """Listens to SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP while it is open. Beside the main thread,
+    """Listens to SIGINT, SIGTERM and SIGHUP, but for those that are ignored, while it is open. Beside the main thread,
     where Python allows no handlers, it opens and hears nothing. After SIGHUP what this process prints goes nowhere."""
 
     def __init__(self) -> None:
@@ -66,7 +64,8 @@ class StopSignals:
         os.set_blocking(self._write, False)
         self._descriptor = signal.set_wakeup_fd(self._write)
         # Handlers that do next to nothing: without one Python would not write the number either.
-        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        # A shell ignores SIGINT for background jobs, nohup ignores SIGHUP: what is ignored stays ignored.
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._heard) for number in heard}
         self._thread = threading.Thread(target=self._answer, name="stop signals", daemon=True)
         self._thread.start()
