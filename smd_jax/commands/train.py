@@ -32,6 +32,7 @@ from smd_jax.commands.limits import check_numbers, unused_devices, without_evict
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
+from smd_jax.commands.prompt_day import with_prompt_day
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
@@ -55,10 +56,10 @@ from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.processes import all_or_none, is_first, on_first_host
 from smd_jax.sharding import shard_tree
-from smd_jax.tasks.dataset_task import first_rows
+from smd_jax.tasks.dataset_task import StreamTask, first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
-from smd_jax.tasks.task import prompt_length, prompt_text
+from smd_jax.tasks.task import Task, prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
 from smd_jax.train.checkpoint.errors import DamagedCheckpointError
 from smd_jax.train.checkpoint.leaves import OtherStateError
@@ -130,6 +131,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_directory(directory, args.run.resume)
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
+        args = with_prompt_day(args)
         ready = prepare(args)
         check_disk(args, ready, settings)
         files = by_content(args)
@@ -278,6 +280,9 @@ def print_plan(args: Common, ready: Prepared) -> None:
             print_box("look at this", line)
     for line in ready.data.counts:
         print(line)
+    repeated = repeated_rows(ready.loop.config.prompts_per_step, ready.data.task)
+    if repeated is not None:
+        print(repeated)
     if not args.run.dry_run:
         return
     shown = first_rows(ready.data.task, 3)
@@ -286,6 +291,13 @@ def print_plan(args: Common, ready: Prepared) -> None:
         length = prompt_length(row, ready.tokenizer)
         text = visible(prompt_text(row, ready.tokenizer))
         print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
+
+
+def repeated_rows(prompts: int, task: Task | StreamTask) -> str | None:
+    """A line where a rollout has more prompts than there are rows; None otherwise."""
+    if isinstance(task, StreamTask) or prompts <= len(task):
+        return None
+    return f"{prompts} prompts a rollout from {len(task)} rows: each rollout has rows more than once"
 
 
 def teacher(loop: PolicyLoop) -> str:

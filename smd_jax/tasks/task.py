@@ -16,9 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
-from jinja2 import TemplateError
 
+from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
+from smd_jax.text.template_day import NAME as DAY
+from smd_jax.text.template_day import day_of, first_day, reads_day, with_day
+from smd_jax.text.visible_text import one_line
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
 Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
@@ -103,7 +106,7 @@ def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
     values = row.get(TEMPLATE_KWARGS)
     if values is None:
         return {}
-    taken = ("conversation", "tokenize", "add_generation_prompt")
+    taken = ("conversation", "tokenize", "add_generation_prompt", "chat_template")
     if not isinstance(values, dict) or any(name in values for name in taken):
         raise ValueError(
             f'{where}: expected {TEMPLATE_KWARGS} as a dict, such as {{"enable_thinking": False}}, without '
@@ -117,25 +120,36 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
 
     Raises:
       ValueError: chat messages for a tokenizer that has no chat template; messages that its template refuses, as
-        Gemma's does a system prompt; a row with chat_template_kwargs that are no dict.
+        Gemma's does a system prompt, or fails on; a row with chat_template_kwargs that are no dict.
     """
     prompt: Prompt = row["prompt"]
     kwargs = template_kwargs_of(row, "a row")
     if tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
-        except TemplateError as error:
-            roles = [message["role"] for message in messages]
-            raise ValueError(
-                f"expected messages that the tokenizer's chat template takes; got those of {roles}, "
-                f"and it says: {error}"
-            ) from error
+        with Caught() as caught:  # a template of a stranger may raise anything
+            text = _rendered(messages, tokenizer, kwargs)
+            text.encode()
+            return text
+        roles = one_line(repr([message["role"] for message in messages]), 200)
+        said = one_line(f"{type(caught.error).__name__}: {caught.error}", 300)
+        raise ValueError(
+            f"expected messages that the tokenizer's chat template takes; got those of {roles}, and it says: {said}"
+        ) from caught.error
     if not isinstance(prompt, str):
         raise ValueError(
-            f"expected a plain string, because the tokenizer has no chat template; got messages {prompt!r}"
+            f"expected a plain string, because the tokenizer has no chat template; got messages {prompt!r:.80}"
         )
     return prompt
+
+
+def _rendered(messages: list[dict[str, str]], tokenizer: Tokenizer, kwargs: dict[str, Any]) -> str:
+    """The messages through the chat template, on the day that the row names, or the first of this process."""
+    day = kwargs.pop(DAY, None)
+    named: Any = tokenizer.chat_template
+    template = named.get("default", "") if isinstance(named, dict) else str(named)
+    if reads_day(template):
+        kwargs["chat_template"] = with_day(template, first_day() if day is None else day_of(day))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
 
 
 def prompt_length(row: Row, tokenizer: Tokenizer) -> int:

@@ -1,0 +1,84 @@
+"""Prompts of a template that reads the date are those of one day."""
+
+import datetime
+
+import pytest
+
+from smd_jax.commands.arguments import DataArgs, Grpo, ModelArgs, RunArgs
+from smd_jax.commands.prompt_day import with_prompt_day
+from smd_jax.commands.train import repeated_rows
+from smd_jax.tasks.dataset_task import DatasetTask
+from smd_jax.tasks.task import prompt_text
+from smd_jax.testing import byte_tokenizer, write_random_checkpoint
+from smd_jax.text import template_day
+from smd_jax.text.template_day import with_day
+
+DAY = datetime.date(2025, 3, 9)
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}: {% endif %}{{ messages[0]['content'] }}"
+
+
+def dated(template: str | dict[str, str] = DATED):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_day_of_a_row():
+    row = {"prompt": "Hi", "chat_template_kwargs": {"strftime_now": "2025-03-09"}}
+    assert prompt_text(row, dated()) == "09 Mar 2025: Hi"
+    assert prompt_text(row | {"chat_template_kwargs": {"strftime_now": DAY}}, dated()) == "09 Mar 2025: Hi"
+    assert prompt_text(row, dated({"default": DATED, "tool_use": "x"})) == "09 Mar 2025: Hi"
+    with pytest.raises(ValueError, match="expected strftime_now as a day such as 2026-01-31; got 'soon'"):
+        prompt_text({"prompt": "Hi", "chat_template_kwargs": {"strftime_now": "soon"}}, dated())
+
+
+def test_a_process_has_one_day(monkeypatch):
+    monkeypatch.setattr(template_day, "first_day", lambda: DAY)
+    monkeypatch.setattr("smd_jax.tasks.task.first_day", lambda: DAY)
+    assert prompt_text({"prompt": "Hi"}, dated()) == "09 Mar 2025: Hi"
+
+
+def test_other_calls():
+    assert with_day("{{ strftime_now( \"%Y\" ) }}{{ strftime_now(format='%H') }}", DAY) == "{{ '2025' }}{{ '00' }}"
+    with pytest.raises(ValueError, match="with a format in quotes; got another call"):
+        with_day("{% set f = '%Y' %}{{ strftime_now(f) }}", DAY)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0]['content'] + none }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5]['content'].x.y }}",
+        "{% for m in messages %}",
+        "{{ raise_exception('x' * 5000) }}",
+        "{{ '\\ud83d' }}",
+        "{{ messages|map('length')|sum(start='a') }}",
+    ],
+)
+def test_a_template_that_fails_names_the_roles(template):
+    expected = r"expected messages that the tokenizer's chat template takes; got those of \['user'\], and it says: \w+"
+    with pytest.raises(ValueError, match=expected) as error:
+        prompt_text({"prompt": "Hi"}, dated(template))
+    assert len(str(error.value)) < 500
+
+
+def test_a_run_keeps_its_day(tmp_path):
+    write_random_checkpoint(tmp_path / "model")
+    plain = Grpo(ModelArgs(str(tmp_path / "model")), DataArgs("rows.jsonl"), run=RunArgs(output_dir=tmp_path / "run"))
+    assert with_prompt_day(plain) == plain  # its template reads no date
+    dated().save_pretrained(tmp_path / "model")
+    today = f"strftime_now={datetime.date.today().isoformat()}"
+    assert with_prompt_day(plain).data.chat_template_kwargs == (today,)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: ['a=1', strftime_now=2025-03-09]\n")
+    again = Grpo(plain.model, plain.data, run=RunArgs(output_dir=tmp_path / "run", resume=True))
+    assert with_prompt_day(again).data.chat_template_kwargs == ("strftime_now=2025-03-09",)
+    (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: []\n")
+    assert with_prompt_day(again) == again  # begun before days were kept
+
+
+def test_more_prompts_than_rows_are_mentioned():
+    task = DatasetTask([{"prompt": str(i)} for i in range(11)])
+    assert repeated_rows(64, task) == "64 prompts a rollout from 11 rows: each rollout has rows more than once"
+    assert repeated_rows(11, task) is None
