@@ -31,6 +31,7 @@ from smd_jax.commands.model_source import (
     shown_tokens,
     with_template,
 )
+from smd_jax.commands.near_names import is_file
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of
 from smd_jax.eviction.learned import LearnedGate
@@ -186,17 +187,18 @@ def make_evaluator(
     """The evaluator, and a line on the prompts that were dropped."""
     told = parameters_of("--chat-template-kwargs", args.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
-    if args.split is None and not holds_back(args.task):
+    # A file has one split, which is taken without asking.
+    split = "train" if args.split is None and is_file(Path(args.task)) else args.split
+    if split is None and not holds_back(args.task):
         raise UserError(
-            f"expected --split with --task {args.task}, which does not say which rows it holds back; got none. A file "
-            "has the one split train"
+            f"expected --split with --task {args.task}, which does not say which rows it holds back; got none"
         )
     choice = TaskChoice(
         args.task,
         args.source,
         args.config,
-        args.split,
-        held_out=args.split is None,
+        split,
+        held_out=split is None,
         prompt_column=args.prompt_column,
         system_prompt=args.system_prompt,
         map_row=None if args.map_function is None else import_function(args.map_function),

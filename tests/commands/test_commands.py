@@ -483,9 +483,6 @@ def reward(prompts, completions, gold, **columns):
     data += ["--reward", f"{tmp_path}/mine.py:reward"]
     told = ["--chat-template-kwargs", "enable_thinking=false"]
     words = ["--model", f"{tmp_path}/model", "--task", str(rows), "--json", "--max-completion-length", "4", *data]
-    said = error_of(words, capsys, smd_eval)  # else it would be the rows to train on, and nobody would know
-    assert "expected --split with --task" in said and "got none" in said
-    words += ["--split", "train"]
     smd_eval([*words, *told, "--max-prompt-length", "8"])
     output = capsys.readouterr()
     assert json.loads(output.out)["prompts"] == 1 and "the longest has 9 tokens" in output.err  # abcd?<no>
