@@ -1,14 +1,13 @@
-"""Decode attention over a quantised cache as a Pallas TPU kernel: one program per row and KV head.
+"""Decode attention to a quantised cache on TPUs in Pallas: one program per row and KV head.
 
-A TPU keeps the last axis of an array in tiles of 128, so that 64 bytes of a slot would take the room of 128, and its
-few ranges, too. The kernel takes such with the slots last, which fill their tiles; XLA lays a rollout's cache out so.
+A TPU stores the last axis of an array in tiles of 128, so the 64 bytes or the few ranges of a slot would be padded. The
+kernel takes such arrays with the slots last; XLA chooses that layout for the cache of a rollout.
 
-Codes, ranges and the buffer of a head lie in VMEM, and the pipeline of the grid reads the next head's while this one's
-are widened and multiplied. Main memory is read for codes alone.
+The codes, ranges and full-precision slots of a head are in VMEM; the grid's pipeline prefetches those of the next head.
+Keys and values are dequantised in VMEM only.
 
-Every slot's key has the range of its group, which is somewhere in a table. A TPU has no gather over sublanes, but its
-matrix unit is one: a matrix of zeros with a single one in each row, times the table, is exact. So is the spreading of a
-value's ranges over the channels of their parts.
+The range of a slot's key is a row of a table. A TPU has no gather over sublanes, but a one-hot matrix times the table
+is exact. A second one-hot product spreads a value's ranges over the channels of their parts.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ def decode_codes_attention(
     k: Float[Array, "batch kv_heads precise head_dim"],
     v: Float[Array, "batch kv_heads precise head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode_codes.decode_codes_attention`, for inputs that `hardware.why_not_decode_codes` has nothing
-    against.
+    """See `smd_kernels.decode_codes.decode_codes_attention`; for inputs that `hardware.why_not_decode_codes` accepts.
 
     Args:
-      interpret: True runs it on any machine.
+      interpret: True or parameters run the kernel in an interpreter of Pallas, on any device; for tests.
     """
     batch, kv_heads, precise, head_dim = k.shape
     group = q.shape[1] // kv_heads
     slots = codes.slots
     order = by_plane(head_dim, codes.bits)
     queries = q.reshape(batch, kv_heads, group, head_dim)
-    # Which part of a value's ranges each channel takes, by plane.
+    # One-hot: the part of head_dim that each channel belongs to, by plane.
     spread = order[:, None] // (head_dim // codes.parts) == np.arange(codes.parts)
     seen = valid[:, :, None].astype(jnp.int32)
     slots_last = head_dim % TPU_LANES != 0
@@ -56,7 +54,7 @@ def decode_codes_attention(
         queries[..., order],
         *((codes.keys, codes.values) if whole_tiles else (jnp.swapaxes(x, 2, 3) for x in (codes.keys, codes.values))),
         codes.group[:, :, None],
-        # The table is small beside what it stands for, and so are a step's queries: XLA reorders them.
+        # The table and the queries are small: XLA reorders their channels.
         codes.key_low[..., order],
         codes.key_scale[..., order],
         jnp.swapaxes(codes.value_low, 2, 3),
@@ -84,17 +82,17 @@ def decode_codes_attention(
         interpret=interpret,
         name="decode_codes_attention",
     )(*inputs, jnp.asarray(spread, q.dtype))
-    # Both parts of the sum are float32, and are rounded together.
+    # Both terms are float32; their sum is rounded once.
     out = own + planes[..., np.argsort(order)]
     received = jnp.concatenate([received, own_received], axis=3)
     return out.reshape(q.shape).astype(q.dtype), received[:, :, 0]
 
 
 def _kernel(*refs: Any, bits: int, codes_axis: int, slots_axis: int) -> None:
-    """Refs in the order of `inputs` and `results` above, without rows and heads.
+    """Kernel body; refs in the order of `inputs` and `results` above, without the batch and head axes.
 
     Args:
-      codes_axis: of the slots in codes. slots_axis: in keys and values in full precision.
+      codes_axis: axis of the slots in arrays of codes. slots_axis: the same in keys and values in full precision.
     """
     (q, q_planes, keys, values, group, low, scale, value_low, value_scale, k, v, seen, own_seen, spread, *results) = (
         refs
@@ -105,7 +103,7 @@ def _kernel(*refs: Any, bits: int, codes_axis: int, slots_axis: int) -> None:
     picked = jax.lax.broadcasted_iota(jnp.int32, (low.shape[0], group.shape[1]), 0) == group[...]
     picked = picked.astype(dtype)  # [groups, slots]
     lows, scales = (_dot(x[...], picked, (0, 0)) for x in (low, scale))
-    wide = (lows + _widened(keys, bits, codes_axis) * scales).astype(dtype)
+    wide = (lows + _unpacked(keys, bits, codes_axis) * scales).astype(dtype)
     masked = seen[...] != 0
     own_masked = own_seen[...] != 0
     factor = q.shape[1] ** -0.5
@@ -119,18 +117,22 @@ def _kernel(*refs: Any, bits: int, codes_axis: int, slots_axis: int) -> None:
     total = jnp.where(total > 0, total, 1.0)
     weights = weights / total
     own = own / total
-    # Normalised and summed in float32, and only then rounded for the product, as in the other implementations.
+    # Normalised and summed in float32 before rounding for the product, as in the other implementations.
     received[...] = jnp.sum(weights, axis=0, keepdims=True)
     own_received[...] = jnp.sum(own, axis=0, keepdims=True)
     lows, scales = (_dot(spread[...], x[...], (1, 0)) for x in (value_low, value_scale))
-    wide = (lows + _widened(values, bits, codes_axis) * scales).astype(dtype)
+    wide = (lows + _unpacked(values, bits, codes_axis) * scales).astype(dtype)
     out[...] = _dot(weights.astype(dtype), wide, (1, 1))
     own_out[...] = _dot(own.astype(dtype), v[...], (1, slots_axis))
 
 
-def _widened(packed: Any, bits: int, slots_axis: int) -> Array:
-    """Codes `[bytes, slots]`, or with slots_axis 0 `[slots, bytes]`, as float32 `[head_dim, slots]`, by plane."""
-    # Bytes have no shifts and no way to float32 of their own on a TPU.
+def _unpacked(packed: Any, bits: int, slots_axis: int) -> Array:
+    """Unpacks codes to float32 `[head_dim, slots]`, by plane.
+
+    Args:
+      packed: `[bytes, slots]`, or `[slots, bytes]` with `slots_axis` 0.
+    """
+    # A TPU can neither shift bytes nor convert them to float32.
     wide = packed[...].astype(jnp.int32)
     planes = [(wide >> shift) & (2**bits - 1) for shift in range(0, BYTE, bits)]
     numbers = jnp.concatenate(planes, axis=1 - slots_axis).astype(jnp.float32)
@@ -138,7 +140,7 @@ def _widened(packed: Any, bits: int, slots_axis: int) -> Array:
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Sums over one axis of each, in float32; float32 inputs in full precision, which is not a TPU's default."""
+    """Contracts one axis of each, in float32; float32 inputs in full precision, which is not the TPU's default."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,11 +1,11 @@
-"""Decode attention as a Pallas TPU kernel: one program per row and KV head, which holds all its slots in VMEM.
+"""Decode attention on TPUs in Pallas: one program per row and KV head, which holds all of its slots in VMEM.
 
-Reading K and V is what the step costs, and the pipeline of the grid reads the next head's slots while this one's are
-multiplied. With every score at hand the softmax is one pass, and the statistics cost nothing.
+A step costs as much as reading K and V; the grid's pipeline prefetches the next head's slots. All scores are in VMEM,
+so the softmax takes one pass and `received` costs nothing extra.
 
-A TPU keeps the last axis in tiles of 128: with a `head_dim` of 64 there, half of the cache would be padding, in main
-memory too. For such the kernel takes K and V as `[head_dim, slots]`; XLA lays the cache of a rollout out that way from
-the start, and swapping the axes moves nothing.
+A TPU stores the last axis in tiles of 128: with a `head_dim` of 64, half of the cache would be padding, also in main
+memory. For such head dims the kernel takes K and V as `[head_dim, slots]`. XLA chooses that layout for the cache of a
+rollout, so that swapping the axes moves no data.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def decode_attention(
     k: Float[Array, "batch kv_heads slots head_dim"],
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode.decode_attention`, for inputs that `hardware.why_not_decode` has nothing against.
+    """See `smd_kernels.decode.decode_attention`; for inputs that `hardware.why_not_decode` accepts.
 
     Args:
-      interpret: True runs it on any machine.
+      interpret: True or parameters run the kernel in an interpreter of Pallas, on any device; for tests.
     """
     batch, kv_heads, slots, head_dim = k.shape
     group = q.shape[1] // kv_heads
@@ -60,8 +60,11 @@ def decode_attention(
 
 
 def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis: int) -> None:
-    """Refs: q, out `[group, head_dim]`; k, v `[slots, head_dim]` or, with slots_axis 1, `[head_dim, slots]`; valid
-    int32 and received float32 `[1, slots]`."""
+    """Kernel body.
+
+    Refs: q, out `[group, head_dim]`; k, v `[slots, head_dim]`, or `[head_dim, slots]` with `slots_axis` 1; valid int32
+    and received float32 `[1, slots]`.
+    """
     scores = _dot(q_ref[...], k_ref[...], over=1 - slots_axis) * q_ref.shape[1] ** -0.5
     valid = jnp.broadcast_to(valid_ref[...], scores.shape) != 0
     # Masked scores are finite, so that a row without valid slots has no inf - inf.
@@ -69,14 +72,16 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
     weights = jnp.where(valid, jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)), 0.0)
     total = jnp.sum(weights, axis=1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    # Normalised and summed in float32, and only then rounded for the product, as in the other implementations.
+    # Normalised and summed in float32 before rounding for the product, as in the other implementations.
     received_ref[...] = jnp.sum(weights, axis=0, keepdims=True)
     out_ref[...] = _dot(weights.astype(v_ref.dtype), v_ref[...], over=slots_axis).astype(out_ref.dtype)
 
 
 def _dot(a: Array, b: Array, over: int) -> Array:
-    """Sums over the last axis of a and axis `over` of b, in float32; float32 inputs in full precision, which is not a
-    TPU's default."""
+    """Contracts the last axis of a with axis `over` of b, summed in float32.
+
+    float32 inputs are multiplied in full precision, which is not the TPU's default.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((1,), (over,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

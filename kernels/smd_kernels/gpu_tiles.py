@@ -1,11 +1,11 @@
-"""What the GPU kernels share: which tiles a program walks, buffers that TMA fills ahead of it, and matrix products.
+"""Shared parts of the GPU block attention kernels: tile schedules, prefetching rings and matrix products.
 
-A program owns one tile of one block (of rows, or of keys) and walks the tiles of the other side. Its last warpgroup
-only fetches: it fills rings of buffers in shared memory, and the computing warpgroups, with 64 rows of the tile each,
-empty them. Two barriers a buffer keep them apart, `ready` and `done`, as in FlashAttention-3 (arXiv 2407.08608).
+A program holds one tile of a block's rows (or keys) and loops over the tiles of its keys (or rows). Its last warpgroup
+only fetches: it fills rings of buffers in shared memory. The computing warpgroups, one per 64 rows of the tile, read
+them. Two barriers per buffer synchronise them, `ready` and `done`, as in FlashAttention-3 (arXiv 2407.08608).
 
-Layouts are inferred by the compiler (the Warpgroup semantics of Mosaic GPU), so kernels are plain array programs, and
-the same text runs in interpret mode, with `products` as the one place that knows the difference.
+The compiler infers layouts (Warpgroup semantics of Mosaic GPU), so kernels are plain array programs. The same code runs
+in JAX's interpreter; only `products` differs there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
 from smd_kernels.blocks import Blocks, live_tiles
+from smd_kernels.interpreter import check_host_threads
 from smd_kernels.pytrees import any_leaves
 
-LANES = 64  # rows of a tile that one warpgroup computes: the height of a wgmma instruction
-FETCHING_REGISTERS = 40  # a thread of the fetching warpgroup needs few; the others share the rest
-LOWEST = -1e30  # below any score, yet finite: the difference of two of them is 0, not NaN
+LANES = 64  # rows of a tile per warpgroup: the height of a wgmma instruction
+FETCHING_REGISTERS = 40  # per thread of the fetching warpgroup; the computing warpgroups share the rest
+LOWEST = -1e30  # initial running maximum: below any score but finite, so that LOWEST - LOWEST is 0, not NaN
 
 
 class Walk(NamedTuple):
-    """The tiles that one program visits, as scalars in the kernel: first those where every row sees every key, which
-    need no mask, then the others. Tiles before `first` and from `after` on have nothing to see."""
+    """Schedule of the tiles that one program visits, as scalars in the kernel.
+
+    Full tiles, `first_full` up to `after_full`, come first: every row sees every key, so they need no mask. The other
+    tiles from `first` up to `after` follow. The remaining tiles have no visible pair.
+    """
 
     first: Any
     first_full: Any
@@ -46,20 +50,23 @@ class Walk(NamedTuple):
         return self.after_full - self.first_full
 
     def tile(self, step: Any) -> Any:
-        """Number of the tile visited at a step."""
-        # Steps with a mask count up from the first tile and jump over the run of full ones, whose turn comes first.
+        """Index of the tile that `step` visits."""
+        # Masked steps count up from the first tile and skip the run of full tiles, which were visited before.
         masked = self.first + step - self.full
         masked = jnp.where(masked < self.first_full, masked, masked + self.full)
         return jnp.where(step < self.full, self.first_full + step, masked)
 
     def run(self, step: Callable[..., Any], carry: Any) -> Any:
-        """`step(number, carry, masked=...)` over all steps."""
+        """Runs `step(index, carry, masked=…)` over all steps and returns the last carry."""
         carry = lax.fori_loop(0, self.full, lambda i, carry: step(i, carry, masked=False), carry)
         return lax.fori_loop(self.full, self.steps, lambda i, carry: step(i, carry, masked=True), carry)
 
 
 def walks(blocks: Blocks, rows: int, keys: int, *, of_keys: bool = False) -> Int[Array, "blocks tiles 4"]:
-    """The `Walk` of each row tile over key tiles, or of each key tile over row tiles; the sizes divide the blocks."""
+    """Computes the `Walk` of each row tile over key tiles or, with `of_keys`, of each key tile over row tiles.
+
+    `rows` and `keys` must divide the blocks.
+    """
     live = live_tiles(blocks, rows, keys)
     full = full_tiles(blocks, rows, keys)
     first, after = live.of_keys() if of_keys else live.of_rows()
@@ -68,19 +75,19 @@ def walks(blocks: Blocks, rows: int, keys: int, *, of_keys: bool = False) -> Int
 
 
 def full_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_tiles key_tiles"]:
-    """Tiles in which every row sees every key."""
+    """Finds the tiles in which every row sees every key."""
     column = blocks.column.reshape(blocks.column.shape[0], -1, rows)
     born, evicted_at = (x.reshape(x.shape[0], -1, keys) for x in (blocks.born, blocks.evicted_at))
     born = born.max(-1)[:, None]
     evicted_at = evicted_at.min(-1)[:, None]
-    # Padding is never full: the column of its rows is negative, the interval of its keys empty.
+    # A tile with padding is never full: padded rows have negative columns, padded keys have empty intervals.
     return (born <= column.min(-1)[:, :, None]) & (column.max(-1)[:, :, None] < evicted_at)
 
 
 def first_run(
     full: Bool[Array, "blocks tiles others"], default: Int[Array, "blocks tiles"]
 ) -> tuple[Int[Array, "blocks tiles"], Int[Array, "blocks tiles"]]:
-    """Start and end of the first run of true entries along the last axis; `default` twice where there is none."""
+    """Start and end of the first run of true entries along the last axis; `default` for both if there is none."""
     start = jnp.where(full.any(-1), jnp.argmax(full, axis=-1), default)
     number = jnp.arange(full.shape[-1])
     broken = ~full & (number[None, None] >= start[..., None])
@@ -90,7 +97,7 @@ def first_run(
 
 @any_leaves
 class Ring(NamedTuple):
-    """Buffers `[stages, length, ...]` that are filled together, and a barrier per stage for filled and for emptied."""
+    """Buffers `[stages, length, ...]` that are filled together, with two barriers per stage: `ready` and `done`."""
 
     buffers: tuple[Any, ...]
     ready: Any
@@ -98,14 +105,14 @@ class Ring(NamedTuple):
 
 
 def ring(stages: int, warpgroups: int, *buffers: Any) -> Ring:
-    """Scratch of a ring that `warpgroups` computing warpgroups empty."""
-    # A buffer set is ready when each of its copies has arrived, and free when every computing warpgroup has read it.
+    """Scratch of a ring that `warpgroups` computing warpgroups read."""
+    # A stage is ready when all of its copies have arrived, and done when every computing warpgroup has read it.
     ready = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
     return Ring(buffers, ready, plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages))
 
 
 def matrices(count: int, length: int, head_dim: int, dtype: Any) -> Any:
-    """Scratch for `count` matrices in the layout that wgmma reads; each row of 64 numbers is 128 bytes, swizzled."""
+    """Scratch for `count` matrices in the wgmma layout: rows of 64 numbers, 128 bytes, swizzled."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM((count, length, head_dim), dtype, transforms=tiled)
 
@@ -116,7 +123,7 @@ def vectors(count: int, length: int, dtype: Any) -> Any:
 
 
 def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) -> None:
-    """Fills each ring from its sources `[tiles * length, ...]`, a tile a step, as buffers become free."""
+    """Fills each ring from its sources `[tiles * length, ...]`, one tile per step, as its stages become free."""
     stages = rings[0][0].buffers[0].shape[0]
 
     @pl.loop(0, walk.steps)
@@ -124,12 +131,13 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
         slot = lax.rem(step, stages)
         rows = pl.ds(walk.tile(step) * length, length)
         for ring, sources in rings:
-            # In the first round all buffers are empty.
+            # All stages are free in the first round.
             pl.when(step >= stages)(lambda ring=ring: plgpu.barrier_wait(ring.done.at[slot]))
             for source, buffer in zip(sources, ring.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(source.at[rows], buffer.at[slot], ring.ready.at[slot])
 
-    # Whoever waits on a barrier sees all its phases; and no program ends while others still signal to it.
+    # Wait for the last phases too: no phase of a barrier may be skipped, and no warpgroup may exit before the others
+    # have signalled it.
     @pl.loop(jnp.maximum(walk.steps, stages), walk.steps + stages)
     def drain(step):
         for ring, _ in rings:
@@ -137,14 +145,14 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
 
 
 def load(barrier: Any, *copies: tuple[Any, Any]) -> None:
-    """Copies (source, buffer) pairs to shared memory and waits for them."""
+    """Copies (source, buffer) pairs to shared memory and waits for all of them at `barrier`."""
     for source, buffer in copies:
         plgpu.copy_gmem_to_smem(source, buffer, barrier)
     plgpu.barrier_wait(barrier)
 
 
 def store(*copies: tuple[Any, Any]) -> None:
-    """Copies (buffer, destination) pairs from shared memory, which holds what this warpgroup wrote, and waits."""
+    """Copies (buffer, destination) pairs that this warpgroup wrote from shared to main memory, and waits."""
     plgpu.commit_smem()
     for buffer, destination in copies:
         plgpu.copy_smem_to_gmem(buffer, destination)
@@ -152,7 +160,7 @@ def store(*copies: tuple[Any, Any]) -> None:
 
 
 class Product(NamedTuple):
-    """`left @ right`, or `left @ right.T`. Left: a buffer in shared memory or an array; right: a buffer."""
+    """`left @ right` or `left @ right.T`: left is a buffer in shared memory or an array, right is a buffer."""
 
     left: Any
     right: Any
@@ -160,8 +168,8 @@ class Product(NamedTuple):
 
 
 def products(*factors: Product, onto: Sequence[Any] = (), interpret: bool) -> tuple[Any, ...]:
-    """Matrix products in float32, started together, each added to its array of `onto` if there is one."""
-    if interpret:  # the interpreter of JAX 0.10 has no wgmma of arrays or of transposed buffers
+    """Matrix products in float32, issued together; each is added to its array in `onto`, if given."""
+    if interpret:  # JAX 0.10's interpreter supports no wgmma of arrays or transposed buffers
         plain = tuple(map(_plain_product, factors))
         return tuple(x + y for x, y in zip(onto, plain, strict=True)) if onto else plain
     pairs: list[tuple[Any, Any]] = [(x.left, x.right.transpose((1, 0)) if x.transposed else x.right) for x in factors]
@@ -187,17 +195,17 @@ def _plain_product(x: Product) -> Any:
 
 
 def down(x: Any, shape: tuple[int, ...]) -> Any:
-    """A number per row of the tile, spread over its columns."""
+    """Broadcasts one number per row over the columns of a tile."""
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
 def across(x: Any, shape: tuple[int, ...]) -> Any:
-    """A number per column of the tile, spread over its rows."""
+    """Broadcasts one number per column over the rows of a tile."""
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
 def registers(warpgroups: int) -> int:
-    """Registers a computing thread may have: 512 per lane of a warpgroup, 256 at most, in units of eight."""
+    """Registers per computing thread: an equal share of 512 without the fetching ones, at most 256, a multiple of 8."""
     return min(256, (512 - FETCHING_REGISTERS) // warpgroups) // 8 * 8
 
 
@@ -217,7 +225,7 @@ def program(warpgroups: int, compute: Callable[[Any], None], fetch: Callable[[],
 
 
 def own_tile(walks: Any, tiles: int) -> tuple[Any, Any, Walk]:
-    """Block, tile and walk of this program. Programs of a block follow each other: they share what they fetch."""
+    """Block, tile and walk of this program. Programs of a block are adjacent, so that they share fetched data in L2."""
     number = lax.axis_index("program")
     block = lax.div(number, tiles)
     tile = lax.rem(number, tiles)
@@ -225,15 +233,23 @@ def own_tile(walks: Any, tiles: int) -> tuple[Any, Any, Walk]:
 
 
 def launch(kernel: Callable[..., None], out: Any, scratch: Any, programs: int, warpgroups: int, interpret: Any) -> Any:
-    """A function of the kernel's arrays. Programs lie on the one grid axis that may be longer than 65,535."""
+    """Wraps a kernel as a function of arrays.
+
+    Programs are on the only grid axis that may exceed 65,535.
+
+    Raises:
+      ValueError: `interpret` is set and JAX has too few host threads to interpret the kernel without hanging.
+    """
+    threads = warpgroups + 1  # the last one fetches
+    if interpret:
+        check_host_threads(threads)
     return plgpu.kernel(
         kernel,
         out_type=out,
         scratch_types=(scratch,),
         grid=(programs,),
         grid_names=("program",),
-        # One more, which fetches.
-        num_threads=warpgroups + 1,
+        num_threads=threads,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,

@@ -1,8 +1,8 @@
-"""How the TPU kernels walk over blocks: tiles, what is fetched for each, and the tables that tell live tiles from dead.
+"""Grid, tiles and skip tables of the TPU block attention kernels.
 
-A pass runs over the grid (blocks, outer tiles, inner tiles), in order. Vectors with one number a row or key travel as
-`[blocks, 1, length]`, along lanes, where they take no padding: as `[blocks, length, 1]`, or copied over the 128 lanes,
-they would weigh more than q.
+A pass runs over the grid (blocks, outer tiles, inner tiles) in order. Vectors with one number per row or key have the
+shape `[blocks, 1, length]`, along lanes, without padding. As `[blocks, length, 1]` they would be padded to 128 lanes
+and take more memory than q.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ SCALAR_MEMORY = 2**20 - 2**14  # bytes: 1 MiB on TPU v5e, less what the compiler
 
 
 class Spans(NamedTuple):
-    """Which score tiles a pass visits, from the extremes of each tile; read from scalar memory inside the kernel.
+    """Tables that decide which score tiles a pass visits; kernels read them from scalar memory.
 
-    Flat, because scalar memory gives every row of a table with two axes 128 words.
+    They are flat: scalar memory pads every row of a two-dimensional table to 128 words.
 
     Attributes:
       first, last: `[blocks * outer_tiles]` int32, first and last live inner tile; both 0 where none is live.
-      column_low, column_high: `[blocks * row_tiles]` int32, lowest and highest column of the rows that are no padding.
-      born_low, evicted_high: `[blocks * key_tiles]` int32, lowest `born`, highest `evicted_at` of keys ever visible.
+      column_low, column_high: `[blocks * row_tiles]` int32, lowest and highest column, without padding.
+      born_low, evicted_high: `[blocks * key_tiles]` int32, lowest `born` and highest `evicted_at`, without keys that
+        are never visible.
     """
 
     first: Any
@@ -43,22 +44,22 @@ class Spans(NamedTuple):
 
 
 def spans(blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Spans:
-    """The tables for tiles of `rows` × `keys`, which divide the blocks."""
+    """Computes the tables for tiles of `rows` by `keys`, which divide the blocks."""
     column_low, column_high = row_extremes(blocks.column, rows)
     born_low, evicted_high = key_extremes(blocks.born, blocks.evicted_at, keys)
     live = live_tiles(blocks, rows, keys)
     first, after = live.of_rows() if rows_outside else live.of_keys()
-    # Inclusive, as the upper bound of a clip is.
+    # Inclusive, like the upper bound of `jnp.clip`.
     last = jnp.maximum(after - 1, 0)
     return Spans(*(x.reshape(-1) for x in (first, last, column_low, column_high, born_low, evicted_high)))
 
 
 def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
-    """Inside a kernel: whether some row may see some key in the score tile of this grid step."""
+    """Whether a row may see a key in the score tile of this grid step. For use inside a kernel."""
     block = pl.program_id(0)
     row_tile = block * pl.num_programs(row_axis) + pl.program_id(row_axis)
     key_tile = block * pl.num_programs(key_axis) + pl.program_id(key_axis)
-    # Only the ends of a span are known to be live: between them there may be dead tiles.
+    # Only the two ends of a span are known to be live; tiles between them may be dead.
     return (spans.born_low[key_tile] <= spans.column_high[row_tile]) & (
         spans.column_low[row_tile] < spans.evicted_high[key_tile]
     )
@@ -66,12 +67,12 @@ def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Walk:
-    """One pass over blocks of whole tiles.
+    """Grid of one pass over blocks of whole tiles.
 
     Attributes:
       rows, keys: tile lengths.
-      row_tiles, key_tiles: how many there are in a block.
-      rows_outside: whether row tiles are the outer axis and key tiles the inner one, or the other way round.
+      row_tiles, key_tiles: tiles per block.
+      rows_outside: True if row tiles are the outer axis and key tiles the inner one; False for the reverse.
       stages: buffers of an input that changes with the inner tile.
     """
 
@@ -87,14 +88,14 @@ class Walk:
         return (self.row_tiles, self.key_tiles) if self.rows_outside else (self.key_tiles, self.row_tiles)
 
     def _spec(self, of_rows: bool, shape: tuple[int, ...], place: Callable[..., Any]) -> pl.BlockSpec:
-        """Tiles of the rows or the keys; an inner one is held within the live span, so that dead ends stay unread."""
+        """Tiles of the rows or the keys; inner tiles are clipped to the live span, so that dead ends are not read."""
         if of_rows == self.rows_outside:
             return pl.BlockSpec((None, *shape), lambda block, outer, inner, spans: (block, *place(outer)))
         outer_tiles = self.grid[0]
 
         def held(block, outer, inner, spans):
             at = block * outer_tiles + outer
-            # An unchanged place is not fetched again: steps outside the live span cost no traffic.
+            # Pallas does not fetch an unchanged tile again: steps outside the live span cause no memory traffic.
             return block, *place(jnp.clip(inner, spans.first[at], spans.last[at]))
 
         return pl.BlockSpec((None, *shape), held, pipeline_mode=pl.Buffered(self.stages))
@@ -108,7 +109,7 @@ class Walk:
         return self._spec(of_rows, (1, self.rows if of_rows else self.keys), lambda tile: (0, tile))
 
     def blocks(self, head_dim: int) -> Blocks:
-        """Tiles of blocks, their vectors along lanes: specs in the place of arrays."""
+        """Specs of all arrays of `Blocks`, vectors along lanes."""
         q: Any = self.matrix(True, head_dim)
         k: Any = self.matrix(False, head_dim)
         column: Any = self.vector(True)
@@ -117,20 +118,20 @@ class Walk:
 
 
 class Operand(NamedTuple):
-    """An array, or the shape and dtype of one to come, and the tiles that a grid step sees of it."""
+    """An input array, or the shape and dtype of an output, and its tiles per grid step."""
 
     value: Any
     spec: pl.BlockSpec
 
 
 def along_lanes(blocks: Blocks) -> Blocks:
-    """The vectors as `[blocks, 1, length]`."""
+    """Reshapes the vectors to `[blocks, 1, length]`."""
     column, born, evicted_at = (x[:, None] for x in (blocks.column, blocks.born, blocks.evicted_at))
     return Blocks(blocks.q, blocks.k, blocks.v, column, born, evicted_at)
 
 
 def cost(blocks: Blocks, products: int, arrays: Any) -> pl.CostEstimate:
-    """What a pass takes when every tile is live, with so many matrix products a tile: an upper bound, for XLA."""
+    """Cost of a pass with `products` matrix products per tile if all tiles are live: an upper bound, for XLA."""
     (count, rows, head_dim) = blocks.q.shape
     keys = blocks.k.shape[1]
     moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
@@ -145,13 +146,13 @@ def table_bytes(count: int, walk: Walk) -> int:
 
 
 def check_scalar_memory(count: int, walk: Walk) -> None:
-    """Raises ValueError if the tables of `Spans` do not fit."""
+    """Raises ValueError if the tables of `Spans` do not fit into scalar memory."""
     needed = table_bytes(count, walk)
     if needed > SCALAR_MEMORY:
         tiles = f"{count} blocks of {walk.row_tiles} row tiles and {walk.key_tiles} key tiles"
         raise ValueError(
             f"expected tables of at most {SCALAR_MEMORY} bytes of scalar memory; {tiles} need {needed}: "
-            "take larger tiles or fewer blocks at a time"
+            "use larger tiles or fewer blocks per call"
         )
 
 
@@ -163,14 +164,16 @@ def run(
     outputs: tuple[Operand, ...],
     scratch: tuple[Any, ...],
     products: int,
-    interpret: bool,
+    interpret: bool | pltpu.InterpretParams,
 ) -> Any:
     """Calls `kernel(spans, blocks, *inputs, *outputs, *scratch, scale=…)` at each grid step; returns the outputs.
 
-    `blocks` are whole tiles; the kernel makes `products` matrix products for a tile of scores.
+    Args:
+      blocks: padded to whole tiles.
+      products: matrix products of the kernel per tile of scores, for the cost estimate.
 
     Raises:
-      ValueError: more tiles than scalar memory has room for.
+      ValueError: the skip tables do not fit into scalar memory.
     """
     count, _, head_dim = blocks.q.shape
     check_scalar_memory(count, walk)
@@ -187,7 +190,7 @@ def run(
             out_specs=tuple(x.spec for x in outputs),
             scratch_shapes=scratch,
         ),
-        # Sums run over the inner axis alone: it is the one that has to run in order.
+        # Sums run over the inner axis, which must run in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=cost(blocks, products, (blocks, values, shapes)),
         interpret=interpret,

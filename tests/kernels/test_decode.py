@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from smd_kernels import decode_gpu, decode_tpu, reference
 from smd_kernels.decode import decode_attention
 from smd_kernels.hardware import DecodeSizes, why_not_decode
+from tests import races
 from tests.interpreted_gpu import teach
 
 
@@ -80,16 +81,20 @@ def on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[
 def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reading beyond the slots gives zeros, as TMA does; where nobody does, unwritten memory is NaN."""
     ragged = k.shape[2] % DecodeSizes().keys
-    params = InterpretGPUParams(
-        out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
+    params = replace(
+        races.STRICT_GPU,
+        out_of_bounds_reads="uninitialized" if ragged else "raise",
+        uninitialized_memory="zero" if ragged else "nan",
     )
     return decode_gpu.decode_attention(q, k, v, valid, interpret=params)
 
 
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Lets the interpreter run the kernel."""
+    """Lets the interpreter run the kernel; a race fails the test."""
     teach(monkeypatch, decode_gpu)
+    with races.forbidden():
+        yield
 
 
 ANYWHERE = {"reference": reference.decode_attention, "xla": decode_attention, "tpu": on_tpu}
@@ -124,6 +129,11 @@ def test_gpu_against_loops(shape: Shape):
     sizes = shape.head_dim, shape.slots, shape.heads // shape.kv_heads
     assert why_not_decode("mosaic_gpu", jnp.bfloat16, *sizes) is None
     check(on_gpu, inputs(shape, jnp.bfloat16), twice=shape is GQA_ON_GPU)  # interpreted, each run takes long
+
+
+def test_tpu_has_no_races_and_reads_no_unwritten_memory():
+    with races.forbidden():
+        check(partial(decode_tpu.decode_attention, interpret=races.STRICT_TPU), inputs(GQA, jnp.float32), twice=False)
 
 
 @settings(deadline=None, max_examples=25)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from smd_kernels import gpu_tiles, reference
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks
@@ -15,8 +14,16 @@ from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.hardware import why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import Segments, segment_attention
+from tests import races
 from tests.attention_cases import Case, evict_at_every_step, with_gradients
 from tests.attention_cases import expected as expected_of
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    with races.forbidden():
+        yield
+
 
 COLUMNS = 40  # few, so that many rows lie on the first or last column of a key
 
@@ -74,7 +81,7 @@ def results(case: str):
     sizes, shape, dtype = CASES[case]
     blocks = random_blocks(0, *shape, dtype)
     d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), dtype)
-    kernel = MosaicGpuKernel(sizes, InterpretGPUParams())
+    kernel = MosaicGpuKernel(sizes, races.STRICT_GPU)
     return kernel, blocks, d_out, run(kernel, blocks, d_out)
 
 
@@ -166,7 +173,7 @@ def test_as_the_learner_calls_it(over_segments: bool):
     every program of a run anew: only one is run a second time, for the same bits."""
     case = Case(2, 64, Segments(9, 16, 8), evict_at_every_step((1, 1, 41), (3,), 8, 0), 1)
     evicted_at = jnp.asarray(case.evicted_at)
-    kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), InterpretGPUParams())
+    kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), races.STRICT_GPU)
     if over_segments:
         attend = partial(segment_attention, evicted_at=evicted_at, segments=case.segments, kernel=kernel)
     else:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smd_jax.model import attention
@@ -21,6 +20,7 @@ from smd_kernels import decode_codes_gpu, decode_codes_tpu
 from smd_kernels.codes import Codes, by_plane, unpack
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import why_not_decode_codes
+from tests import races
 from tests.interpreted_gpu import teach
 
 Inputs = tuple[jax.Array, Codes, jax.Array, jax.Array, jax.Array]
@@ -130,19 +130,21 @@ def on_tpu(*args: Any) -> tuple[jax.Array, jax.Array]:
 
 def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
     """Reading beyond the slots gives zeros, as TMA does."""
-    params = InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    params = replace(races.STRICT_GPU, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     return decode_codes_gpu.decode_codes_attention(*args, interpret=params)
 
 
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Lets the interpreter run the kernel."""
+    """Lets the interpreter run the kernel; a race fails the test."""
     teach(monkeypatch, decode_codes_gpu)
     monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[...])
+    with races.forbidden():
+        yield
 
 
-def check(f: Callable[..., Any], args: Inputs) -> None:
-    """Values and dtypes; sums of weights; that a second run gives the same bits."""
+def check(f: Callable[..., Any], args: Inputs, *, twice: bool = True) -> None:
+    """Values and dtypes; sums of weights; and, if run twice, that a second run gives the same bits."""
     compiled = jax.jit(f)
     out, received = compiled(*args)
     expected_out, expected_received = in_numpy(*args)
@@ -152,7 +154,7 @@ def check(f: Callable[..., Any], args: Inputs) -> None:
     np.testing.assert_allclose(received, expected_received, atol=2e-6, rtol=1e-5)
     group = args[0].shape[1] // args[2].shape[1]
     np.testing.assert_allclose(received.sum(-1), group * np.asarray(args[4]).any(-1), rtol=1e-5)
-    for first, second in zip((out, received), compiled(*args), strict=True):
+    for first, second in zip((out, received), compiled(*args) if twice else (out, received), strict=True):
         np.testing.assert_array_equal(first, second)
 
 
@@ -166,6 +168,16 @@ def test_against_loops(f: Any, bits: int, shape: Shape):
 @pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
 def test_bfloat16_against_loops(f: Any):
     check(f, inputs(SHAPES["GQA"], 4, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_tpu_has_no_races_and_reads_no_unwritten_memory(bits: int):
+    with races.forbidden():
+        check(
+            partial(decode_codes_tpu.decode_codes_attention, interpret=races.STRICT_TPU),
+            inputs(SMALL, bits, jnp.float32),
+            twice=False,
+        )
 
 
 @pytest.mark.usefixtures("interpreted_gpu")

@@ -17,6 +17,7 @@ from smd_kernels.hardware import TPU_SIZES, why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
+from tests import races
 from tests.attention_cases import FEW_SIZES, Drawn, expected, with_gradients
 
 KERNEL = MosaicTpuKernel(BlockSizes(), interpret=True)
@@ -95,6 +96,12 @@ def assert_like_reference(kernel: BlockKernel, blocks: Blocks) -> Result:
 def test_like_the_reference(shape: str, dtype: Any):
     got = assert_like_reference(KERNEL, random_blocks(SHAPES[shape], dtype))
     assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, jnp.float32, jnp.float32]
+
+
+def test_no_races_and_no_unwritten_memory():
+    """Two tiles of rows by two of keys, shared by two cores."""
+    with races.forbidden():
+        assert_like_reference(MosaicTpuKernel(BlockSizes(), races.STRICT_TPU), random_blocks((1, 150, 200, 64)))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -195,7 +202,7 @@ def test_refusals():
     assert why_not_blocks("mosaic_tpu", jnp.float32, 64) is None
     assert "bfloat16 or float32; got float16" in str(why_not_blocks("mosaic_tpu", jnp.float16, 128))
     assert "expected head_dim in (64, 128); got 96" in str(why_not_blocks("mosaic_tpu", jnp.float32, 96))
-    with pytest.raises(ValueError, match="stages 1 or 2 on TPU, got 3"):
+    with pytest.raises(ValueError, match="stages to be 1 or 2; got 3"):
         MosaicTpuKernel(BlockSizes(stages=3))
     shapes = jax.eval_shape(lambda: random_blocks((1, 1024, 1152, 128)))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5243, *x.shape[1:]), x.dtype), shapes)

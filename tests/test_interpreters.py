@@ -1,0 +1,116 @@
+"""The interpreters that test kernels without a device: their race detectors, and the host threads that they need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from smd_kernels import interpreter
+from smd_kernels.blocks import Blocks, BlockSizes
+from smd_kernels.gpu import MosaicGpuKernel
+from tests import races
+
+
+def two_cores(out_tile: Any) -> jax.Array:
+    """Copies two tiles on two TPU cores; `out_tile` maps a grid index to its output tile."""
+    tile = pl.BlockSpec((8, 128), lambda i: (i, 0))
+
+    def copy(x, out):
+        out[...] = x[...]
+
+    return pl.pallas_call(
+        copy,
+        grid=(2,),
+        in_specs=[tile],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (out_tile(i), 0)),
+        out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=races.STRICT_TPU,
+    )(jnp.ones((16, 128)))
+
+
+def through_smem(*, wait_first: bool) -> jax.Array:
+    """Copies a tile through shared memory; reads it before its copy has arrived unless `wait_first`."""
+
+    def copy(x, out, buffer, arrived):
+        plgpu.copy_gmem_to_smem(x, buffer, arrived)
+        if wait_first:
+            plgpu.barrier_wait(arrived)
+        out[...] = buffer[...]
+        if not wait_first:
+            plgpu.barrier_wait(arrived)
+
+    return plgpu.kernel(
+        copy,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=[plgpu.SMEM((64, 64), jnp.float32), plgpu.Barrier()],
+        interpret=races.STRICT_GPU,
+    )(jnp.ones((64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "run", "has_race"),
+    [
+        (races.tpu_interpreter, lambda: two_cores(lambda i: i), False),
+        (races.tpu_interpreter, lambda: two_cores(lambda i: 0), True),
+        (races.gpu_interpreter, lambda: through_smem(wait_first=True), False),
+        (races.gpu_interpreter, lambda: through_smem(wait_first=False), True),
+    ],
+    ids=["TPU, own tiles", "TPU, same tile", "GPU, waits", "GPU, does not wait"],
+)
+def test_a_planted_race_is_detected(interpreter: ModuleType, run: Any, has_race: bool):
+    with races.recorded(interpreter) as states:
+        jax.block_until_ready(run())
+    assert [state.races_found for state in states] == [has_race]
+
+
+def test_a_race_fails_a_test():
+    with pytest.raises(AssertionError, match="RACE DETECTED"), races.forbidden():
+        jax.block_until_ready(through_smem(wait_first=False))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="expected a system that lists threads in /proc")
+def test_host_threads_are_those_of_xla():
+    """XLA names the threads of its pool."""
+    jax.block_until_ready(jnp.ones(1) + 1)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert interpreter.host_threads() == names.count("tf_XLAEigen")
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({}, 8), ({"NPROC": "11"}, 11), ({"NPROC": "11", "PJRT_NPROC": "12"}, 12), ({"PJRT_NPROC": "2"}, 8)],
+)
+def test_host_threads_are_cores_or_devices(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], threads: int):
+    for name in ("NPROC", "PJRT_NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert jax.local_device_count() == 8
+    assert interpreter.host_threads() == threads
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(64, 2), (128, 3)])
+def test_a_kernel_that_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch, rows: int, threads: int):
+    """One Pallas thread for each 64 rows of a tile and one that fetches."""
+    monkeypatch.setattr(interpreter, "host_threads", lambda: threads)
+    matrix, vector = jnp.zeros((1, 128, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
+    blocks = Blocks(matrix, matrix, matrix, vector, vector, vector)
+    sizes = BlockSizes(rows=rows)
+    message = (
+        rf"at least {threads + 1} host threads .* kernel of {threads} threads.* got {threads}: .*jax_num_cpu_devices"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(MosaicGpuKernel(sizes, races.STRICT_GPU).forward, blocks)
+    # Compiled for a GPU, the kernel runs no interpreter.
+    assert jax.eval_shape(MosaicGpuKernel(sizes).forward, blocks)[0].shape == (1, 128, 64)
