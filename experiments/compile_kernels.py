@@ -67,7 +67,7 @@ from smd_kernels.codes import Codes
 from smd_kernels.decode import Implementation, decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.gpu import MosaicGpuKernel
-from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.gpu_backward import BackwardInputs, key_gradients, query_gradient
 from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, Hardware, why_not_decode, why_not_decode_codes
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
@@ -276,11 +276,11 @@ def gpu_attention(array: Array, dtype: Any, head_dim: int) -> Iterator[Program]:
     """The three GPU kernels one by one: each has its own registers."""
     blocks = attention_blocks(array, (GPU_BLOCKS, GROUP * BUFFER, BUDGET + BUFFER), dtype, head_dim)
     per_row = array(blocks.column.shape, jnp.float32)
-    given = Given(blocks, per_row, per_row, blocks.q)
+    inputs = BackwardInputs(blocks, per_row, per_row, blocks.q)
     kernels = {
         "forward": (MosaicGpuKernel().forward, blocks),
-        "dq": (partial(query_gradient, sizes=GPU_SIZES, interpret=False), given),
-        "dk dv": (partial(key_gradients, sizes=GPU_SIZES, interpret=False), given),
+        "dq": (partial(query_gradient, sizes=GPU_SIZES, interpret=False), inputs),
+        "dk dv": (partial(key_gradients, sizes=GPU_SIZES, interpret=False), inputs),
     }
     for name, (function, argument) in kernels.items():
         labels = {"kernel": name, "dtype": jnp.dtype(dtype).name, "head_dim": head_dim}

@@ -1,12 +1,12 @@
-"""Block attention: the one problem that every kernel of this package solves, and the sizes it is cut into.
+"""Block attention: the problem that every learner kernel solves, its inputs and tile sizes.
 
-Blocks are independent; each has its own queries and its own keys, and a key is seen by an interval of columns:
+Blocks are independent. Each has its own queries and keys, and each key is visible to an interval of columns:
 
     visible[n, r, s]  =  (born[n, s] <= column[n, r])  and  (column[n, r] < evicted_at[n, s])
 
-A block is a batch row and KV head with all its tokens (`intervals`), or one segment of a rollout with the keys that its
-queries could still see (`segments`). The queries of a group are rows of their KV head's block, so a kernel knows
-nothing of grouped heads. Rows in column order let it skip tiles that no row of it can see; nothing else depends on it.
+A block holds all tokens of one batch row and KV head (`intervals`), or one segment of a rollout with the keys that its
+queries can see (`segments`). The query heads of a group are rows of their KV head's block, so kernels do not handle
+grouped heads. Rows in column order let kernels skip more tiles; results do not depend on the order.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_kernels.pytrees import any_leaves
 
-# Later than any column: `born` of a key that nobody sees.
+# Later than any column: `born` of a key that no query sees.
 LATEST = np.iinfo(np.int32).max
 
 
 @any_leaves
 class Blocks(NamedTuple):
-    """One call's queries, keys and what may see what.
+    """Queries, keys and visibility of one kernel call.
 
     Attributes:
-      q: `[blocks, rows, head_dim]`. k, v: `[blocks, keys, head_dim]`, all of one dtype.
-      column: `[blocks, rows]` int32, column of each query; negative for a row that is padding and sees nothing.
-      born: `[blocks, keys]` int32, first column that sees the key, its own; never negative.
-      evicted_at: `[blocks, keys]` int32, first column that no longer does; 0 for a key that is padding.
+      q: `[blocks, rows, head_dim]`. k, v: `[blocks, keys, head_dim]`, of the same dtype.
+      column: `[blocks, rows]` int32, column of each query; negative for padding, which sees no key.
+      born: `[blocks, keys]` int32, first column that sees the key; never negative.
+      evicted_at: `[blocks, keys]` int32, first later column that does not see it; 0 for padding.
     """
 
     q: Float[Array, "blocks rows head_dim"]
@@ -47,32 +47,44 @@ class Blocks(NamedTuple):
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """Forward and backward of block attention. Implementations are frozen dataclasses: static arguments of a jit."""
+    """Forward and backward pass of block attention.
+
+    Implementations are frozen dataclasses, so that they can be static arguments of `jax.jit`.
+    """
 
     def forward(self, blocks: Blocks) -> tuple[Any, Any]:
-        """Returns the output `[blocks, rows, head_dim]` in the dtype of `q`, zeros in a row that sees nothing, and in
-        float32 or wider the log of each row's softmax denominator `[blocks, rows]`, `inf` in a row that sees nothing:
-        then `exp(score - lse)` is the weight, 0 there too."""
+        """Runs the forward pass.
+
+        Returns:
+          The output `[blocks, rows, head_dim]` in the dtype of `q`, zeros in a row that sees no key; and `lse`
+          `[blocks, rows]`, float32 or wider, the natural log of each row's softmax denominator, `inf` in a row that
+          sees no key. `exp(score - lse)` is the weight.
+        """
         ...
 
     def backward(self, blocks: Blocks, out: Any, lse: Any, d_out: Any) -> tuple[Any, Any, Any]:
-        """Returns the gradients of q, in its dtype, and of k and v, in float32 or wider, because the caller still sums
-        those over blocks."""
+        """Runs the backward pass from the inputs and results of `forward` and the gradient of the output.
+
+        Returns:
+          dq in the dtype of `q`; dk and dv in float32 or wider, because the caller sums them over blocks.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How much a kernel holds at once. The defaults are for hardware kernels at head_dim 128 in bfloat16.
+    """Tile sizes of a kernel. The defaults suit hardware kernels at head_dim 128 in bfloat16.
 
     Attributes:
-      rows, keys: tile of scores of the forward pass.
-      rows_dq, keys_dq: tile of the backward pass that makes dq, which walks the keys of one row tile.
-      rows_dkv, keys_dkv: tile of the backward pass that makes dk and dv, which walks the rows of one key tile.
+      rows, keys: tile of scores in the forward pass.
+      rows_dq, keys_dq: tile in the backward pass for dq, which loops over the keys of a row tile.
+      rows_dkv, keys_dkv: tile in the backward pass for dk and dv, which loops over the rows of a key tile.
       stages: tiles in flight between main and on-chip memory.
-      scores: that the plain JAX form may hold at once, over several blocks.
-      blocks: gathered and attended to in one call of a kernel, one for each segment, KV head and row of the batch; more
-        cost memory, fewer cost launches.
+      scores: most scores that `XlaKernel` holds at once, over several blocks.
+      blocks: blocks per kernel call in `segment_attention`; more blocks take more memory, fewer need more launches.
+
+    Raises:
+      ValueError: a size is less than 1.
     """
 
     rows: int = 128
@@ -92,28 +104,28 @@ class BlockSizes:
 
 
 class LiveTiles(NamedTuple):
-    """Which tiles of scores have anything to see, from the extremes of each: `[blocks, row tiles, key tiles]`."""
+    """Which tiles of scores may have a visible pair: `[blocks, row_tiles, key_tiles]`."""
 
     live: Bool[Array, "blocks row_tiles key_tiles"]
 
     def of_rows(self) -> tuple[Int[Array, "blocks row_tiles"], Int[Array, "blocks row_tiles"]]:
-        """For each row tile, its first live key tile and the one after its last; both 0 where there is none."""
+        """First live key tile of each row tile, and the tile after its last one; both 0 if none is live."""
         return _ends(self.live)
 
     def of_keys(self) -> tuple[Int[Array, "blocks key_tiles"], Int[Array, "blocks key_tiles"]]:
-        """For each key tile, its first live row tile and the one after its last; both 0 where there is none."""
+        """First live row tile of each key tile, and the tile after its last one; both 0 if none is live."""
         return _ends(self.live.swapaxes(1, 2))
 
 
 def _ends(live: Bool[Array, "blocks tiles others"]) -> tuple[Array, Array]:
-    # argmax of booleans is the first true one; over the reversed axis it finds the last.
+    # argmax of booleans finds the first true entry; on the reversed axis it finds the last.
     first = jnp.argmax(live, axis=-1)
     after = jnp.where(live.any(-1), live.shape[-1] - jnp.argmax(live[..., ::-1], axis=-1), 0)
     return first.astype(jnp.int32), after.astype(jnp.int32)
 
 
 def row_extremes(column: Int[Array, "blocks rows"], tile: int) -> tuple[Array, Array]:
-    """Lowest and highest column of each row tile, `[blocks, row_tiles]`; an empty range for padding alone."""
+    """Lowest and highest column of each row tile, `[blocks, row_tiles]`; an empty range for a tile of padding."""
     tiled = column.reshape(column.shape[0], -1, tile)
     return jnp.where(tiled < 0, LATEST, tiled).min(-1), tiled.max(-1)
 
@@ -121,23 +133,26 @@ def row_extremes(column: Int[Array, "blocks rows"], tile: int) -> tuple[Array, A
 def key_extremes(
     born: Int[Array, "blocks keys"], evicted_at: Int[Array, "blocks keys"], tile: int
 ) -> tuple[Array, Array]:
-    """Lowest `born` and highest `evicted_at` of each key tile, `[blocks, key_tiles]`; an empty range if never seen."""
+    """Lowest `born` and highest `evicted_at` of each key tile, `[blocks, key_tiles]`.
+
+    Keys that are never visible do not count; a tile of such keys has an empty range.
+    """
     born, evicted_at = (x.reshape(x.shape[0], -1, tile) for x in (born, evicted_at))
     ever = born < evicted_at
     return jnp.where(ever, born, LATEST).min(-1), jnp.where(ever, evicted_at, 0).max(-1)
 
 
 def live_tiles(blocks: Blocks, rows: int, keys: int) -> LiveTiles:
-    """Tiles of `rows` by `keys` in which a row may see a key; both must divide the blocks (`pad_blocks`)."""
+    """Finds the tiles of `rows` by `keys` in which a row may see a key; both must divide the blocks (`pad_blocks`)."""
     earliest, latest = (x[:, :, None] for x in row_extremes(blocks.column, rows))
     born, evicted_at = (x[:, None] for x in key_extremes(blocks.born, blocks.evicted_at, keys))
-    # The extremes may belong to different rows and keys, so a live tile can turn out to have nothing visible; a dead
-    # one has nothing for certain.
+    # The extremes may belong to different rows and keys: a live tile may have no visible pair, a dead one never has
+    # one.
     return LiveTiles((born <= latest) & (earliest < evicted_at))
 
 
 def pad_blocks(blocks: Blocks, rows: int, keys: int) -> Blocks:
-    """Blocks whose rows and keys are multiples of these; what is added sees nothing and is seen by nothing."""
+    """Pads rows and keys to multiples of `rows` and `keys`; padded rows see no key, padded keys are not visible."""
     return Blocks(
         q=pad_rows(blocks.q, rows, 0),
         k=pad_rows(blocks.k, keys, 0),
@@ -149,24 +164,24 @@ def pad_blocks(blocks: Blocks, rows: int, keys: int) -> Blocks:
 
 
 def pad_rows(x: Array, multiple: int, fill: int | float) -> Array:
-    """`[blocks, rows, ...]` with rows up to a multiple."""
+    """Pads axis 1 of `[blocks, rows, ...]` to a multiple with `fill`."""
     missing = -x.shape[1] % multiple
     return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=fill) if missing else x
 
 
 def even(length: int, most: int, multiple: int = 1) -> int:
-    """The shortest piece that makes as few pieces of a length as `most` would: what is left to pad is least."""
+    """Shortest piece length, in multiples of `multiple`, that needs no more pieces than pieces of length `most`."""
     # `-(-a // b)` is a / b rounded up.
     return -(-length // (-(-length // most) * multiple)) * multiple
 
 
 def in_groups(f: Callable[..., Any], most: int, blocks: Blocks, *rest: Array) -> Any:
-    """`f(blocks, *rest)`, at most so many blocks at a time, one group after another."""
+    """Runs `f(blocks, *rest)` on groups of at most `most` blocks, one group after another."""
     count = blocks.q.shape[0]
     group = even(count, most)
     if group >= count:
         return f(blocks, *rest)
-    # Blocks of zeros fill the last group: `evicted_at` 0 hides their keys, and their results are cut off.
+    # Zero blocks pad the last group: their `evicted_at` of 0 hides all keys, and their results are cut off.
     short = -count % group
 
     def split(x: Array) -> Array:

@@ -1,11 +1,11 @@
-"""Decode attention: one query per row against the slots of a cache, and the attention that each slot received.
+"""Decode attention: one query per row attends to the slots of a cache; returns the attention each slot received.
 
-    slots    [ . . 3 7 . 9 | 10 11 . ]     any of them may be empty: `valid` says which hold a key
-    weights    0 0 w w 0 w    w  w 0       softmax over the valid ones, for each query head
+    slots    [ . . 3 7 . 9 | 10 11 . ]     any slot may be empty; `valid` marks those that hold a key
+    weights    0 0 w w 0 w    w  w 0       softmax over the valid slots, for each query head
     received   0 0 r r 0 r    r  r 0       weights summed over the query heads that share the KV head
 
-The sums are what eviction policies rank keys by. K and V are read where they lie: no implementation copies, pads or
-transposes them, because at this point of a rollout reading the cache once is what a step costs.
+Eviction policies rank keys by `received`. No implementation copies, pads or transposes K and V: a decode step costs as
+much as reading the cache once.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ def decode_attention(
     valid: Bool[Array, "batch kv_heads slots"],
     impl: Implementation = "xla",
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """Attention of one query per row over the valid slots, which need not lie together.
+    """Attention of one query per row to the valid slots of a cache.
 
     Args:
-      impl: "xla" runs anywhere; "mosaic_gpu" on Hopper, "mosaic_tpu" on TPUs. All multiply matrices in the dtype of the
-        inputs and keep scores and softmax in float32.
+      q, k, v: one dtype; `heads` is a multiple of `kv_heads`. Kernels take the dtypes and sizes that
+        `smd_kernels.why_not_decode` accepts; "xla" takes any.
+      valid: which slots hold a key; in any order.
+      impl: "xla" runs anywhere, "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs. All multiply matrices in the dtype
+        of the inputs and keep scores and softmax in float32. Static.
 
     Returns:
-      The output in the dtype of `q`, and in float32 (or wider, for wider inputs) the softmax weights summed over the
-      query heads of each group. A row and KV head without valid slots gives zeros in both.
+      The output in the dtype of `q`; and, float32 or wider, each slot's softmax weights summed over the query heads of
+      its KV head. A row and KV head without valid slots returns zeros in both.
 
     Raises:
-      ValueError: for an implementation that does not exist or cannot run these shapes; it says why.
+      ValueError: the implementation is unknown or cannot run these shapes and dtypes; the message gives the reason.
     """
     if impl == "xla":
         return _by_products(q, k, v, valid)
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
-    # Tables answer first, so that a refusal needs no compiler.
+    # Checked before the compiler is imported.
     reason = why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")
-    # Here, because Pallas' compilers take long to import and most programs never decode on an accelerator.
+    # Imported here: Pallas' compilers take long to import, and most programs never decode on an accelerator.
     if impl == "mosaic_gpu":
         from smd_kernels.decode_gpu import decode_attention as kernel
     else:
@@ -65,16 +68,16 @@ def _by_products(
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """Two batched products with a softmax between them, in plain JAX."""
+    """Decode attention in plain JAX: two batched products with a softmax between them."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     product = partial(jnp.einsum, precision=product_precision(q.dtype), preferred_element_type=wide)
     batch, heads, _, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], head_dim)
-    # The keys come first, row by row as they lie. As the second factor of q k^T XLA:CPU would transpose them, which
-    # takes longer than the product; and without the barrier it turns the factors round again.
+    # The keys are the first factor: XLA:CPU would transpose them as the second, which takes longer than the product.
+    # Without the barrier it swaps the factors back.
     by_slot = jax.lax.optimization_barrier(product("bhsd,bhgd->bhsg", k, grouped))
     scores = by_slot.swapaxes(2, 3) * head_dim**-0.5
     weights = masked_softmax(scores, jnp.broadcast_to(valid[:, :, None], scores.shape))
-    # Weights are rounded for the matrix product alone: what keys received is summed from unrounded ones.
+    # Only the matrix product takes rounded weights; `received` sums the unrounded ones.
     out = product("bhgs,bhsd->bhgd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum(2)

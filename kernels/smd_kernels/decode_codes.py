@@ -1,10 +1,10 @@
-"""Decode attention over a quantised cache: one query per row against slots of codes and, right of them, of numbers.
+"""Decode attention to a quantised cache: slots of codes, followed by slots in full precision.
 
-    slots    [ . . 3 7 8 9 | 10 11 . ]     codes | in full precision, the newest
-    valid      0 0 1 1 1 1    1  1 0       any of them may be empty
+    slots    [ . . 3 7 8 9 | 10 11 . ]     codes | full precision, the newest keys
+    valid      0 0 1 1 1 1    1  1 0       any slot may be empty
 
-As `smd_kernels.decode`, with one softmax over both kinds. The kernels read codes and ranges from main memory and widen
-them where they are multiplied: no key or value of few bits is ever written in full precision.
+Like `smd_kernels.decode`, with one softmax over both kinds of slots. The kernels read codes and ranges from main memory
+and dequantise them on chip: no quantised key or value is written to memory in full precision.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ def decode_codes_attention(
     valid: Bool[Array, "batch kv_heads slots"],
     impl: Implementation = "xla",
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """Attention of one query per row over the valid slots of both kinds.
+    """Attention of one query per row to the valid slots of a quantised cache.
 
     Args:
-      valid: of the slots of codes, then of those in full precision.
-      impl: as in `smd_kernels.decode`. All round what codes stand for to the dtype of the inputs, as a learner does.
+      q, k, v: one dtype, also that of the ranges in `codes`; `heads` is a multiple of `kv_heads`.
+      codes: the quantised slots. k, v: the slots in full precision.
+      valid: which slots hold a key: the quantised slots, then those in full precision.
+      impl: as in `decode_attention`. All implementations round dequantised keys to the dtype of `q`, like the learner.
 
     Returns:
-      As `smd_kernels.decode.decode_attention`.
+      As `decode_attention`, over all slots: the output, and the weights that each slot received.
 
     Raises:
-      ValueError: for an implementation that does not exist or cannot run these shapes; it says why.
+      ValueError: the implementation is unknown or cannot run these shapes and dtypes; the message gives the reason.
     """
     if impl == "xla":
-        keys, values = codes.widened()
+        keys, values = codes.dequantized()
         keys, values = (jnp.concatenate(x, axis=2) for x in ((keys, k), (values, v)))
         return decode_attention(q, keys, values, valid)
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
-    # Tables answer first, so that a refusal needs no compiler.
+    # Checked before the compiler is imported.
     reason = why_not_decode_codes(impl, q.dtype, codes, k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")
-    # Here, because Pallas' compilers take long to import and most programs never decode on an accelerator.
+    # Imported here: Pallas' compilers take long to import, and most programs never decode on an accelerator.
     if impl == "mosaic_gpu":
         from smd_kernels.decode_codes_gpu import decode_codes_attention as kernel
     else:

@@ -1,17 +1,17 @@
-"""Decode attention over a quantised cache as a Pallas Mosaic GPU kernel for Hopper: one thread block of 128 threads per
-row and KV head, as `smd_kernels.decode_gpu`, whose two products and softmax these are.
+"""Decode attention to a quantised cache on Hopper GPUs in Pallas Mosaic GPU.
 
-TMA brings tiles of codes. Threads widen them in registers, and write them to the one tile of shared memory that the
-tensor core reads; it is all that ever exists of them in bfloat16.
+One thread block of 128 threads per row and KV head, with the products and the softmax of `smd_kernels.decode_gpu`. TMA
+loads tiles of codes. The threads dequantise them in registers and write them in bfloat16 to one tile of shared memory,
+which wgmma reads. "Own" below are the slots in full precision.
 
     K codes 0 | … | own K 0 | … | maximum, sum | V codes 0 | … | own V 0 | …
       scores        scores                       weights -> received, out
 
-Every key has the range of its group. Threads cannot read rows of a table by index, but the tensor core can: a matrix of
-zeros with a single one in each row, times the table, is exact. The whole table lies in shared memory.
+Keys have the range of their group. Threads cannot index rows of a table in shared memory, but a one-hot matrix times
+the table is exact. Shared memory holds the whole table.
 
-A value's ranges are its slot's, one for each part of head_dim: the scales go into the weights, of which each part has
-its own, and sum(weight * low) is added at the end.
+A value has one range per part of head_dim. The scales are multiplied into the weights, separately for each part, and
+sum(weight * low) is added at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from smd_kernels.codes import BYTE, Codes, by_plane
 from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _exponentials, _Ring, _spread, _total, _transposed
 from smd_kernels.hardware import GPU_DECODE_SIZES, DecodeSizes, plane_tile
 
-GROUPS = 64  # rows of the table that are multiplied at once
+GROUPS = 64  # table rows per product
 
 
 def decode_codes_attention(
@@ -42,11 +42,10 @@ def decode_codes_attention(
     sizes: DecodeSizes = GPU_DECODE_SIZES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode_codes.decode_codes_attention`, for inputs that `hardware.why_not_decode_codes` has nothing
-    against.
+    """See `smd_kernels.decode_codes.decode_codes_attention`; for inputs that `hardware.why_not_decode_codes` accepts.
 
     Args:
-      interpret: what `plgpu.kernel` takes.
+      sizes: tile sizes. interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
     """
     batch, kv_heads, precise, head_dim = k.shape
     group = q.shape[1] // kv_heads
@@ -55,17 +54,17 @@ def decode_codes_attention(
     order = by_plane(head_dim, codes.bits)
 
     def in_tiles(x: Array, count: int) -> Array:
-        """The last axis, padded to whole tiles."""
+        """Pads the last axis to whole tiles and splits it."""
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * sizes.keys - x.shape[-1])])
         return x.reshape(*x.shape[:-1], count, sizes.keys)
 
     queries = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
     seen = valid.astype(jnp.float32)
     live = jnp.concatenate([in_tiles(seen[..., :slots], tiles), in_tiles(seen[..., slots:], own_tiles)], axis=2)
-    # The table is small beside what it stands for, and so are ranges and queries: XLA reorders them. TMA moves eights.
+    # Table, ranges and queries are small: XLA reorders their channels. TMA copies rows in multiples of 8.
     more = ((0, 0), (0, 0), (0, -codes.groups % 8), (0, 0))
     table = [jnp.pad(x[..., order], more) for x in (codes.key_low, codes.key_scale)]
-    # [batch, kv_heads, tiles, parts, keys]: a part's ranges of a tile lie side by side.
+    # [batch, kv_heads, tiles, parts, keys]: the ranges of a tile and part are contiguous.
     ranges = [in_tiles(jnp.swapaxes(x, 2, 3), tiles).swapaxes(2, 3) for x in (codes.value_low, codes.value_scale)]
     planes, own, received = plgpu.kernel(
         partial(_kernel, sizes=sizes, group=group, bits=codes.bits),
@@ -92,7 +91,7 @@ def decode_codes_attention(
         v,
         live,
     )
-    # Both parts of the sum are float32, and are rounded together.
+    # Both terms are float32; their sum is rounded once.
     out = own + planes[:, :, np.argsort(order)]
     out = jnp.swapaxes(out, 2, 3)[:, :, :group].reshape(q.shape).astype(q.dtype)
     left, right = (
@@ -103,22 +102,24 @@ def decode_codes_attention(
 
 
 class _Tiles(NamedTuple):
-    """Shared memory of a ring: `[stages, keys, …]`, and a barrier for each stage."""
+    """Shared memory of a ring: `[stages, keys, …]`, and a barrier per stage."""
 
     ring: Any
     arrived: Any
 
 
 class _Scratch(NamedTuple):
-    """Shared memory and barriers of a block.
+    """Shared memory and barriers of a thread block.
 
     Attributes:
-      codes: `[stages, keys, bytes]`. own: `[stages, keys, head_dim]`. wide: `[keys, head_dim]`, the tile at hand.
-      queries, own_queries: `[8, head_dim]`, by plane and as they are. low, scale: `[groups, head_dim]`, by plane.
-      group: `[tiles, keys]`, float32. live: `[all tiles, keys]` float32. started: barrier of what is read once.
-      value_low, value_scale: `[parts, keys]`, of the tile of values at hand. ranged: their barrier.
-      scores: `[all tiles, keys, 8]` float32. weights: `[8, keys]`, of the tile and part at hand; own_weights: its
-        like beside a tile in full precision.
+      codes: `[stages, keys, bytes]`. own: `[stages, keys, head_dim]`. wide: `[keys, head_dim]`, the current tile in
+        bfloat16.
+      queries, own_queries: `[8, head_dim]`, by plane and in channel order. low, scale: `[groups, head_dim]`, by plane.
+      group: `[tiles, keys]` float32. live: `[all tiles, keys]` float32, 1 in valid slots. started: barrier of the
+        arrays that are read once.
+      value_low, value_scale: `[parts, keys]`, of the current tile of values. ranged: their barrier.
+      scores: `[all tiles, keys, 8]` float32. weights: `[8, keys]`, of the current tile and part. own_weights: the same
+        for a tile in full precision.
     """
 
     codes: Any
@@ -146,7 +147,7 @@ def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
     groups = -(-codes.groups // GROUPS) * GROUPS
 
     def tiled(shape: tuple[int, ...], width: int) -> Any:
-        # Both operands of a product are swizzled alike, in tiles that no plane crosses.
+        # Both operands of a product have the same swizzle, in tiles that do not cross planes.
         transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
@@ -175,7 +176,7 @@ def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
 
 
 class _Inputs(NamedTuple):
-    """Arrays in main memory, of this row and head; as the scratch of the same name."""
+    """Arrays in main memory of this row and head; shaped like the scratch of the same name."""
 
     queries: Any
     own_queries: Any
@@ -192,28 +193,28 @@ class _Inputs(NamedTuple):
 
 
 def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
-    """Refs of the inputs, of out by plane, own out and received, and of the scratch, as they are said above."""
+    """Kernel body; refs of `_Inputs`, of the outputs (by plane, own, received), and of `_Scratch`."""
     here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
     count = len(_Inputs._fields)
-    given = _Inputs(*(x.at[here] for x in refs[:count]))
+    inputs = _Inputs(*(x.at[here] for x in refs[:count]))
     out_ref, own_ref, received_ref = (x.at[here] for x in refs[count : count + 3])
     smem = _Scratch(*refs[count + 3 :])
-    # TMA fills what is beyond the table with zeros.
+    # TMA fills rows beyond the table with zeros.
     table = pl.ds(0, smem.low.shape[0])
     for source, target in (
-        (given.queries, smem.queries),
-        (given.own_queries, smem.own_queries),
-        (given.low.at[table], smem.low),
-        (given.scale.at[table], smem.scale),
-        (given.group, smem.group),
-        (given.live, smem.live),
+        (inputs.queries, smem.queries),
+        (inputs.own_queries, smem.own_queries),
+        (inputs.low.at[table], smem.low),
+        (inputs.scale.at[table], smem.scale),
+        (inputs.group, smem.group),
+        (inputs.live, smem.live),
     ):
         plgpu.copy_gmem_to_smem(source, target, smem.started)
-    tiles = given.group.shape[0]
-    own_tiles = given.live.shape[0] - tiles
+    tiles = inputs.group.shape[0]
+    own_tiles = inputs.live.shape[0] - tiles
     own_sizes = DecodeSizes(sizes.keys, 2)
-    ring = _Ring(given.keys, given.values, _Tiles(smem.codes, smem.codes_arrived), sizes, tiles)
-    own = _Ring(given.k, given.v, _Tiles(smem.own, smem.own_arrived), own_sizes, own_tiles)
+    ring = _Ring(inputs.keys, inputs.values, _Tiles(smem.codes, smem.codes_arrived), sizes, tiles)
+    own = _Ring(inputs.k, inputs.v, _Tiles(smem.own, smem.own_arrived), own_sizes, own_tiles)
     ring.fill()
     own.fill()
     plgpu.barrier_wait(smem.started)
@@ -222,20 +223,20 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
     highest = jax.lax.fori_loop(0, own_tiles, partial(_own_scores, own, smem, tiles), highest)
     highest = _spread(jnp.max(highest, axis=0), highest.shape, 1)
     total = _total(smem, highest, tiles + own_tiles)
-    # The padding's zero queries have weights too; divided by infinity they are 0.
+    # Padded queries have weights too; dividing by infinity sets them to 0.
     column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
     total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
     softmax = partial(_weights, smem, highest, total)
     head_dim = smem.wide.shape[1]
     parts = smem.value_low.shape[0]
-    # Row of the output -> part of head_dim that its channel is in; no plane has a channel of another part there.
+    # Output row -> part of head_dim that its channel belongs to; the same in every plane.
     row = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, (head_dim, WIDTH), 0))
     each = BYTE // bits
     plane = head_dim // each
     part_of_row = (row - row // plane * plane) // (plane // parts)
 
     def multiply_codes(*accs: Any) -> Array:
-        lows = _codes_outputs(accs, ring, smem, given, bits, softmax, received_ref, tiles)
+        lows = _codes_outputs(accs, ring, smem, inputs, bits, softmax, received_ref, tiles)
         out = _as_wgmma(jnp.zeros((head_dim, WIDTH), jnp.float32))
         for part, (acc, low) in enumerate(zip(accs, lows, strict=True)):
             of_part = acc[...] + _spread(jnp.sum(low, axis=0), (head_dim, WIDTH), 1)
@@ -253,20 +254,20 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
 
 
 def _bytes(part: Any) -> Array:
-    """Bytes of a tile as int32, each where its codes will be."""
-    # Not the fastest load: two threads may want the same bank, because bytes lie as TMA brings them.
+    """Loads the bytes of a tile as int32, in the layout of their codes."""
+    # Not the fastest load: in the layout that TMA writes, threads may have bank conflicts.
     return _as_wgmma(plgpu.load(part, (), optimized=False)).astype(jnp.int32)
 
 
-def _widened(packed: Array, plane: int, bits: int) -> Array:
-    """One plane of bytes `[keys, bytes]` as float32."""
+def _unpacked(packed: Array, plane: int, bits: int) -> Array:
+    """Unpacks one plane of bytes `[keys, bytes]` to float32."""
     if bits == BYTE:
         return packed.astype(jnp.float32)
     return ((packed >> (plane * bits)) & (2**bits - 1)).astype(jnp.float32)
 
 
 def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: Array) -> Array:
-    """Writes the scores of a tile of codes; returns the highest of each place of a tile, `[keys, 8]`."""
+    """Writes the scores of a tile of codes; returns the elementwise running maximum, `[keys, 8]`."""
     keys, head_dim = smem.wide.shape
     packed = _bytes(ring.wait(tile))
     groups = plgpu.layout_cast(smem.group[tile], plgpu.Layout.WGMMA.reduce(1))
@@ -285,17 +286,17 @@ def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: 
 
             return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((keys, width), jnp.float32))
 
-        wide = pick(smem.low) + _widened(packed, plane, bits) * pick(smem.scale)
+        wide = pick(smem.low) + _unpacked(packed, plane, bits) * pick(smem.scale)
         smem.wide.at[:, columns][...] = wide.astype(jnp.bfloat16)
-    # The tensor core sees what threads wrote to shared memory only after a commit.
+    # wgmma sees the threads' writes to shared memory only after a commit.
     plgpu.commit_smem()
-    # Not before: writing has waited for all threads, so that each has read its bytes.
+    # Only now: the commit waits for all threads, so every thread has read its bytes.
     ring.release(tile)
     return _keep_scores(smem, smem.wide, smem.queries, tile, highest)
 
 
 def _own_scores(ring: _Ring, smem: _Scratch, before: int, tile: Array, highest: Array) -> Array:
-    """The same of a tile in full precision."""
+    """Writes the scores of a tile in full precision; returns the running maximum."""
     highest = _keep_scores(smem, ring.wait(tile), smem.own_queries, before + tile, highest)
     ring.release(tile)
     return highest
@@ -316,9 +317,9 @@ def _keep_scores(smem: _Scratch, part: Any, queries: Any, tile: Array, highest: 
 
 
 def _weights(smem: _Scratch, highest: Array, total: Array, received_ref: Any, tile: Array) -> Array:
-    """The weights of a tile, `[keys, 8]` float32, whose sums over the queries it writes."""
+    """Returns the weights of a tile, `[keys, 8]` float32, and writes their sums over the queries."""
     weights = _exponentials(smem, highest, tile) / total
-    # Summed before they are rounded.
+    # Summed before rounding.
     received_ref[tile] = jnp.sum(weights, axis=1)
     return weights
 
@@ -327,25 +328,28 @@ def _codes_outputs(
     accs: tuple[Any, ...],
     ring: _Ring,
     smem: _Scratch,
-    given: _Inputs,
+    inputs: _Inputs,
     bits: int,
     softmax: Any,
     received_ref: Any,
     tiles: int,
 ) -> list[Array]:
-    """Adds codes^T (weights * scale)^T of each part to its accumulator `[head_dim, 8]`; returns its sums of
-    weight * low over the tiles, `[keys, 8]`."""
+    """Adds codes^T (weights * scale)^T of each part to its accumulator `[head_dim, 8]`.
+
+    Returns:
+      For each part, weight * low summed over the tiles, `[keys, 8]`.
+    """
     keys, head_dim = smem.wide.shape
     width = head_dim * bits // BYTE
 
     def body(tile: Array, lows: list[Array]) -> list[Array]:
-        plgpu.copy_gmem_to_smem(given.value_low.at[tile], smem.value_low, smem.ranged)
-        plgpu.copy_gmem_to_smem(given.value_scale.at[tile], smem.value_scale, smem.ranged)
+        plgpu.copy_gmem_to_smem(inputs.value_low.at[tile], smem.value_low, smem.ranged)
+        plgpu.copy_gmem_to_smem(inputs.value_scale.at[tile], smem.value_scale, smem.ranged)
         weights = softmax(received_ref, tile)
         packed = _bytes(ring.wait(tile + tiles))
         for plane in range(BYTE // bits):
-            # Codes are whole numbers below 256, which bfloat16 holds exactly.
-            smem.wide.at[:, pl.ds(plane * width, width)][...] = _widened(packed, plane, bits).astype(jnp.bfloat16)
+            # Codes are integers below 256, which bfloat16 represents exactly.
+            smem.wide.at[:, pl.ds(plane * width, width)][...] = _unpacked(packed, plane, bits).astype(jnp.bfloat16)
         ring.release(tile + tiles)
         plgpu.barrier_wait(smem.ranged)
         sums = []
@@ -365,16 +369,16 @@ def _codes_outputs(
 def _own_outputs(
     acc: Any, ring: _Ring, smem: _Scratch, softmax: Any, received_ref: Any, before: int, tile: Array, _: None
 ) -> None:
-    """Adds the product of a tile of values in full precision."""
+    """Adds the product with a tile of values in full precision to `acc`."""
     weights = softmax(received_ref, before + tile)
     _multiply_weights(acc, ring.wait(tile + ring.tiles), smem.own_weights, weights)
     ring.release(tile + ring.tiles)
 
 
-def _multiply_weights(acc: Any, values: Any, room: Any, weights: Array) -> None:
-    """Adds values^T weights^T, with the weights rounded in `room`."""
-    _transposed(room)[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+def _multiply_weights(acc: Any, values: Any, buffer: Any, weights: Array) -> None:
+    """Adds values^T weights^T to `acc`; `buffer` holds the rounded weights."""
+    _transposed(buffer)[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    plgpu.wgmma(acc, _transposed(values), _transposed(room))
-    # The product must be done before its operands are overwritten.
+    plgpu.wgmma(acc, _transposed(values), _transposed(buffer))
+    # The product must finish before its operands are overwritten.
     plgpu.wgmma_wait(0)

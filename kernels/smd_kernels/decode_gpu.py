@@ -1,15 +1,14 @@
-"""Decode attention as a Pallas Mosaic GPU kernel for Hopper: one thread block of 128 threads per row and KV head.
+"""Decode attention on Hopper GPUs in Pallas Mosaic GPU: one thread block of 128 threads per row and KV head.
 
-K and V are read once, through one ring of TMA tiles: first all tiles of K, then all tiles of V, so that V is already
-on its way while the softmax is taken. Keys are the M rows of the tensor core's tile and the group's queries, padded to
-8, its N columns: scores^T = K q^T and out^T = V^T weights^T waste no rows on a small group. The scores of all slots
-are kept, hence the softmax is exact, the weights are normalised before they are rounded for the second product, and
-the statistics are theirs, in float32.
+One ring of TMA tiles reads K and V once: all tiles of K, then all tiles of V, so that V is prefetched during the
+softmax. Keys are the M rows of a wgmma tile; the group's queries, padded to 8, are its N columns: scores^T = K q^T and
+out^T = V^T weights^T waste no rows on a small group. The scores of all slots stay in shared memory, so the softmax is
+exact: weights are normalised before they are rounded for the second product, and `received` sums them in float32.
 
-    K tile 0 | K tile 1 | … | maximum, sum | V tile 0 | V tile 1 | …        each step frees a tile for the one
-    scores[0]  scores[1]                     weights 0 -> received, out      `stages` further on
+    K tile 0 | K tile 1 | … | maximum, sum | V tile 0 | V tile 1 | …        each step frees the buffer for the
+    scores[0]  scores[1]                     weights 0 -> received, out     tile `stages` steps later
 
-Nothing depends on the order in which blocks run: two runs agree in every bit.
+Results do not depend on the order of thread blocks: they are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from jaxtyping import Array, Bool, Float
 
 from smd_kernels.hardware import GPU_DECODE_SIZES, GPU_GROUP, DecodeSizes
 
-WIDTH = GPU_GROUP  # columns of scores^T: queries of the group, padded
-# Finite, so that a row without valid slots has no inf - inf; `_exponentials` makes masked slots 0.
+WIDTH = GPU_GROUP  # columns of scores^T: the group's queries, padded
+# Finite, so that a row without valid slots has no inf - inf; `_exponentials` sets masked slots to 0.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -39,15 +38,15 @@ def decode_attention(
     sizes: DecodeSizes = GPU_DECODE_SIZES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """As `smd_kernels.decode.decode_attention`, for inputs that `hardware.why_not_decode` has nothing against.
+    """See `smd_kernels.decode.decode_attention`; for inputs that `hardware.why_not_decode` accepts.
 
     Args:
-      interpret: what `plgpu.kernel` takes.
+      sizes: tile sizes. interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
     """
     batch, kv_heads, slots, head_dim = k.shape
     group = q.shape[1] // kv_heads
     tiles = sizes.tiles(slots)
-    # Only what is small is padded: queries to a tile's width, validity to whole tiles. TMA fills K and V with zeros.
+    # Only small arrays are padded: queries to the tile width, validity to whole tiles. TMA pads K and V with zeros.
     grouped = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
     live = jnp.pad(valid.astype(jnp.float32), ((0, 0), (0, 0), (0, tiles * sizes.keys - slots)))
     out, received = plgpu.kernel(
@@ -68,12 +67,12 @@ def decode_attention(
 
 
 class _Scratch(NamedTuple):
-    """Shared memory and barriers of a block.
+    """Shared memory and barriers of a thread block.
 
     Attributes:
-      ring: `[stages, keys, head_dim]`, the tile of step i at index `i % stages`. arrived: a barrier for each.
-      queries: `[8, head_dim]`. live: `[tiles, keys]` float32. started: barrier of both.
-      scores: `[tiles, keys, 8]` float32. weights: `[8, keys]`, those of the tile of V at hand.
+      ring: `[stages, keys, head_dim]`, the tile of step i at index `i % stages`. arrived: a barrier per stage.
+      queries: `[8, head_dim]`. live: `[tiles, keys]` float32, 1 in valid slots. started: barrier of both.
+      scores: `[tiles, keys, 8]` float32. weights: `[8, keys]`, of the current tile of V.
     """
 
     ring: Any
@@ -94,7 +93,7 @@ def _scratch(sizes: DecodeSizes, tiles: int, head_dim: int) -> _Scratch:
         arrived=plgpu.Barrier(num_barriers=sizes.stages),
         queries=tiled((WIDTH, head_dim)),
         live=plgpu.SMEM((tiles, sizes.keys), jnp.float32),
-        # Two arrivals: the copies of the queries and of what is live.
+        # One arrival each for the copies of `queries` and `live`.
         started=plgpu.Barrier(num_arrivals=2),
         scores=plgpu.SMEM((tiles, sizes.keys, WIDTH), jnp.float32),
         weights=tiled((WIDTH, sizes.keys)),
@@ -114,7 +113,7 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
     plgpu.barrier_wait(smem.started)
     highest = _scores(ring, smem, tiles)
     total = _total(smem, highest, tiles)
-    # The padding's zero queries have weights too; divided by infinity they are 0.
+    # Padded queries have weights too; dividing by infinity sets them to 0.
     column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
     total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
 
@@ -128,10 +127,10 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
 
 @dataclass(frozen=True)
 class _Ring:
-    """Tiles on their way to shared memory: step i brings tile i of K, step `tiles + i` tile i of V.
+    """Prefetches tiles to shared memory: step i loads tile i of K, step `tiles + i` tile i of V.
 
     Attributes:
-      smem: has the `ring` and its barriers, `arrived`.
+      smem: scratch with the fields `ring` and `arrived`.
     """
 
     k: Any
@@ -145,7 +144,7 @@ class _Ring:
             self._start(jnp.int32(step))
 
     def wait(self, step: Array) -> Any:
-        """The tile of a step, `[keys, head_dim]`; `release` it when it has been multiplied."""
+        """Waits for the tile of a step and returns it, `[keys, head_dim]`; call `release` after its last use."""
         index = jax.lax.rem(step, self.sizes.stages)
         plgpu.barrier_wait(self.smem.arrived.at[index])
         return self.smem.ring.at[index]
@@ -154,7 +153,7 @@ class _Ring:
         self._start(step + self.sizes.stages)
 
     def _start(self, step: Array) -> None:
-        # Steps of K come first, those of V follow in the same ring; after the last tile of V nothing is started.
+        # The steps of K, then those of V; none after the last tile of V.
         pl.when(step < self.tiles)(lambda: self._copy(self.k, step, step))
         pl.when((step >= self.tiles) & (step < 2 * self.tiles))(lambda: self._copy(self.v, step - self.tiles, step))
 
@@ -181,7 +180,7 @@ def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
         live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
         scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
         smem.scores[tile] = scores
-        # Element by element: the rows are reduced once, after the loop.
+        # Elementwise: the rows are reduced once, after the loop.
         return jnp.maximum(highest, scores)
 
     highest = jax.lax.fori_loop(0, tiles, body, _as_wgmma(jnp.full((keys, width), MASKED, jnp.float32)))
@@ -189,10 +188,10 @@ def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
 
 
 def _exponentials(smem: Any, highest: Array, tile: Array) -> Array:
-    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots adds up to 0.
+    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots sums to 0.
 
     Args:
-      smem: has `scores`.
+      smem: scratch with the field `scores`.
     """
     scores = _as_wgmma(smem.scores[tile])
     return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
@@ -208,19 +207,19 @@ def _total(smem: Any, highest: Array, tiles: int) -> Array:
 def _outputs(
     acc: Any, ring: _Ring, smem: _Scratch, highest: Array, total: Array, received_ref: Any, tiles: int
 ) -> None:
-    """Adds V^T weights^T to `acc` `[head_dim, 8]` and writes the statistics."""
+    """Adds V^T weights^T to `acc` `[head_dim, 8]` and writes `received`."""
 
     def body(tile: Array, _: None) -> None:
         weights = _exponentials(smem, highest, tile) / total
-        # Summed before they are rounded.
+        # Summed before rounding.
         received_ref[tile] = jnp.sum(weights, axis=1)
         rounded = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         _transposed(smem.weights)[...] = rounded
-        # The tensor core sees what threads wrote to shared memory only after a commit.
+        # wgmma sees the threads' writes to shared memory only after a commit.
         plgpu.commit_smem()
         part = ring.wait(tile + tiles)
         plgpu.wgmma(acc, _transposed(part), _transposed(smem.weights))
-        # The product must be done before its tile of V is overwritten and the weights are made anew.
+        # The product must finish before its tile of V and its weights are overwritten.
         plgpu.wgmma_wait(0)
         ring.release(tile + tiles)
 
@@ -236,5 +235,5 @@ def _as_wgmma(x: Array) -> Array:
 
 
 def _spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A vector along `axis`, repeated along the other."""
+    """Broadcasts a vector along `axis` over the other axis."""
     return jax.lax.broadcast_in_dim(x, shape, (axis,))

@@ -1,8 +1,8 @@
-"""Block attention on Hopper GPUs, written with Pallas for its Mosaic GPU compiler: forward pass and entry points.
+"""Block attention on Hopper GPUs in Pallas Mosaic GPU: forward pass and `BlockKernel`.
 
-Scores never leave the registers: a program keeps one tile of rows, walks the key tiles that they may see with the
-running softmax of FlashAttention (arXiv 2205.14135) in base 2, and masks only tiles that are not seen whole. TMA
-fetches ahead; wgmma multiplies in the inputs' 16 bits and adds in float32. The backward pass is in `gpu_backward`.
+Scores stay in registers. A program holds one tile of rows and loops over the key tiles that the rows may see, with the
+online softmax of FlashAttention (arXiv 2205.14135) in base 2; it masks only partly visible tiles. TMA prefetches; wgmma
+multiplies in 16 bits and adds in float32. The backward pass is in `gpu_backward`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from smd_kernels import gpu_tiles as tiles
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks, pad_rows
-from smd_kernels.gpu_backward import Given, key_gradients, query_gradient
+from smd_kernels.gpu_backward import BackwardInputs, key_gradients, query_gradient
 from smd_kernels.gpu_tiles import LANES, LOWEST, Product, Ring, across, down
 from smd_kernels.hardware import GPU_SIZES, why_not_blocks
 from smd_kernels.pytrees import any_leaves
@@ -29,12 +29,15 @@ from smd_kernels.pytrees import any_leaves
 
 @dataclass(frozen=True)
 class MosaicGpuKernel:
-    """See `smd_kernels.blocks.BlockKernel`.
+    """`BlockKernel` for Hopper GPUs: bfloat16 or float16, head_dim 64 or 128.
 
     Attributes:
-      sizes: tiles, multiples of 64. `rows`, `rows_dq` and `keys_dkv` have a warpgroup for each 64; the others take
-        registers, and where these do not suffice the compiler spills (`experiments/compile_kernels.py` finds out).
-      interpret: False, or the parameters of JAX's interpreter for GPU kernels, for tests on a machine without one.
+      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64; larger values of
+        the others need more registers, until the compiler spills (`experiments/compile_kernels.py` reports spills).
+      interpret: False, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
+
+    Raises:
+      ValueError: a tile size is not a multiple of 64.
     """
 
     sizes: BlockSizes = GPU_SIZES
@@ -46,10 +49,14 @@ class MosaicGpuKernel:
                 raise ValueError(f"expected {name} to be a multiple of {LANES}; got {size}")
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
-        """Raises ValueError for queries that the kernel is not made for."""
+        """See `BlockKernel.forward`; lse is float32.
+
+        Raises:
+          ValueError: an unsupported dtype or head_dim; or, interpreted, too few host threads.
+        """
         _check(blocks)
         rows = blocks.q.shape[1]
-        sizes = fitting(self.sizes, blocks)
+        sizes = fit_sizes(self.sizes, blocks)
         padded = pad_blocks(blocks, sizes.rows, sizes.keys)
         out, lse = _forward(padded, sizes, self.interpret)
         return out[:, :rows], lse[:, :rows]
@@ -61,17 +68,17 @@ class MosaicGpuKernel:
         lse: Float[Array, "blocks rows"],
         d_out: Float[Array, "blocks rows head_dim"],
     ) -> tuple[Array, Array, Array]:
-        """In two passes, so that every sum has one owner and no atomics: the same bits each time.
+        """See `BlockKernel.backward`; dk and dv are float32. Raises ValueError like `forward`.
 
-        Raises ValueError as `forward` does.
+        Two passes without atomics: results are bitwise reproducible.
         """
         _check(blocks)
         rows = blocks.q.shape[1]
         keys = blocks.k.shape[1]
-        sizes = fitting(self.sizes, blocks)
-        given = _given(blocks, out, lse, d_out, sizes)
-        dq = query_gradient(given, sizes, self.interpret)
-        dk, dv = key_gradients(given, sizes, self.interpret)
+        sizes = fit_sizes(self.sizes, blocks)
+        inputs = _backward_inputs(blocks, out, lse, d_out, sizes)
+        dq = query_gradient(inputs, sizes, self.interpret)
+        dk, dv = key_gradients(inputs, sizes, self.interpret)
         return dq[:, :rows], dk[:, :keys], dv[:, :keys]
 
 
@@ -80,8 +87,8 @@ def _check(blocks: Blocks) -> None:
         raise ValueError(reason)
 
 
-def fitting(sizes: BlockSizes, blocks: Blocks) -> BlockSizes:
-    """Sizes with no tile longer than the blocks need."""
+def fit_sizes(sizes: BlockSizes, blocks: Blocks) -> BlockSizes:
+    """Reduces tile sizes to the lengths of the blocks."""
     rows, keys = (-(-x.shape[1] // LANES) * LANES for x in (blocks.q, blocks.k))
     return replace(
         sizes,
@@ -94,11 +101,11 @@ def fitting(sizes: BlockSizes, blocks: Blocks) -> BlockSizes:
     )
 
 
-def _given(blocks: Blocks, out: Array, lse: Array, d_out: Array, sizes: BlockSizes) -> Given:
+def _backward_inputs(blocks: Blocks, out: Array, lse: Array, d_out: Array, sizes: BlockSizes) -> BackwardInputs:
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    # Both passes read the same padded arrays, in tiles of their own lengths.
+    # Both passes read the same padded arrays in tiles of different lengths.
     rows = math.lcm(sizes.rows_dq, sizes.rows_dkv)
-    return Given(
+    return BackwardInputs(
         blocks=pad_blocks(blocks, rows, math.lcm(sizes.keys_dq, sizes.keys_dkv)),
         lse2=pad_rows(lse * math.log2(math.e), rows, jnp.inf),
         delta=pad_rows(delta, rows, 0.0),
@@ -108,7 +115,7 @@ def _given(blocks: Blocks, out: Array, lse: Array, d_out: Array, sizes: BlockSiz
 
 @any_leaves
 class Scratch(NamedTuple):
-    """Shared memory of the forward pass; `q` holds the output at the end. `loaded`: a barrier per warpgroup."""
+    """Shared memory of the forward pass; `q` holds the output at the end. `loaded` has a barrier per warpgroup."""
 
     q: Any
     column: Any
@@ -128,7 +135,7 @@ def _forward(blocks: Blocks, sizes: BlockSizes, interpret: Any) -> tuple[Array, 
         q=matrix(warpgroups, LANES),
         column=tiles.vectors(warpgroups, LANES, jnp.int32),
         lse=tiles.vectors(warpgroups, LANES, jnp.float32),
-        # Two arrivals: the copies of `q` and `column`.
+        # One arrival each for the copies of `q` and `column`.
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
         keys=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys), bounds, bounds),
         values=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys)),
@@ -146,7 +153,7 @@ def _forward_kernel(
     head_dim = blocks.q.shape[-1]
     narrow = blocks.q.dtype
     shape = (LANES, sizes.keys)
-    # exp(x) is exp2(x log2(e)): one factor scales the scores and changes the base.
+    # exp(x) = exp2(x log2(e)): one factor scales the scores and changes the base.
     base2 = head_dim**-0.5 * math.log2(math.e)
     product = partial(tiles.products, interpret=interpret)
 
@@ -170,14 +177,14 @@ def _forward_kernel(
                 rows = down(column[...], shape)
                 visible = (across(born[...], shape) <= rows) & (rows < across(evicted_at[...], shape))
                 scores = jnp.where(visible, scores, -jnp.inf)
-            # k and its interval have been read: their buffers may be filled again while the softmax goes on.
+            # k and its interval have been read: their buffers can be refilled during the softmax.
             plgpu.barrier_arrive(s.keys.done.at[slot])
             new = jnp.maximum(highest, scores.max(axis=1) * base2)
-            # `new` is finite even where no key is visible yet (`LOWEST`): -inf less it is -inf, a weight of 0.
+            # `new` is finite (`LOWEST`) even before the first visible key: -inf - new is -inf, a weight of 0.
             weights = jnp.exp2(scores * base2 - down(new, shape))
-            shrink = jnp.exp2(highest - new)
-            total = total * shrink + weights.sum(axis=1)
-            acc = acc * down(shrink, acc.shape)
+            decay = jnp.exp2(highest - new)
+            total = total * decay + weights.sum(axis=1)
+            acc = acc * down(decay, acc.shape)
             plgpu.barrier_wait(s.values.ready.at[slot])
             (acc,) = product(Product(weights.astype(narrow), s.values.buffers[0].at[slot]), onto=(acc,))
             plgpu.barrier_arrive(s.values.done.at[slot])
@@ -185,12 +192,12 @@ def _forward_kernel(
 
         nothing = jnp.full((LANES,), LOWEST, jnp.float32), jnp.zeros((LANES,), jnp.float32)
         highest, total, acc = walk.run(step, (*nothing, jnp.zeros((LANES, head_dim), jnp.float32)))
-        blind = total == 0
-        total = jnp.where(blind, 1.0, total)
-        # The queries are not needed any more: their buffer takes the output, from which TMA stores it.
+        sees_none = total == 0
+        total = jnp.where(sees_none, 1.0, total)
+        # The buffer of the queries is reused for the output, which TMA stores from there.
         q[...] = (acc / down(total, acc.shape)).astype(narrow)
-        # `highest` is to base 2; the lse is natural.
-        s.lse[number] = jnp.where(blind, jnp.inf, highest * math.log(2) + jnp.log(total))
+        # `highest` is in base 2, lse is the natural log.
+        s.lse[number] = jnp.where(sees_none, jnp.inf, highest * math.log(2) + jnp.log(total))
         tiles.store((q, out.at[own]), (s.lse.at[number], lse.at[own]))
 
     tiles.program(sizes.rows // LANES, compute, fetch)

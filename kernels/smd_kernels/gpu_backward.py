@@ -1,11 +1,12 @@
 """Backward pass of block attention on Hopper GPUs: one kernel for dq, one for dk and dv.
 
-Both compute the weights again from the logs of the denominators, as FlashAttention-2 does (arXiv 2307.08691):
+Both recompute the weights from lse, as in FlashAttention-2 (arXiv 2307.08691):
 
     weights = exp(scale * q k^T - lse)        d_scores = weights * (d_out v^T - delta),   delta = rowsum(out * d_out)
     dq = scale * d_scores k        dk = scale * d_scores^T q        dv = weights^T d_out
 
-dq keeps a tile of rows and walks the keys; dk and dv keep a tile of keys and walk the rows, with all tiles transposed.
+The dq kernel holds a tile of rows and loops over keys. The dk and dv kernel holds a tile of keys and loops over rows,
+with transposed score tiles.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from smd_kernels.pytrees import any_leaves
 
 
 @any_leaves
-class Given(NamedTuple):
-    """What both kernels read.
+class BackwardInputs(NamedTuple):
+    """Inputs of both kernels.
 
     Attributes:
-      blocks: padded, so that all sizes of tiles divide them.
-      lse2: `[blocks, rows]` float32, log to base 2 of the softmax denominators, inf in a row that sees nothing.
-      delta: `[blocks, rows]` float32.
-      d_out: `[blocks, rows, head_dim]`, of the dtype of q.
+      blocks: padded to multiples of the tile sizes of both kernels.
+      lse2: `[blocks, rows]` float32, base-2 log of the softmax denominators; inf in a row that sees no key.
+      delta: `[blocks, rows]` float32, see above.
+      d_out: `[blocks, rows, head_dim]`, gradient of the output in the dtype of q.
     """
 
     blocks: Blocks
@@ -46,7 +47,7 @@ class Given(NamedTuple):
 
 @any_leaves
 class QueryScratch(NamedTuple):
-    """Shared memory of the dq pass; `q` holds dq at the end. `loaded`: a barrier per warpgroup."""
+    """Shared memory of the dq pass; `q` holds dq at the end. `loaded` has a barrier per warpgroup."""
 
     q: Any
     d_out: Any
@@ -60,7 +61,7 @@ class QueryScratch(NamedTuple):
 
 @any_leaves
 class KeyScratch(NamedTuple):
-    """Shared memory of the pass for dk and dv. `loaded`: a barrier per warpgroup."""
+    """Shared memory of the dk and dv pass. `loaded` has a barrier per warpgroup."""
 
     k: Any
     v: Any
@@ -71,9 +72,9 @@ class KeyScratch(NamedTuple):
     gradients: Ring  # d_out, delta
 
 
-def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Array, "blocks rows head_dim"]:
-    """dq, in the dtype of q."""
-    blocks = given.blocks
+def query_gradient(inputs: BackwardInputs, sizes: BlockSizes, interpret: Any) -> Float[Array, "blocks rows head_dim"]:
+    """Returns dq in the dtype of q."""
+    blocks = inputs.blocks
     count, rows, head_dim = blocks.q.shape
     warpgroups = sizes.rows_dq // LANES
     row_tiles = rows // sizes.rows_dq
@@ -86,7 +87,7 @@ def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Arr
         column=tiles.vectors(warpgroups, LANES, jnp.int32),
         lse2=per_row,
         delta=per_row,
-        # An arrival for each array that `compute` loads: q, d_out, column, lse2, delta.
+        # One arrival per array that `compute` loads: q, d_out, column, lse2, delta.
         loaded=plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
         keys=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys_dq), bounds, bounds),
         values=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.keys_dq)),
@@ -94,11 +95,13 @@ def query_gradient(given: Given, sizes: BlockSizes, interpret: Any) -> Float[Arr
     kernel = partial(_query_kernel, sizes=sizes, interpret=bool(interpret))
     out = jax.ShapeDtypeStruct(blocks.q.shape, blocks.q.dtype)
     run = tiles.launch(kernel, out, scratch, count * row_tiles, warpgroups, interpret)
-    return run(tiles.walks(blocks, sizes.rows_dq, sizes.keys_dq), given)
+    return run(tiles.walks(blocks, sizes.rows_dq, sizes.keys_dq), inputs)
 
 
-def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: BlockSizes, interpret: bool) -> None:
-    blocks = given.blocks
+def _query_kernel(
+    walks: Any, inputs: BackwardInputs, dq: Any, s: QueryScratch, *, sizes: BlockSizes, interpret: bool
+) -> None:
+    blocks = inputs.blocks
     block, tile, walk = tiles.own_tile(walks, blocks.q.shape[1] // sizes.rows_dq)
     head_dim = blocks.q.shape[-1]
     narrow = blocks.q.dtype
@@ -112,7 +115,7 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
     def compute(number: Any) -> None:
         own = (block, pl.ds(tile * sizes.rows_dq + number * LANES, LANES))
         buffers = [x.at[number] for x in (s.q, s.d_out, s.column, s.lse2, s.delta)]
-        sources = [x.at[own] for x in (blocks.q, given.d_out, blocks.column, given.lse2, given.delta)]
+        sources = [x.at[own] for x in (blocks.q, inputs.d_out, blocks.column, inputs.lse2, inputs.delta)]
         tiles.load(s.loaded.at[number], *zip(sources, buffers, strict=True))
         q, d_out, column, lse2, delta = buffers
 
@@ -123,7 +126,7 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
             plgpu.barrier_wait(s.keys.ready.at[slot])
             plgpu.barrier_wait(s.values.ready.at[slot])
             scores, d_weights = product(Product(q, k, transposed=True), Product(d_out, v, transposed=True))
-            # v has been read for the last time; k is still needed for dq.
+            # The last read of v; k is still needed for dq.
             plgpu.barrier_arrive(s.values.done.at[slot])
             if masked:
                 rows = down(column[...], shape)
@@ -136,7 +139,7 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
             return total
 
         total = walk.run(step, jnp.zeros((LANES, head_dim), jnp.float32))
-        # The scale is applied once to the sum, not to every tile; the buffer of the queries takes the output.
+        # Scaled once, not per tile. The buffer of the queries is reused for the output.
         q[...] = (total * head_dim**-0.5).astype(narrow)
         tiles.store((q, dq.at[own]))
 
@@ -144,10 +147,10 @@ def _query_kernel(walks: Any, given: Given, dq: Any, s: QueryScratch, *, sizes: 
 
 
 def key_gradients(
-    given: Given, sizes: BlockSizes, interpret: Any
+    inputs: BackwardInputs, sizes: BlockSizes, interpret: Any
 ) -> tuple[Float[Array, "blocks keys head_dim"], Float[Array, "blocks keys head_dim"]]:
     """dk and dv, in float32."""
-    blocks = given.blocks
+    blocks = inputs.blocks
     count, keys, head_dim = blocks.k.shape
     warpgroups = sizes.keys_dkv // LANES
     key_tiles = keys // sizes.keys_dkv
@@ -160,7 +163,7 @@ def key_gradients(
         v=matrix(warpgroups, LANES),
         born=own_bounds,
         evicted_at=own_bounds,
-        # An arrival for each array that `compute` loads: k, v, born, evicted_at.
+        # One arrival per array that `compute` loads: k, v, born, evicted_at.
         loaded=plgpu.Barrier(num_arrivals=4, num_barriers=warpgroups),
         queries=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.rows_dkv), column, per_row),
         gradients=tiles.ring(sizes.stages, warpgroups, matrix(sizes.stages, sizes.rows_dkv), per_row),
@@ -168,13 +171,13 @@ def key_gradients(
     kernel = partial(_key_kernel, sizes=sizes, interpret=bool(interpret))
     out = (jax.ShapeDtypeStruct(blocks.k.shape, jnp.float32),) * 2
     run = tiles.launch(kernel, out, scratch, count * key_tiles, warpgroups, interpret)
-    return run(tiles.walks(blocks, sizes.rows_dkv, sizes.keys_dkv, of_keys=True), given)
+    return run(tiles.walks(blocks, sizes.rows_dkv, sizes.keys_dkv, of_keys=True), inputs)
 
 
 def _key_kernel(
-    walks: Any, given: Given, dk: Any, dv: Any, s: KeyScratch, *, sizes: BlockSizes, interpret: bool
+    walks: Any, inputs: BackwardInputs, dk: Any, dv: Any, s: KeyScratch, *, sizes: BlockSizes, interpret: bool
 ) -> None:
-    blocks = given.blocks
+    blocks = inputs.blocks
     block, tile, walk = tiles.own_tile(walks, blocks.k.shape[1] // sizes.keys_dkv)
     head_dim = blocks.q.shape[-1]
     narrow = blocks.q.dtype
@@ -182,8 +185,8 @@ def _key_kernel(
     product = partial(tiles.products, interpret=interpret)
 
     def fetch() -> None:
-        q, column, lse2 = (x.at[block] for x in (blocks.q, blocks.column, given.lse2))
-        d_out, delta = (x.at[block] for x in (given.d_out, given.delta))
+        q, column, lse2 = (x.at[block] for x in (blocks.q, blocks.column, inputs.lse2))
+        d_out, delta = (x.at[block] for x in (inputs.d_out, inputs.delta))
         tiles.fetch(walk, sizes.rows_dkv, [(s.queries, (q, column, lse2)), (s.gradients, (d_out, delta))])
 
     def compute(number: Any) -> None:

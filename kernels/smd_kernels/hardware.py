@@ -1,8 +1,8 @@
-"""What the kernels for GPU and TPU can run, and in which tiles: all that is known of them without their compilers.
+"""Supported inputs, default tile sizes and memory limits of the GPU and TPU kernels.
 
-Importing Pallas' Mosaic compilers takes longer than everything else here together. So "can it run these inputs?" and
-"in which tiles?" are answered by the tables below, and only what runs a kernel imports its module: `gpu` and `tpu` for
-block attention, `decode_gpu` and `decode_tpu` for decode attention.
+Importing Pallas' Mosaic compilers takes longer than importing the rest of the package. This module answers which inputs
+a kernel supports without them; only code that runs a kernel imports its module: `gpu` and `tpu` for block attention,
+`decode_gpu`, `decode_tpu`, `decode_codes_gpu` and `decode_codes_tpu` for decode attention.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from smd_kernels.codes import BYTE, Codes
 
 Hardware = Literal["mosaic_gpu", "mosaic_tpu"]
 
-# The pass for dk and dv holds two sums and two tiles of scores at once: longer row tiles would spill.
-# 256 blocks of 1,024 rows and 1,152 keys cost 2.2 GB, forward and backward.
+# The pass for dk and dv holds two sums and two tiles of scores: longer row tiles would spill registers.
+# 256 blocks of 1,024 rows and 1,152 keys take 2.2 GB, forward and backward.
 GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
 
-# A grid step has a fixed cost, so tiles of 128 leave the matrix units idle: 7.6 of 197 TFLOP/s on v5e, with another
-# flash kernel (github.com/jax-ml/jax/issues/24633). Tiles of 1,024 are too much for v5e's vector memory in float32.
+# A grid step has a fixed cost: with tiles of 128 another flash kernel reached 7.6 of 197 TFLOP/s on v5e
+# (github.com/jax-ml/jax/issues/24633). Tiles of 1,024 exceed v5e's vector memory in float32.
 TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=512, keys_dkv=512)
 
-SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is barriers, scratch of reductions and alignment
-VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for what the compiler spills
-GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest tile of wgmma: the largest group
-TPU_LANES = 128  # a TPU keeps the last axis of an array in tiles of so many
+SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is for barriers, reductions and alignment
+VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for spills
+GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest wgmma tile: the most query heads per KV head
+TPU_LANES = 128  # length of TPU tiles along the last axis of an array
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kernel was written for.
+    """Inputs that a kernel supports.
 
     Attributes:
-      dtypes: those of queries, keys and values, by name. because: why only these, where the reason isn't plain.
-      head_dims: the only ones; None where any multiple of `head_dim_multiple` will do.
-      slots_multiple: the slots of a cache must be a multiple of it. group: most query heads per KV head; None: any
-        number. Both concern decoding alone.
+      dtypes: names of the supported dtypes of queries, keys and values.
+      because: the reason, appended to the message about the dtype.
+      head_dims: the supported head dims; None for any multiple of `head_dim_multiple`.
+      slots_multiple: the number of cache slots must be a multiple of it. Decoding only.
+      group: most query heads per KV head; None for any number. Decoding only.
     """
 
     dtypes: tuple[str, ...]
@@ -51,7 +52,7 @@ class Limits:
     group: int | None = None
 
     def why_not(self, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
-        """What is wrong with these inputs, or None."""
+        """Returns the reason why this dtype or head dim is not supported, or None."""
         name = jnp.dtype(dtype).name
         if name not in self.dtypes:
             return f"expected {' or '.join(self.dtypes)}{self.because}; got {name}"
@@ -62,17 +63,17 @@ class Limits:
         return None
 
 
-# On Hopper, longer heads than 128 would not leave enough registers for the sums of the backward pass.
+# On Hopper, head dims above 128 would not leave enough registers for the sums of the backward pass.
 BLOCKS: dict[Hardware, Limits] = {
     "mosaic_gpu": Limits(("bfloat16", "float16"), because=", which Hopper's wgmma multiplies"),
     "mosaic_tpu": Limits(("bfloat16", "float32")),
 }
-# TMA, Hopper's copy engine, moves tiles of whole 8 rows.
+# TMA, Hopper's copy engine, copies tiles in multiples of 8 rows.
 DECODE: dict[Hardware, Limits] = {
     "mosaic_gpu": Limits(("bfloat16",), slots_multiple=8, group=GPU_GROUP),
     "mosaic_tpu": Limits(("bfloat16", "float32"), head_dims=None, head_dim_multiple=16),
 }
-# Over a cache of codes.
+# Decoding from a quantised cache.
 DECODE_CODES: dict[Hardware, Limits] = {
     "mosaic_gpu": Limits(("bfloat16",), slots_multiple=8, group=GPU_GROUP),
     "mosaic_tpu": Limits(("bfloat16", "float32")),
@@ -80,9 +81,9 @@ DECODE_CODES: dict[Hardware, Limits] = {
 
 
 def why_not_blocks(hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
-    """Why a kernel of block attention cannot run on queries of this dtype and head dim; None if it can.
+    """Returns the reason why a block attention kernel cannot run queries of this dtype and head dim, or None.
 
-    On the GPU it needs compute capability 9.0 besides.
+    The GPU kernel also needs a device of compute capability 9.0, which is not checked here.
     """
     return BLOCKS[hardware].why_not(dtype, head_dim)
 
@@ -90,10 +91,10 @@ def why_not_blocks(hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: in
 def why_not_decode(
     hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int, slots: int, group: int
 ) -> str | None:
-    """Why a decode kernel cannot run on a cache of so many slots; None if it can.
+    """Returns the reason why a decode kernel cannot run these inputs, or None.
 
     Args:
-      group: query heads per KV head.
+      slots: slots of the cache per KV head. group: query heads per KV head.
     """
     limits = DECODE[hardware]
     if (reason := limits.why_not(dtype, head_dim)) is not None:
@@ -118,10 +119,10 @@ def why_not_decode(
 def why_not_decode_codes(
     hardware: Hardware, dtype: jax.typing.DTypeLike, codes: Codes, precise: int, group: int
 ) -> str | None:
-    """Why a decode kernel cannot run on a cache of codes with so many slots in full precision beside them; None if it
-    can.
+    """Returns the reason why a decode kernel cannot run these inputs over a quantised cache, or None.
 
     Args:
+      codes: the quantised slots; only shapes and dtypes are read. precise: number of slots in full precision.
       group: query heads per KV head.
     """
     limits = DECODE_CODES[hardware]
@@ -138,7 +139,7 @@ def why_not_decode_codes(
         memory = "shared memory"
         most = SMEM_BYTES
         needed = _codes_smem_bytes(codes, precise, GPU_DECODE_SIZES)
-        # A row of a plane, which a thread block widens at once, has channels of one part alone.
+        # The kernel dequantises one row of a plane at once: its channels must belong to one part.
         if codes.head_dim // codes.parts % (BYTE // codes.bits):
             return f"expected ranges of values for at least {BYTE // codes.bits} channels; got {codes.parts} ranges"
     else:
@@ -153,11 +154,14 @@ def why_not_decode_codes(
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Tiles of K and V of the decode kernel on GPUs.
+    """Tile sizes of the GPU decode kernels.
 
     Attributes:
-      keys: slots per tile, a multiple of 64.
-      stages: tiles in flight.
+      keys: slots per tile: 64, 128, 192 or 256.
+      stages: tiles in flight, at least 2.
+
+    Raises:
+      ValueError: another value.
     """
 
     keys: int = 64
@@ -170,10 +174,11 @@ class DecodeSizes:
             raise ValueError(f"expected at least 2 stages; got {self.stages}")
 
     def tiles(self, slots: int) -> int:
+        """Number of tiles that hold `slots` slots."""
         return -(-slots // self.keys)
 
     def smem_bytes(self, head_dim: int, slots: int) -> int:
-        """Ring, queries, two tiles of weights in bfloat16; scores and validity of every slot in float32."""
+        """Shared memory of a thread block: ring, queries and weights in bfloat16, scores and validity in float32."""
         halves = self.stages * self.keys * head_dim + GPU_GROUP * head_dim + 2 * GPU_GROUP * self.keys
         return 2 * halves + 4 * self.tiles(slots) * self.keys * (GPU_GROUP + 1)
 
@@ -182,19 +187,19 @@ GPU_DECODE_SIZES = DecodeSizes()
 
 
 def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
-    """K and V of this program and the next, and four copies of the scores: scores, exponentials, weights, mask."""
+    """VMEM of a program: K and V of this and the next program, and scores, exponentials, weights and mask."""
     padded = -(-slots // TPU_LANES) * TPU_LANES
-    # Scores are float32, and a group of fewer than 8 fills the 8 sublanes of a register all the same.
+    # Scores are float32; a group of fewer than 8 is padded to the 8 sublanes of a register.
     return 4 * padded * head_dim * itemsize + 4 * padded * max(group, 8) * 4
 
 
 def plane_tile(head_dim: int, bits: int) -> int:
-    """Columns of the tiles in which the GPU kernel keeps widened codes: whole ones for every plane."""
+    """Columns per tile of dequantised codes in the GPU kernel, such that every plane has whole tiles."""
     return min(head_dim * bits // BYTE, 64)
 
 
 def _codes_smem_bytes(codes: Codes, precise: int, sizes: DecodeSizes) -> int:
-    """As the scratch of `decode_codes_gpu`: tiles of codes and of numbers, the table, and what every slot has."""
+    """Shared memory of a thread block of `decode_codes_gpu`; mirrors its `_scratch`."""
     keys = sizes.keys
     coded = sizes.tiles(codes.slots)
     halves = 3 * keys * codes.head_dim + 2 * GPU_GROUP * (codes.head_dim + keys) + 2 * codes.parts * keys
@@ -204,16 +209,16 @@ def _codes_smem_bytes(codes: Codes, precise: int, sizes: DecodeSizes) -> int:
 
 
 def _codes_vmem_bytes(itemsize: int, codes: Codes, precise: int, group: int) -> int:
-    """What a program reads, twice, because the next one's is on its way; and what it makes of it."""
+    """VMEM of a program of `decode_codes_tpu`: its inputs twice, for prefetching, and its intermediates."""
 
     def lanes(count: int) -> int:
         return -(-count // TPU_LANES) * TPU_LANES
 
     slots = lanes(codes.slots)
-    # Slots lie last. Other axes are padded to the rows of a tile: 32 of bytes, 16 of halves, 8 of float32.
+    # Slots are the last axis. The axis before is padded to the rows of a tile: 32 in 8, 16 in 16, 8 in 32 bits.
     rows = 32 // itemsize
     read = 2 * slots * -(-codes.keys.shape[3] // 32) * 32 + 2 * slots * -(-codes.parts // rows) * rows * itemsize
     read += 2 * (codes.groups + precise) * lanes(codes.head_dim) * itemsize
-    # Planes as integers and as float32, their two ranges, and the result; the matrix that picks groups; scores.
+    # Planes as integers and as float32, their two ranges, and the result; the one-hot matrix of groups; scores.
     wide = 5 * slots * codes.head_dim * 4 + 2 * codes.groups * slots * itemsize
     return 2 * read + wide + 4 * (slots + lanes(precise)) * max(group, 8) * 4

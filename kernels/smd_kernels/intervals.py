@@ -1,4 +1,4 @@
-"""Attention under an interval mask of any kind: one integer per key, scores made tile by tile, eviction at any step."""
+"""Attention under any interval mask: one integer per key, scores computed tile by tile, eviction at any step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smd_kernels.blocks import BlockKernel, Blocks
-from smd_kernels.copies import Copies, blocks_beside
+from smd_kernels.copies import Copies, append_copies_to_blocks
 
 
 def interval_attention(
@@ -22,20 +22,27 @@ def interval_attention(
     kernel: BlockKernel,
     copies: Copies | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
-    """Attention in which query t sees key s iff `s <= t < evicted_at[s]`; memory O(tokens), no tile of zeros computed.
+    """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, with its own backward pass.
+
+    Memory is O(tokens); tiles without a visible pair are skipped.
 
     Args:
-      evicted_at: int32; 0 for padding. kernel: does the arithmetic; static.
-      copies: what later segments see of the keys, see `smd_kernels.copies`; None: the keys themselves.
+      q, k, v: one dtype; `heads` is a multiple of `kv_heads`.
+      evicted_at: first column that no longer sees each key; 0 for padding.
+      kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
+      copies: copies that later segments see in place of the keys; None if they see the keys.
 
     Returns:
-      In the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
+      The output in the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
+
+    Raises:
+      ValueError: the kernel cannot run this dtype, head_dim or length.
     """
     rows = fold(q, k.shape[1])
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
     blocks = whole_sequences(rows, *flat[:3])
     if flat[3] is not None:
-        blocks = blocks_beside(blocks, flat[3])
+        blocks = append_copies_to_blocks(blocks, flat[3])
     out: Array = block_attention(kernel, blocks)
     return unfold(out.reshape(rows.shape), k.shape[1])
 
@@ -46,18 +53,17 @@ def whole_sequences(
     v: Float[Array, "blocks tokens head_dim"],
     evicted_at: Int[Array, "blocks tokens"],
 ) -> Blocks:
-    """Blocks of all tokens from column 0 on, each a query and a key."""
+    """Builds one block per batch row and KV head, in which every token is a query and a key."""
     count, tokens, group, head_dim = rows.shape
     columns = jnp.arange(tokens, dtype=jnp.int32)[None]
-    # All queries of a group stand in the same column; token by token, so that rows are in column order and kernels can
-    # skip tiles.
+    # The query heads of a group share a column. Rows are in column order, so that kernels can skip tiles.
     column = jnp.broadcast_to(jnp.repeat(columns, group, axis=1), (count, tokens * group))
     q = rows.reshape(count, tokens * group, head_dim)
     return Blocks(q, k, v, column, jnp.broadcast_to(columns, evicted_at.shape), evicted_at)
 
 
 def fold(q: Float[Array, "batch heads tokens head_dim"], kv_heads: int) -> Float[Array, "blocks tokens group head_dim"]:
-    """The queries of a group side by side, in column order: rows of their KV head's block."""
+    """Moves the query heads of each KV head into its block, in column order."""
     batch, heads, tokens, head_dim = q.shape
     grouped = q.reshape(batch * kv_heads, heads // kv_heads, tokens, head_dim)
     return grouped.swapaxes(1, 2)
@@ -73,7 +79,7 @@ def unfold(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def block_attention(kernel: BlockKernel, blocks: Blocks) -> Float[Array, "blocks rows head_dim"]:
-    """A kernel's forward pass, with its own backward pass."""
+    """Output of `kernel.forward`, differentiated by `kernel.backward`."""
     return kernel.forward(blocks)[0]
 
 
@@ -86,7 +92,7 @@ def _backward(kernel: BlockKernel, saved: tuple[Blocks, Array, Array], d_out: Ar
     blocks, out, lse = saved
     dq, dk, dv = kernel.backward(blocks, out, lse, d_out)
     integers = (no_gradient(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
-    # Kernels sum dk and dv in float32 or wider; a gradient has the dtype of its array.
+    # Kernels return dk and dv in float32 or wider; a gradient has the dtype of its input.
     return (Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers),)
 
 
@@ -94,5 +100,5 @@ block_attention.defvjp(_forward, _backward)
 
 
 def no_gradient(x: Array) -> Any:
-    """What JAX wants for the gradient of integers."""
+    """Zero gradient of an integer array, in the dtype that JAX expects."""
     return np.zeros(x.shape, jax.dtypes.float0)

@@ -1,4 +1,4 @@
-"""Attention with all scores at once, in plain JAX, and what each key received of it, by which policies rank keys."""
+"""Masked attention in plain JAX and the attention each key received, by which eviction policies rank keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ def attend_and_observe(
     v: Float[Array, "batch kv_heads keys head_dim"],
     visible: Bool[Array, "#batch #kv_heads queries keys"],
 ) -> tuple[Float[Array, "batch heads queries head_dim"], Float[Array, "batch kv_heads keys"]]:
-    """Attention, and the attention that each key received, summed over queries and the query heads of its group.
+    """Masked attention, and the attention weights that each key received.
 
-    Matrices are multiplied in the dtype of the inputs; scores, softmax and sums are float32 or wider.
+    Multiplies matrices in the dtype of the inputs; scores, softmax and sums are float32 or wider. All scores exist at
+    once: memory is O(queries * keys).
+
+    Args:
+      visible: which query sees which key; a size of 1 is broadcast over rows or KV heads. `heads` is a multiple of
+        `kv_heads`.
+
+    Returns:
+      The output in the dtype of `q`, zeros for a query that sees no key; and, float32 or wider, each key's weights
+      summed over the queries and the query heads of its KV head.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     product = partial(jnp.einsum, precision=product_precision(q.dtype), preferred_element_type=wide)
@@ -26,6 +35,6 @@ def attend_and_observe(
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim)
     scores = product("bhgtd,bhsd->bhgts", grouped, k) * head_dim**-0.5
     weights = masked_softmax(scores, jnp.broadcast_to(visible[:, :, None], scores.shape))
-    # Weights are rounded for the matrix product alone: what keys received is summed from unrounded ones.
+    # Only the matrix product takes rounded weights; `received` sums the unrounded ones.
     out = product("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum((2, 3))

@@ -1,8 +1,8 @@
-"""Attention with an explicit boolean mask, plain and in float32 (or wider): the definition of truth for every kernel.
+"""Reference attention: a boolean mask and plain JAX in float32 or wider. Every kernel is tested against it.
 
 Shapes, here and in every implementation: queries `[batch, heads, queries, head_dim]`, keys and values
-`[batch, kv_heads, keys, head_dim]`, mask `[batch, kv_heads, queries, keys]`; `heads` is a multiple of `kv_heads`, and
-query heads `g * h … g * (h + 1) - 1` share KV head `h`. A query that sees no key returns zeros and has zero gradients.
+`[batch, kv_heads, keys, head_dim]`, mask `[batch, kv_heads, queries, keys]`. `heads` is a multiple of `kv_heads`; query
+heads `g * h … g * (h + 1) - 1` share KV head `h`. A query that sees no key returns zeros and has zero gradients.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def product_precision(dtype: Any) -> jax.lax.Precision | None:
-    """The precision of products of numbers of this type: float32 means float32. By default, accelerators would multiply
-    it as TensorFloat-32 or bfloat16, in another order here than there; narrower types are multiplied as they are."""
+    """Matrix product precision for inputs of this dtype: full float32 for float32 or wider, else the default.
+
+    By default, accelerators multiply float32 as TensorFloat-32 or bfloat16.
+    """
     return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
 def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ...]:
-    """Softmax over the last axis where `mask` is true; zeros, with zero gradients, in a row without any."""
-    # exp(-inf) is 0, and so is its gradient: no second mask is needed.
+    """Softmax over the last axis where `mask` is true; a row without true entries is zero and has zero gradients."""
+    # exp(-inf) and its gradient are 0: no second mask is needed.
     masked = jnp.where(mask, scores, -jnp.inf)
     # The maximum cancels out of the weights, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
-    # A row without any has -inf as its maximum, and -inf - -inf would be NaN.
+    # The maximum of a row without true entries is -inf, and -inf - -inf is NaN.
     weights = jnp.exp(masked - jnp.maximum(highest, jnp.finfo(highest.dtype).min))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1.0)
 
 
 def interval_mask(evicted_at: Int[Array, "batch kv_heads tokens"]) -> Bool[Array, "batch kv_heads tokens tokens"]:
-    """Query t sees key s iff `s <= t < evicted_at[s]`, as an explicit mask of queries by keys."""
+    """Boolean mask `[…, queries, keys]` of a shadow mask: query t sees key s iff `s <= t < evicted_at[s]`."""
     key = jnp.arange(evicted_at.shape[-1])[None, None, None, :]
     query = key.swapaxes(-1, -2)
     return (key <= query) & (query < evicted_at[..., None, :])
@@ -44,7 +46,7 @@ def attention_weights(
     k: Float[Array, "batch kv_heads keys head_dim"],
     mask: Bool[Array, "#batch #kv_heads queries keys"],
 ) -> Float[Array, "batch kv_heads group queries keys"]:
-    """softmax(q k^T / sqrt(head_dim)) under the mask, in float32 or wider."""
+    """Masked softmax(q k^T / sqrt(head_dim)), float32 or wider; zeros for a query that sees no key."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim).astype(wide)
@@ -59,7 +61,10 @@ def attention(
     v: Float[Array, "batch kv_heads keys head_dim"],
     mask: Bool[Array, "#batch #kv_heads queries keys"],
 ) -> Float[Array, "batch heads queries head_dim"]:
-    """Masked attention; computed in float32 or wider, returned in the dtype of `q`."""
+    """Masked attention, computed in float32 or wider and returned in the dtype of `q`.
+
+    A query that sees no key returns zeros and has zero gradients.
+    """
     weights = attention_weights(q, k, mask)
     precision = product_precision(weights.dtype)
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights, v.astype(weights.dtype), precision=precision)
@@ -72,9 +77,11 @@ def decode_attention(
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """One query per row against a slotted cache, and the weights each slot received, summed over its query heads.
+    """Attention of one query per row to the valid slots of a cache.
 
-    A row and KV head without valid slots gives zeros in both. The sums are float32 or wider.
+    Returns:
+      The output in the dtype of `q`; and, float32 or wider, each slot's weights summed over the query heads of its KV
+      head. A row and KV head without valid slots returns zeros in both.
     """
     mask = valid[:, :, None]
     return attention(q, k, v, mask), attention_weights(q, k, mask).sum((2, 3))

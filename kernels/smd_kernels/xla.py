@@ -1,7 +1,7 @@
-"""Block attention in plain JAX: for CPUs, and wherever a hardware kernel cannot run.
+"""Block attention in plain JAX, for CPUs and inputs that the hardware kernels do not support.
 
-Scores never exist all at once: a few blocks are attended to together, and of a long block one tile of rows and keys at
-a time, with the running softmax of FlashAttention (arXiv 2205.14135). The backward pass computes them again.
+Memory for scores is bounded: short blocks are processed in groups, long blocks tile by tile with the online softmax of
+FlashAttention (arXiv 2205.14135). The backward pass recomputes the scores.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
 from smd_kernels.reference import product_precision
 
-# Measured on two cores with 512 KiB of cache each: longer tiles fall out of the cache, and more keys skip fewer tiles.
+# Measured on two cores with 512 KiB of cache each: longer tiles do not fit the cache, and wider ones skip fewer keys.
 CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=8)
 ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, blocks=64)
 
 
 @dataclass(frozen=True)
 class XlaKernel:
-    """See `smd_kernels.blocks.BlockKernel`; uses `rows`, `keys` and `scores` of the sizes."""
+    """`BlockKernel` in plain JAX, for any dtype, head_dim and platform.
+
+    Attributes:
+      sizes: tile sizes, of which it uses `rows`, `keys` and `scores`.
+    """
 
     sizes: BlockSizes = CPU_SIZES
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
+        """See `BlockKernel.forward`."""
         rows = blocks.q.shape[1]
         tile = self._tile(blocks)
         if tile is None:
@@ -43,22 +48,23 @@ class XlaKernel:
         lse: Float[Array, "blocks rows"],
         d_out: Float[Array, "blocks rows head_dim"],
     ) -> tuple[Array, Array, Array]:
+        """See `BlockKernel.backward`."""
         rows = blocks.q.shape[1]
         keys = blocks.k.shape[1]
         tile = self._tile(blocks)
-        # By row, the sum over keys of weight times gradient of the weight, which the gradient of a softmax subtracts:
-        # it equals `out` times `d_out`, so no second walk over the keys is needed.
+        # The softmax gradient subtracts, per row, the sum over keys of weight times gradient of the weight. It equals
+        # `out` times `d_out`, so no second pass over the keys is needed.
         delta = jnp.sum(out.astype(lse.dtype) * d_out.astype(lse.dtype), axis=-1)
         if tile is None:
             return self._in_groups(_whole_backward, blocks, lse, delta, d_out)
-        # `inf` is the lse of a row that sees nothing.
+        # The lse of a row that sees no key is `inf`.
         per_row = pad_rows(lse, tile.rows, jnp.inf), pad_rows(delta, tile.rows, 0.0), pad_rows(d_out, tile.rows, 0.0)
         padded = pad_blocks(blocks, *tile)
         dq, dk, dv = self._in_groups(lambda *part: _tiled_backward(tile, *part), padded, *per_row)
         return dq[:, :rows], dk[:, :keys], dv[:, :keys]
 
     def _tile(self, blocks: Blocks) -> Tile | None:
-        """The tile of long blocks; None for blocks small enough to be attended to in one piece."""
+        """The tile of long blocks; None for blocks that are processed whole."""
         rows = blocks.q.shape[1]
         keys = blocks.k.shape[1]
         if rows * keys < self.sizes.scores // 2:
@@ -66,13 +72,13 @@ class XlaKernel:
         return Tile(even(rows, self.sizes.rows, 8), even(keys, self.sizes.keys, 8))
 
     def _in_groups(self, f: Callable[..., Any], blocks: Blocks, *rest: Array) -> Any:
-        """`f` of as many blocks at a time as have `sizes.scores` scores in a tile."""
+        """Runs `f` on groups of blocks, such that the tiles of a group have at most `sizes.scores` scores."""
         tile = self._tile(blocks) or Tile(blocks.q.shape[1], blocks.k.shape[1])
         return in_groups(f, max(self.sizes.scores // (tile.rows * tile.keys), 1), blocks, *rest)
 
 
 class Tile(NamedTuple):
-    """A piece of a block's scores."""
+    """Size of a tile of scores."""
 
     rows: int
     keys: int
@@ -83,7 +89,7 @@ def _wide(x: Array) -> Any:
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
-    """Summed in float32 or wider, of inputs that are multiplied as what they are."""
+    """Einsum that multiplies in the dtype of the inputs and sums in float32 or wider."""
     return jnp.einsum(subscripts, a, b, precision=product_precision(a.dtype), preferred_element_type=_wide(a))
 
 
@@ -99,14 +105,14 @@ def _scores(blocks: Blocks) -> Float[Array, "blocks rows keys"]:
 
 
 def _finish(total: Array, highest: Array, out: Array, dtype: Any) -> tuple[Array, Array]:
-    """Output and log of the denominator from sums relative to `exp(highest)`; a blind row has total 0."""
-    blind = total == 0
-    total = jnp.where(blind, 1.0, total)
-    return (out / total[..., None]).astype(dtype), jnp.where(blind, jnp.inf, highest + jnp.log(total))
+    """Returns output and lse from sums relative to `exp(highest)`; a row that sees no key has a total of 0."""
+    sees_none = total == 0
+    total = jnp.where(sees_none, 1.0, total)
+    return (out / total[..., None]).astype(dtype), jnp.where(sees_none, jnp.inf, highest + jnp.log(total))
 
 
 def _finite(highest: Array) -> Array:
-    """-inf, of a row that has seen nothing yet, would make -inf - -inf of its scores."""
+    """Replaces -inf, the maximum of a row that has seen no key, because -inf - -inf is NaN."""
     return jnp.where(highest == -jnp.inf, 0.0, highest)
 
 
@@ -114,7 +120,7 @@ def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
     scores = _scores(blocks)
     highest = _finite(scores.max(-1))
     weights = jnp.exp(scores - highest[..., None])
-    # Weights are rounded for the matrix product alone; the denominator is the sum of unrounded ones.
+    # Only the matrix product takes rounded weights; the denominator sums the unrounded ones.
     out = _product("nrs,nsd->nrd", weights.astype(blocks.v.dtype), blocks.v)
     return _finish(weights.sum(-1), highest, out, blocks.q.dtype)
 
@@ -125,9 +131,9 @@ def _whole_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> t
 
 
 def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
-    """All three in float32 or wider."""
+    """Returns dq, dk and dv in float32 or wider."""
     narrow = blocks.q.dtype
-    # Hidden pairs have -inf - lse = -inf, for an lse of inf too: they weigh 0 without a second mask.
+    # Masked pairs have -inf - lse = -inf, also for an lse of inf: their weight is 0 without a second mask.
     weights = jnp.exp(_scores(blocks) - lse[..., None])
     d_weights = _product("nrd,nsd->nrs", d_out, blocks.v)
     d_scores = (weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5).astype(narrow)
@@ -138,7 +144,7 @@ def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tu
 
 
 def _rows(x: Array, tile: Int[Array, ""], size: int) -> Array:
-    """Tile number `tile` of `size` rows (or keys)."""
+    """Cuts out tile number `tile` of `size` rows or keys."""
     return jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1)
 
 
@@ -160,19 +166,19 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
             scores = _scores(tile)
             new = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - _finite(new)[..., None])
-            # 0 as long as `highest` is -inf: nothing has been summed by then.
+            # 0 while `highest` is -inf, when nothing has been summed yet.
             shrink = jnp.exp(highest - _finite(new))
             seen = _product("nrs,nsd->nrd", weights.astype(tile.v.dtype), tile.v)
             return new, total * shrink + weights.sum(-1), out * shrink[..., None] + seen
 
         nothing = jnp.full((count, size.rows), -jnp.inf, wide), jnp.zeros((count, size.rows), wide)
         start = (*nothing, jnp.zeros((count, size.rows, head_dim), wide))
-        # All blocks of a group walk together, so the tiles of the one that needs most.
+        # The blocks of a group run in lockstep, from the first to the last tile that any of them needs.
         highest, total, out = jax.lax.fori_loop(first[:, row].min(), last[:, row].max(), add, start)
         return _finish(total, highest, out, blocks.q.dtype)
 
-    # A loop, so that one tile of scores exists at a time. That loops with traced bounds have no derivative does no
-    # harm: the backward pass is written by hand.
+    # A loop, so that one tile of scores exists at a time. Loops with traced bounds have no derivative; the backward
+    # pass is explicit.
     out, lse = jax.lax.map(one_row_tile, jnp.arange(rows // size.rows))
     return out.swapaxes(0, 1).reshape(count, rows, head_dim), lse.swapaxes(0, 1).reshape(count, rows)
 
@@ -195,8 +201,7 @@ def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out:
         dq, dk, dv = jax.lax.fori_loop(first[:, key].min(), last[:, key].max(), add, (dq, zeros, zeros))
         return dq, (dk, dv)
 
-    # A key tile completes its own dk and dv, while every one of them adds to dq: so dq is carried, and its sum has a
-    # fixed order.
+    # Each key tile completes its own dk and dv, and adds to dq, which is carried: its sum has a fixed order.
     dq, parts = jax.lax.scan(one_key_tile, jnp.zeros(blocks.q.shape, wide), jnp.arange(keys // size.keys))
     dk, dv = (x.swapaxes(0, 1).reshape(blocks.k.shape) for x in parts)
     return dq.astype(blocks.q.dtype), dk, dv

@@ -118,7 +118,7 @@ def full_precision(
     """Keys and values of all slots, with those of few bits dequantised."""
     if cache.quantized is None:
         return cache.keys, cache.values
-    left = codes(cache).widened()
+    left = codes(cache).dequantized()
     keys, values = (jnp.concatenate(x, axis=2) for x in zip(left, (cache.keys, cache.values), strict=True))
     return keys, values
 

@@ -33,7 +33,7 @@ from smd_jax.sharding import over_heads, split_heads
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.codes import Codes
-from smd_kernels.copies import Copies, beside
+from smd_kernels.copies import Copies, append_copies
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
@@ -100,7 +100,7 @@ def attend(
         visible = to_visible(mask)
         if copies is not None:
             # A quantised key is a second key beside the precise one, and the mask says which of them a query sees.
-            k, v, visible = beside(k, v, visible, copies)
+            k, v, visible = append_copies(k, v, visible, copies)
         return reference.attention(q, k, v, visible) if impl == "reference" else attend_and_observe(q, k, v, visible)[0]
     # A mask may have a single row or head for all; the kernels read an interval for every key.
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
-from smd_kernels.copies import Copies, beside, straight_through
+from smd_kernels.copies import Copies, append_copies, straight_through
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import XlaKernel
@@ -34,7 +34,7 @@ def copies_of(case: Case, dtype: Any = np.float32) -> Copies:
 
 
 def by_reference(q: Any, k: Any, v: Any, evicted_at: Any, copies: Copies) -> Any:
-    return reference.attention(q, *beside(k, v, reference.interval_mask(evicted_at), copies))
+    return reference.attention(q, *append_copies(k, v, reference.interval_mask(evicted_at), copies))
 
 
 @cache
@@ -55,11 +55,11 @@ def test_ends_by_hand():
     assert ends.tolist() == [3, 3, 3, 5, 5, 7, 7, 9]
 
 
-def test_beside_by_hand():
+def test_append_copies_by_hand():
     """A prompt of one, segments of two; key 1 is evicted after query 3, which alone sees its copy."""
     zeros = jnp.zeros((1, 1, 5, 1))
     visible = reference.interval_mask(jnp.array([[[9, 4, 9, 9, 9]]], jnp.int32))
-    *_, seen = beside(zeros, zeros, visible, Copies(zeros, zeros, first=1, length=2))
+    *_, seen = append_copies(zeros, zeros, visible, Copies(zeros, zeros, first=1, length=2))
     own = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
     copied = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
     np.testing.assert_array_equal(seen[0, 0], np.concatenate([own, copied], axis=1))
@@ -111,7 +111,9 @@ def test_float64(form: str):
             return segment_attention(q, k, v, evicted_at, CASE.segments, SMALL, 8, copies)
 
         got = with_gradients(attend, CASE, np.float64)
-        want = with_gradients(lambda q, k, v: reference.attention(q, *beside(k, v, visible, copies)), CASE, np.float64)
+        want = with_gradients(
+            lambda q, k, v: reference.attention(q, *append_copies(k, v, visible, copies)), CASE, np.float64
+        )
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-13)
 
@@ -122,7 +124,7 @@ def test_copies_have_no_gradient_of_their_own():
     copies, evicted_at = copies_of(CASE), jnp.asarray(CASE.evicted_at)
     visible = reference.interval_mask(evicted_at)
     forms = (
-        lambda c: reference.attention(q, *beside(k, v, visible, c)),
+        lambda c: reference.attention(q, *append_copies(k, v, visible, c)),
         lambda c: interval_attention(q, k, v, evicted_at, SMALL, c),
         lambda c: segment_attention(q, k, v, evicted_at, CASE.segments, SMALL, 8, c),
     )
