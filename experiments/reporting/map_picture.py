@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from reporting.cells import KINDS, METHODS, Kind, MapCell
-from smd_jax.monitor.plots import COLOURS
+from smd_jax.monitor.run_plots import COLOURS
 
 TITLES = {"sparse": "decoded under the budget", "dense": "decoded with the full cache"}
 COLOUR: dict[str, str] = dict(zip(METHODS, COLOURS, strict=False))

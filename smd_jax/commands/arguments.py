@@ -180,7 +180,7 @@ class RunArgs:
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # beside metrics.jsonl
     wandb_project: str | None = None  # None: what the variable WANDB_PROJECT says, or else smd_jax
     wandb_mode: Literal["online", "offline"] = "online"  # offline: keep what is to be sent in the output directory
-    completions_steps: int = 20  # rollouts between two files of completions and masks; 0: none
+    completions_steps: int = 20  # rollouts between two files of completions and masks, besides the last; 0: none
     print_completions: int = 0  # completions that are shown each time
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained model; bfloat16 loses small steps
     dry_run: bool = False  # print the plan, the mesh and the first prompts, and leave

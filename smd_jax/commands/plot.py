@@ -1,7 +1,7 @@
-"""smd-plot: curves of runs side by side, and what their samplers had forgotten.
+"""smd-plot: curves of runs side by side, from the evaluation before training on, and what their samplers forgot.
 
     smd-plot runs/train runs/other                 writes runs.html, one page that needs no network
-    smd-plot runs/train --out curves.png           the curves alone, as a picture
+    smd-plot runs/train --out curves.png           the curves alone, as a picture; .svg, too
 
 A directory may be a run or hold several; runs of one arm that differ by their seed (ARM/seed-0, ARM-seed-0) are one
 curve with its 95 % interval.
@@ -26,7 +26,7 @@ class Args:
     """Draws runs."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of runs, or above them
-    out: Path = Path("runs.html")  # .html or .png
+    out: Path = Path("runs.html")  # .html, .png or .svg
     title: str = "smd_jax"  # of the page
     debug: bool = False  # show the traceback of every error
 
@@ -43,11 +43,11 @@ def run(args: Args) -> None:
     """Writes the file, and says where."""
     if not args.runs:
         raise UserError("expected at least one directory of a run; got none")
-    if args.out.suffix not in (".html", ".png"):
-        raise UserError(f"expected --out to end in .html or .png; got {args.out}")
+    if args.out.suffix not in (".html", ".png", ".svg"):
+        raise UserError(f"expected --out to end in .html, .png or .svg; got {args.out}")
     with users_mistakes():
-        if args.out.suffix == ".png":
-            plot_runs(args.runs, args.out)
-        else:
+        if args.out.suffix == ".html":
             write_page(args.runs, args.out, args.title)
+        else:
+            plot_runs(args.runs, args.out)
     print(args.out)

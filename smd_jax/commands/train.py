@@ -50,8 +50,8 @@ from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.loggers import Logger
 from smd_jax.monitor.metrics_log import read_metrics
-from smd_jax.monitor.plots import plot_training
 from smd_jax.monitor.progress import rollout_report, summary_table
+from smd_jax.monitor.run_plots import plot_runs
 from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.processes import all_or_none, is_first, on_first_host
@@ -195,7 +195,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     if is_first():
         try:
             with written(directory / "training.png"):
-                plot_training({algorithm: history}, directory / "training.png")
+                plot_runs([directory], directory / "training.png")
         except OSError as error:  # smd-plot makes it again
             print_box("look at this", str(error))
         for line in verdict(history):
@@ -353,12 +353,7 @@ def watched(args: Common, ready: Prepared) -> Loop:
         loop = replace(loop, report=rollout_report())
     if not args.run.completions_steps:
         return loop
-    log = CompletionsLog(
-        args.run.output_dir,
-        ready.tokenizer,
-        every=args.run.completions_steps,
-        table_rows=args.run.print_completions,
-    )
+    log = CompletionsLog(args.run.output_dir, ready.tokenizer, table_rows=args.run.print_completions)
     return replace(loop, watch=log, watch_every=args.run.completions_steps)
 
 

@@ -1,6 +1,7 @@
-"""Seeing a run: its metrics on disk and elsewhere, completions, the terminal, and a page with curves and shadow masks.
+"""Seeing a run: its metrics on disk and elsewhere, its completions, and its progress on the terminal.
 
-Pictures are in `smd_jax.monitor.plots` and `smd_jax.monitor.run_plots`, which need matplotlib.
+Pictures are in `smd_jax.monitor.run_plots`, and a page with curves and shadow masks in `smd_jax.monitor.page`. Both
+need matplotlib, and `import smd_jax.monitor` imports neither.
 """
 
 from smd_jax.monitor.metrics_log import MetricsWriter as MetricsWriter
@@ -12,7 +13,5 @@ from smd_jax.monitor.completions import CompletionsLog as CompletionsLog
 from smd_jax.monitor.saved_masks import SavedMask as SavedMask
 from smd_jax.monitor.saved_masks import extract_mask as extract_mask
 from smd_jax.monitor.saved_masks import load_masks as load_masks
-from smd_jax.monitor.page import write_page as write_page
-from smd_jax.monitor.panel import training_panel as training_panel
 from smd_jax.monitor.progress import summary_table as summary_table
 from smd_jax.monitor.progress import training_progress as training_progress

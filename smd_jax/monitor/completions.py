@@ -1,6 +1,6 @@
-"""Completions of every n-th step: a parquet file, a few rows on the terminal, and what their sampler had forgotten.
+"""Completions of every n-th rollout: a parquet file, a few rows on the terminal, and what their sampler had forgotten.
 
-loop = GRPOLoop(…, watch=CompletionsLog(directory, tokenizer, every=20))
+loop = GRPOLoop(…, watch=CompletionsLog(directory, tokenizer), watch_every=20)
 
 directory/completions/completions_00020.parquet     all completions of rollout 20, by TRL's file name
 directory/completions/masks_00020.npz               the shadow masks of the first few, for the page
@@ -52,7 +52,7 @@ class RewardParts(Protocol):
 
 
 class CompletionsLog:
-    """Keeps the completions of every n-th rollout; give it to a loop as `watch`.
+    """Keeps the completions of a rollout; give it to a loop as `watch`, which calls it for every n-th and the last one.
 
     Columns: `step`, `prompt` as the model saw it, `completion`, `reward`, `rewards/NAME` of every reward function,
     `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. A run that
@@ -63,14 +63,13 @@ class CompletionsLog:
     Args:
       directory: of the run.
       tokenizer: of the loop.
-      every: rollouts between two files; rollout 0 has one.
       table_rows: completions that are printed; 0: none.
       masks: completions whose shadow mask is kept; 0: none.
       file: where the table is printed, standard output when None.
 
     Raises:
       ImportError: without pyarrow.
-      ValueError: `every` below 1, or a negative number.
+      ValueError: a negative number.
     """
 
     def __init__(
@@ -78,13 +77,10 @@ class CompletionsLog:
         directory: str | Path,
         tokenizer: Tokenizer,
         *,
-        every: int = 20,
         table_rows: int = 2,
         masks: int = 1,
         file: io.TextIOWrapper | io.StringIO | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"expected every >= 1 rollouts; got {every}")
         if table_rows < 0 or masks < 0:
             raise ValueError(f"expected table_rows and masks >= 0; got {table_rows} and {masks}")
         try:
@@ -93,15 +89,12 @@ class CompletionsLog:
             raise ImportError("completions as parquet need pyarrow: pip install -e '.[train]'") from error
         self._folder = Path(directory) / "completions"
         self._tokenizer = tokenizer
-        self._every = every
         self._table_rows = table_rows
         self._masks = masks
         self._file = file
         self._failed = False
 
     def __call__(self, step: int, samples: GradedSamples) -> None:
-        if step % self._every:
-            return
         columns = completion_columns(step, samples, self._tokenizer)
         if self._table_rows:
             print_completions(step, columns, self._table_rows, file=self._file)

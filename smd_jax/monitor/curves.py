@@ -1,11 +1,15 @@
-"""Runs on disk as curves that can be compared: the seeds of one arm together, with an interval of their mean."""
+"""Runs on disk as curves that can be compared: the seeds of one arm together, with an interval of their mean.
+
+A step counts the rollouts that the policy has learned from. The metrics of rollout s, numbered from 0, are at step s,
+and so is an evaluation after s rollouts. The evaluation before training is at step 0.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,16 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import stdtrit  # the t distribution's quantiles, without the second that scipy.stats takes
 
-from smd_jax.monitor.metrics_log import METRICS, read_metrics
+from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS, METRICS_FILE, evaluated, read_metrics
 
-METRICS_FILE = "metrics.jsonl"
-POINTS = 100  # of a curve; longer runs are drawn by means over equal parts
+POINTS = 100  # most points of a curve; longer ones are drawn by means over equal parts
 LAST_PART = 0.1  # of a run: what tables call its end
+
+# Drawn first, after the reward, the reward functions and the evaluations.
+MAIN = (
+    *("sampling/sampling_logp_difference/mean", "completions/mean_length", "completions/clipped_ratio", "entropy"),
+    *("frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
+)
 
 # `seed-3` below the arm's folder, or `shadow-seed-3` beside the others.
 _SEED = re.compile(r"^(?:(?P<arm>.+)[-_.])?seed[-_]?(?P<seed>\d+)$")
@@ -27,10 +36,17 @@ Values = Float[np.ndarray, " points"]
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its folder and the rows of its metrics.jsonl."""
+    """One run.
+
+    Attributes:
+      path: its folder.
+      history: the rows of `read_history`.
+      rollouts: how many are finished.
+    """
 
     path: Path
     history: Sequence[Mapping[str, Any]]
+    rollouts: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,21 @@ class Curve:
     mean: Values
     low: Values | None = None
     high: Values | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The curves of one arm for one metric.
+
+    Attributes:
+      index: of the arm, for its colour.
+      seeds: one curve a seed; empty for a single seed.
+      mean: over the seeds, with its interval.
+    """
+
+    index: int
+    seeds: Sequence[Curve]
+    mean: Curve
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -82,13 +113,38 @@ def load_arms(paths: Sequence[str | Path]) -> list[Arm]:
     """
     grouped: dict[Path, list[Run]] = {}
     for path in find_runs(paths):
-        history = read_metrics(path / METRICS_FILE)
+        history = read_history(path)
         if history:
-            grouped.setdefault(_arm_of(path.resolve()), []).append(Run(path, history))
+            run = Run(path, history, len(read_metrics(path / METRICS_FILE)))
+            grouped.setdefault(_arm_of(path.resolve()), []).append(run)
     if not grouped:
         raise ValueError(f"expected runs with at least one row of metrics; got none in {', '.join(map(str, paths))}")
     names = _short_names(list(grouped))
     return [Arm(name, runs) for name, runs in zip(names, grouped.values(), strict=True)]
+
+
+def read_history(directory: str | Path) -> list[dict[str, Any]]:
+    """All metrics of a run by steps: those of its rollouts, and those of its evaluations from the start on.
+
+    In metrics.jsonl the row of rollout s has the evaluation after it, too, which belongs to step s + 1 here.
+
+    Raises:
+      FileNotFoundError: no metrics.jsonl.
+      ValueError: a file that cannot be read.
+    """
+    directory = Path(directory)
+    file = directory / EVALUATIONS_FILE
+    evaluations = read_metrics(file) if file.is_file() else []
+    of_evaluations = {name for row in evaluations for name in row}
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(directory / METRICS_FILE):
+        for name, value in row.items():
+            is_evaluation = name.startswith("eval/") or name in of_evaluations
+            if name != "step":
+                rows.setdefault(row["step"] + is_evaluation, {})[name] = value
+    for row in evaluations:
+        rows.setdefault(row["step"], {}).update(row)
+    return [row | {"step": step} for step, row in sorted(rows.items())]
 
 
 def metric_names(arms: Sequence[Arm]) -> list[str]:
@@ -98,15 +154,41 @@ def metric_names(arms: Sequence[Arm]) -> list[str]:
     return [name for name in METRICS if name in found] + sorted(found - METRICS.keys())
 
 
+def main_metrics(names: Sequence[str]) -> list[str]:
+    """Those of these metrics that are drawn first, in their order."""
+    of_functions = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
+    if len(of_functions) == 1:
+        of_functions = []  # a single function is the reward
+    evaluations = [name for name in names if evaluated(name)]
+    rest = [name for name in MAIN if name in names]
+    return [name for name in names if name == "reward"] + of_functions + evaluations + rest
+
+
+def series_of(arms: Sequence[Arm], name: str) -> list[Series]:
+    """The curves of one metric, of the arms that have it."""
+    part = part_length(arms, name)
+    found = []
+    for index, arm in enumerate(arms):
+        seeds = seed_curves(arm, name, part)
+        if not seeds:
+            continue
+        mean = mean_curve(seeds)
+        if len(seeds) == 1:
+            found.append(Series(index, [], _with_interval(arm, name, mean, part)))
+        else:
+            # Seeds without a step in common have no mean: the first of them is drawn for it.
+            found.append(Series(index, seeds, mean if len(mean.steps) else seeds[0]))
+    return found
+
+
 def seed_curves(arm: Arm, name: str, part: int = 1) -> list[Curve]:
     """One curve a seed that has the metric, of means over parts of so many steps."""
-    curves = []
-    for run in arm.runs:
-        points = [(row["step"], row[name]) for row in run.history if name in row and math.isfinite(row[name])]
-        if points:
-            steps, values = np.array(points, dtype=float).T
-            curves.append(Curve(*_means_of_parts(steps, values, part)))
-    return curves
+    return [Curve(*_means_of_parts(*run, part)) for run in _points(arm, name)]
+
+
+def values_of(arm: Arm, name: str) -> list[Values]:
+    """All values of a metric that are finite, of each run that has any."""
+    return [values for _, values in _points(arm, name)]
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
@@ -126,27 +208,50 @@ def half_interval(values: Float[np.ndarray, "seeds points"]) -> Values:
     return stdtrit(seeds - 1, 0.975) * values.std(axis=0, ddof=1) / math.sqrt(seeds)
 
 
-def part_length(arms: Sequence[Arm]) -> int:
-    """Steps of a part, such that the longest run has at most `POINTS` of them."""
-    return math.ceil((last_step(arms) + 1) / POINTS)
+def part_length(arms: Sequence[Arm], name: str) -> int:
+    """Steps of a part, such that a curve of this metric has at most about `POINTS` points; 1 where every point is
+    drawn, as of evaluations, which are few."""
+    counts = [len(values) for arm in arms for values in values_of(arm, name)]
+    return 1 if max(counts, default=0) <= POINTS else math.ceil((last_step(arms) + 1) / POINTS)
 
 
 def last_step(arms: Sequence[Arm]) -> int:
     return max(row["step"] for arm in arms for run in arm.runs for row in run.history)
 
 
+def at_the_start(arm: Arm, name: str) -> float | None:
+    """Mean over seeds of the first value of a metric; None where no run has it."""
+    found = values_of(arm, name)
+    return float(np.mean([values[0] for values in found])) if found else None
+
+
 def at_the_end(arm: Arm, name: str) -> tuple[float, float | None] | None:
     """Mean of a metric over the last tenth of each run's rows that have it, over seeds, and half of its interval; None
     where no run has it, or there is one seed."""
-    ends = []
-    for run in arm.runs:
-        values = [row[name] for row in run.history if name in row and math.isfinite(row[name])]
-        if values:
-            ends.append(np.mean(values[-max(1, round(LAST_PART * len(values))) :]))
+    ends = [values[-max(1, round(LAST_PART * len(values))) :].mean() for values in values_of(arm, name)]
     if not ends:
         return None
     half = None if len(ends) == 1 else float(half_interval(np.array(ends)[:, None])[0])
     return float(np.mean(ends)), half
+
+
+def _points(arm: Arm, name: str) -> list[tuple[Values, Values]]:
+    """Steps and finite values of a metric, of each run that has any."""
+    found = []
+    for run in arm.runs:
+        points = [(row["step"], row[name]) for row in run.history if name in row and math.isfinite(row[name])]
+        if points:
+            steps, values = np.array(points, dtype=float).T
+            found.append((steps, values))
+    return found
+
+
+def _with_interval(arm: Arm, name: str, curve: Curve, part: int) -> Curve:
+    """A curve of a single run with the interval that the run itself has logged, as evaluations do."""
+    low, high = (seed_curves(arm, f"{name}_{end}", part) for end in ("low", "high"))
+    if len(low) != 1 or len(high) != 1 or not len(low[0].steps) == len(high[0].steps) == len(curve.steps):
+        return curve
+    return replace(curve, low=low[0].mean, high=high[0].mean)
 
 
 def _means_of_parts(

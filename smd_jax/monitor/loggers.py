@@ -29,7 +29,12 @@ class Logger(Protocol):
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row, of numbers on the host; NaN where there was no number. Steps ascend from call to call."""
+        """Takes one row of numbers on the host, with NaN where there is no number.
+
+        Args:
+          step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training. Ascends from
+            call to call.
+        """
         ...
 
     def close(self) -> None:

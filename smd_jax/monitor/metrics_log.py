@@ -18,6 +18,9 @@ from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.value import VALUE_METRICS
 from smd_jax.metrics import CORRECTION_METRICS, EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
 
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
 Scalar = Array | np.ndarray | np.generic | float | int
 
 # docs/monitoring.md says what each of these times includes.

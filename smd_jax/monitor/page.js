@@ -1,5 +1,5 @@
 "use strict";
-// Everything here is added to a page that already shows its charts. Texts go in by textContent alone.
+// The viewer of shadow masks. Texts go in by textContent alone.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const make = (tag, name, text) => {
   const element = document.createElement(tag);
@@ -16,52 +16,6 @@ function showTip(event, text) {
   tip.style.top = (event.clientY + 20 + box.height > innerHeight ? event.clientY - box.height - 12 : event.clientY + 18) + "px";
 }
 const hideTip = () => { tip.style.visibility = "hidden"; };
-
-// ---- Charts: values under the pointer, and arms to hide.
-const charts = read("charts");
-const arms = charts.arms;
-const short = (x) => (x !== 0 && (Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6)) ? x.toExponential(2) : String(+x.toPrecision(4));
-document.querySelectorAll("figure[data-chart]").forEach((figure) => {
-  const svg = figure.querySelector("svg");
-  const caption = figure.querySelector("figcaption");
-  const said = caption.textContent;
-  const cursor = svg.querySelector(".cursor");
-  const series = charts.charts[+figure.dataset.chart];
-  const [low, high, left, right] = svg.dataset.x.split(" ").map(Number);
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const place = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
-    const step = low + (place - left) / (right - left) * (high - low);
-    caption.textContent = "";
-    caption.className = "values";
-    let at = null;
-    for (const one of series) {
-      if (document.querySelector(`.legend [data-arm="${one.arm}"][aria-pressed="false"]`)) continue;
-      let best = 0;
-      one.x.forEach((x, index) => { if (Math.abs(x - step) < Math.abs(one.x[best] - step)) best = index; });
-      if (at === null) { at = one.x[best]; caption.append(`step ${Math.round(at)}  `); }
-      const between = one.low ? ` [${short(one.low[best])}, ${short(one.high[best])}]` : "";
-      caption.append(make("span", `c${one.arm % 7}`, `${arms[one.arm]} ${short(one.y[best])}${between}`));
-    }
-    if (at === null) return;
-    const x = left + (at - low) / (high - low) * (right - left);
-    cursor.setAttribute("x1", x);
-    cursor.setAttribute("x2", x);
-    cursor.style.visibility = "visible";
-  });
-  svg.addEventListener("pointerleave", () => {
-    caption.className = "";
-    caption.textContent = said;
-    cursor.style.visibility = "hidden";
-  });
-});
-document.querySelectorAll(".legend [data-arm]").forEach((button) => {
-  button.addEventListener("click", () => {
-    const shown = button.getAttribute("aria-pressed") === "true";
-    button.setAttribute("aria-pressed", String(!shown));
-    document.querySelectorAll(`.chart g[data-arm="${button.dataset.arm}"]`).forEach((g) => g.classList.toggle("hidden", shown));
-  });
-});
 
 // ---- The viewer of shadow masks. Query t saw token s iff s <= t < evicted(s).
 const masks = read("masks");

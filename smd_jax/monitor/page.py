@@ -2,9 +2,9 @@
 
     write_page([Path("runs/quickstart")], Path("page.html"))
 
-The page needs nothing else: no network, no other file. Charts are SVG and stand there without its script, which shows
-numbers under the pointer and draws the shadow masks. Whatever a model or a task wrote is escaped, and a policy in the
-page lets no script run but its own.
+The page needs nothing else: no network, no other file. Its curves are pictures of `smd_jax.monitor.run_plots`, as SVG;
+its script draws the shadow masks. All text of a model or a task is escaped, and the page's content security policy runs
+no script but its own. Needs `matplotlib`.
 """
 
 from __future__ import annotations
@@ -13,34 +13,26 @@ import base64
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from smd_jax.monitor.curves import (
+    POINTS,
     Arm,
-    Curve,
     at_the_end,
-    last_step,
+    at_the_start,
     load_arms,
-    mean_curve,
+    main_metrics,
     metric_names,
     part_length,
-    seed_curves,
 )
 from smd_jax.monitor.metrics_log import evaluated, meaning
-from smd_jax.monitor.page_data import chart_data, embedded, mask_data
+from smd_jax.monitor.page_data import embedded, mask_data
+from smd_jax.monitor.run_plots import COLOURS, metric_svg
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
-from smd_jax.monitor.svg_chart import COLOURS, Series, draw_chart
 from smd_jax.text.visible_text import visible
 
-# Shown at once, with every evaluation and the mean of every reward function; all other metrics are folded away.
-MAIN = (
-    *("sampling/sampling_logp_difference/mean", "completions/mean_length", "completions/clipped_ratio", "entropy"),
-    *("frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
-)
-LOGARITHMIC = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "mismatch_kl")
 # Of each arm, in the table behind its rewards: metric and heading.
 TABLE = {
     "sampling/sampling_logp_difference/max": "max |Δ log p|",
@@ -81,12 +73,10 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
     """The page of these arms, and of these masks with their titles."""
     style, script, viewer = map(asset, ("page.css", "page.js", "viewer.html"))
     names = metric_names(arms)
-    charts = {name: series_of(arms, name) for name in names}
     main = main_metrics(names)
     order = [*main, *(name for name in names if name not in main)]
-    figures = [figure(number, name, charts[name], last_step(arms)) for number, name in enumerate(order)]
+    figures = [figure(arms, name) for name in order]
     shown = len(main)
-    data = {"arms": [visible(arm.name) for arm in arms], "charts": [chart_data(charts[name]) for name in order]}
     security = SECURITY.format(style=digest(style), script=digest(script))
     runs = sum(len(arm.runs) for arm in arms)
     parts = [
@@ -96,7 +86,8 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
         f"<title>{text(title)}</title><style>{style}</style></head><body>",
         f"<header><h1>{text(title)}</h1><p>{count(runs, 'run')} of {count(len(arms), 'arm')}</p></header>",
         "<main><section><h2>At the end</h2>",
-        "<p>Means over the last tenth of each run. ± is the 95 % t interval of the mean over seeds.</p>",
+        "<p>Means over the last tenth of each run. An evaluation also has its first value, before the arrow. ± is the "
+        "95 % t interval of the mean over seeds.</p>",
         f'<div class="scroll">{table(arms)}</div></section>',
         f"<section><h2>Curves</h2><p>{curves_note(arms)}</p>{legend(arms)}",
         f'<div class="charts">{"".join(figures[:shown])}</div>',
@@ -109,19 +100,10 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
         parts.append(viewer)
     described = [mask_data(mask, visible(name)) for name, mask in masks]
     parts += [
-        f'</main><script type="application/json" id="charts">{embedded(data)}</script>',
-        f'<script type="application/json" id="masks">{embedded(described)}</script>',
+        f'</main><script type="application/json" id="masks">{embedded(described)}</script>',
         f"<script>{script}</script></body></html>\n",
     ]
     return "\n".join(parts)
-
-
-def main_metrics(names: Sequence[str]) -> list[str]:
-    """Those of these metrics that are shown first, in their order."""
-    of_functions = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
-    evaluations = [name for name in names if evaluated(name)]
-    rest = [name for name in MAIN if name in names]
-    return [name for name in names if name == "reward"] + of_functions + evaluations + rest
 
 
 def collect_masks(arms: Sequence[Arm]) -> list[tuple[str, SavedMask]]:
@@ -145,45 +127,18 @@ def mask_title(arm: Arm, folder: str, mask: SavedMask) -> str:
     return f"{of_run}, rollout {mask.step}, completion {mask.row}, reward {mask.reward:.3g}"
 
 
-def series_of(arms: Sequence[Arm], name: str) -> list[Series]:
-    """The curves of one metric, of the arms that have it."""
-    part = part_length(arms)
-    found = []
-    for index, arm in enumerate(arms):
-        seeds = seed_curves(arm, name, part)
-        if not seeds:
-            continue
-        mean = mean_curve(seeds)
-        if len(seeds) == 1:
-            found.append(Series(index, [], with_interval(arm, name, mean, part)))
-        else:
-            # Seeds without a step in common have no mean: the first of them stands for it.
-            found.append(Series(index, seeds, mean if len(mean.steps) else seeds[0]))
-    return found
-
-
-def with_interval(arm: Arm, name: str, curve: Curve, part: int) -> Curve:
-    """A curve of a single run with the interval that the run itself has logged, as evaluations do."""
-    low, high = (seed_curves(arm, f"{name}_{end}", part) for end in ("low", "high"))
-    if len(low) != 1 or len(high) != 1 or not len(low[0].steps) == len(high[0].steps) == len(curve.steps):
-        return curve
-    return replace(curve, low=low[0].mean, high=high[0].mean)
-
-
-def figure(number: int, name: str, series: Sequence[Series], last: int) -> str:
-    caption = meaning(name)
-    # One axis of steps for all charts.
-    chart = draw_chart(series, visible(name), name in LOGARITHMIC, (0, last))
-    return (
-        f'<figure data-chart="{number}"><h3>{text(name)}</h3>{chart}<figcaption>{text(caption)}</figcaption></figure>'
-    )
+def figure(arms: Sequence[Arm], name: str) -> str:
+    """The picture of one metric, with its name and meaning. As an image it cannot run a script."""
+    picture = base64.b64encode(metric_svg(arms, name)).decode()
+    image = f'<img alt="{text(name)}" src="data:image/svg+xml;base64,{picture}">'
+    return f"<figure><h3>{text(name)}</h3>{image}<figcaption>{text(meaning(name))}</figcaption></figure>"
 
 
 def curves_note(arms: Sequence[Arm]) -> str:
-    part = part_length(arms)
-    notes = ["Over the number of the rollout, from 0."]
-    if part > 1:
-        notes.append(f"Every point is a mean over {part} steps.")
+    notes = ["Over the number of rollouts that the policy has learned from. Evaluations begin before training, at 0."]
+    parts = {part_length(arms, name) for name in metric_names(arms)} - {1}
+    if parts:
+        notes.append(f"Curves of more than {POINTS} points are drawn by means over {max(parts)} steps.")
     if any(len(arm.runs) > 1 for arm in arms):
         notes.append("Thick: mean over seeds, its 95 % t interval as a band; thin: single seeds.")
     if any(name.endswith("_low") for name in metric_names(arms)):
@@ -192,15 +147,12 @@ def curves_note(arms: Sequence[Arm]) -> str:
 
 
 def legend(arms: Sequence[Arm]) -> str:
-    buttons = (
-        f'<button type="button" data-arm="{index}" aria-pressed="true">{swatch(index)}{text(arm.name)}</button>'
-        for index, arm in enumerate(arms)
-    )
-    return f'<div class="legend">{"".join(buttons)}</div>'
+    names = (f"<span>{swatch(index)}{text(arm.name)}</span>" for index, arm in enumerate(arms))
+    return f'<div class="legend">{"".join(names)}</div>'
 
 
 def swatch(index: int) -> str:
-    return f'<span class="swatch c{index % COLOURS}{" dashed" if index >= COLOURS else ""}"></span>'
+    return f'<span class="swatch c{index % len(COLOURS)}{" dashed" if index >= len(COLOURS) else ""}"></span>'
 
 
 def table(arms: Sequence[Arm]) -> str:
@@ -208,14 +160,20 @@ def table(arms: Sequence[Arm]) -> str:
     columns = {name: name for name in names if name == "reward"}
     columns |= {name: f"eval, {what}" for name in names if (what := evaluated(name))}
     columns |= {name: head for name, head in TABLE.items() if name in names}
-    heads = "".join(f"<th>{text(head)}</th>" for head in ("arm", "seeds", "steps", *columns.values()))
+    heads = "".join(f"<th>{text(head)}</th>" for head in ("arm", "seeds", "rollouts", *columns.values()))
     lines = []
     for index, arm in enumerate(arms):
-        steps = last_step([arm]) + 1
-        cells = "".join(f"<td>{cell(at_the_end(arm, name))}</td>" for name in columns)
+        steps = max(run.rollouts for run in arm.runs)
+        cells = "".join(f"<td>{start(arm, name)}{cell(at_the_end(arm, name))}</td>" for name in columns)
         named = f"<td>{swatch(index)}{text(arm.name)}</td>"
         lines.append(f"<tr>{named}<td>{len(arm.runs)}</td><td>{steps:,}</td>{cells}</tr>")
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def start(arm: Arm, name: str) -> str:
+    """The first value of an evaluation, in front of its last ones."""
+    value = at_the_start(arm, name) if evaluated(name) else None
+    return "" if value is None else f"{value:.3g} → "
 
 
 def cell(value: tuple[float, float | None] | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
+from smd_jax.monitor.metrics_log import evaluated
 from smd_jax.text.visible_text import visible
 
 Report = Callable[[int, Mapping[str, float]], None]
@@ -36,11 +37,11 @@ def training_progress(
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
-    Shows `reward` and the mean mismatch |Δ log p| when `metrics` (host numbers) has them. On a terminal this is one
-    bar, if rich is installed; otherwise one plain line where `every` steps or `SILENCE` seconds have passed since the
-    last one, and at the last step:
+    Shows `reward`, the mean mismatch |Δ log p| and the newest evaluation when `metrics` (host numbers) has them. On a
+    terminal this is one bar, if rich is installed. Otherwise one plain line is printed where `every` steps or `SILENCE`
+    seconds have passed since the last one, at every evaluation, and at the last step:
 
-        train 34/200 reward 0.550 |Δlogp| 2.1e-06 0:01:20
+        train 34/200 reward 0.550 |Δlogp| 2.1e-06 eval dense 0.910 0:01:20
 
     Args:
       total: the last step of the run.
@@ -65,19 +66,33 @@ def training_progress(
             pass  # rich is an extra: plain lines do as well
         else:
             with progress_bar(name, total, start, file) as update:
-                yield lambda step, metrics: update(step, status(metrics, label))
+                evaluations: dict[str, float] = {}  # the newest, which stay in the bar until others come
+
+                def report(step: int, metrics: Mapping[str, float]) -> None:
+                    evaluations.update(evaluations_in(metrics))
+                    update(step, status(evaluations | dict(metrics), label))
+
+                yield report
             return
     yield _plain_report(file, name, total, start, every, label, clock)
 
 
 def status(metrics: Mapping[str, float], mismatch_label: str = "|Δlogp|") -> str:
-    """`reward 0.550 |Δlogp| 2.1e-06`, without what `metrics` lacks."""
+    """`reward 0.550 |Δlogp| 2.1e-06 eval dense 0.910`, without what `metrics` lacks."""
     parts = []
     if _REWARD in metrics:
         parts.append(f"reward {metrics[_REWARD]:.3f}")
     if _MISMATCH in metrics:
         parts.append(f"{mismatch_label} {metrics[_MISMATCH]:.1e}")
+    rewards = [f"{evaluated(name)} {value:.3f}" for name, value in evaluations_in(metrics).items()]
+    if rewards:
+        parts.append(f"eval {', '.join(rewards)}")
     return " ".join(parts)
+
+
+def evaluations_in(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The mean rewards of an evaluation among these metrics."""
+    return {name: value for name, value in metrics.items() if evaluated(name)}
 
 
 @runtime_checkable
@@ -187,9 +202,10 @@ def _plain_report(
     def report(step: int, metrics: Mapping[str, float]) -> None:
         nonlocal said, said_step
         now = clock()
-        # A log file gets a line now and then, and the last one. Where steps take minutes, each has one: whoever waits
-        # for a batch job sees that it goes on.
-        if step - said_step >= every or now - said >= SILENCE or step == total:
+        # A log file gets a line now and then, the evaluations and the last step. Where steps take minutes, each has a
+        # line, which shows that a batch job is still running.
+        due = step - said_step >= every or now - said >= SILENCE
+        if due or step == total or evaluations_in(metrics):
             said, said_step = now, step
             parts = [name, f"{step}/{total}", status(metrics, label), clock_text(now - began)]
             _print_line(" ".join(filter(None, parts)), file)

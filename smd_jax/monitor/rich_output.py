@@ -1,4 +1,4 @@
-"""The progress bar, the live panel and the framed tables, by rich; the modules beside it import this where they can."""
+"""The progress bar and the framed tables, with rich; the other modules import this one only where rich is installed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,7 +16,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -68,53 +64,6 @@ def print_table(
     Console(file=file, width=width).print(table)
 
 
-@runtime_checkable
-class Status(Protocol):
-    """What a panel shows, as `smd_jax.monitor.panel.RunStatus` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    def headline(self) -> str: ...
-
-    def rows(self) -> list[tuple[str, str]]: ...
-
-
-@contextmanager
-def live_panel(status: Status, file: TextFile | None) -> Iterator[None]:
-    """Keeps a panel of `status` at the bottom of the terminal; what is printed meanwhile appears above it."""
-    with Live(_StatusPanel(status), console=Console(file=file), refresh_per_second=2):
-        yield
-
-
-class _StatusPanel:
-    """Drawn anew whenever rich looks: the clocks in it go on during a step."""
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-
-    def __rich__(self) -> Panel:
-        status = self._status
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(justify="right", style="dim")
-        rows.add_column(overflow="ellipsis", no_wrap=True)
-        for name, text in status.rows():
-            rows.add_row(_text(name), _text(text))
-        return Panel(
-            Group(rows, ProgressBar(total=max(status.total, 1), completed=status.step)),
-            title=_text(f" {status.name} "),
-            title_align="left",
-            subtitle=_text(f" {status.headline()} "),
-            subtitle_align="right",
-        )
-
-
 def print_texts(
     title: str,
     columns: Sequence[str],
@@ -133,7 +82,7 @@ def print_texts(
     for row in rows:
         table.add_row(*(_text(cell) for cell in row))
     target = file or sys.stdout
-    # Drawn elsewhere and printed as lines: a live panel lets lines pass above it, but not another console.
+    # Drawn elsewhere and printed as lines: a progress bar lets lines pass above it, but not another console.
     drawn = io.StringIO()
     wide = Console(file=file, width=width).width
     Console(file=drawn, width=wide, force_terminal=target.isatty()).print(table)

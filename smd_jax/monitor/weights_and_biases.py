@@ -67,7 +67,7 @@ class WandbLogger:
             resume="allow",
             # Several runs in one process are several runs, and the user's own is left alone.
             reinit="create_new",
-            # What it would capture of standard output are the frames of the live panel.
+            # Standard output holds the frames of the progress bar, which are no log.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._keep()

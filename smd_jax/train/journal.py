@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from smd_jax.monitor.metrics_log import MetricsWriter, meaning, read_metrics
+from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, meaning, read_metrics
 from smd_jax.train.disk import written
 from smd_jax.train.objective import Objective, Standing, check_metric
 from smd_jax.train.verdict import ROLLOUTS, warnings
-
-METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class NoJournal:
     """In the place of a Journal in a process that writes nothing, because the first does; that one decides, too."""
 
-    start_is_evaluated = has_ended = False
+    start_is_evaluated = has_ended = may_end = False
 
     def is_best(self, done: int) -> bool:
         return False
@@ -82,6 +79,12 @@ class Journal:
     def has_ended(self) -> bool:
         """Whether the objective's patience is at its end."""
         return self._objective is not None and self.standing.has_ended(self._objective)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether one more value without a gain ends the objective's patience."""
+        after_one_more = self.standing._replace(without_gain=self.standing.without_gain + 1)
+        return self._objective is not None and after_one_more.has_ended(self._objective)
 
     def is_best(self, done: int) -> bool:
         """Whether the newest row, of `done` finished rollouts, has the best value so far."""

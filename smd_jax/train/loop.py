@@ -78,7 +78,7 @@ class Loop:
         time limit.
       watch: called with the number of a rollout, from 0, and its samples, before they are learned from. What it
         takes is in `step_time`, and in no other time. Of several processes the first calls it, with all rows.
-      watch_every: rollouts between two calls of `watch`; rollout 0 has one.
+      watch_every: rollouts between two calls of `watch`; the first and the last rollout have one, too.
       guard: how far the learner may be from the sampler where it promises to be the same policy; None: however far.
       max_skipped: rollouts in a row whose updates were left out, wholly or in part, with which the run ends.
 
@@ -142,8 +142,9 @@ class Loop:
         others are over the optimizer steps, see `over_steps`.
 
         Args:
-          follows: whether another step follows this one, asked once this rollout is there. It decides what is begun
-            beside the update, and nothing of what is learnt: what was not begun is drawn when it is asked for.
+          follows: whether another step certainly follows this one, asked once this rollout is there. It decides whether
+            `watch` is called for a last rollout, and what is begun beside the update; nothing of what is learnt: what
+            was not begun is drawn when it is asked for.
 
         Raises:
           RefusedRolloutError: sampler and learner are farther apart than `guard` allows, and nothing was learnt; or
@@ -157,7 +158,8 @@ class Loop:
         with self._first_step(state):
             samples = self.collect(state, index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
-        self._show(index, samples)
+        if self.watch is not None and (index % self.watch_every == 0 or not follows()):
+            self._show(self.watch, index, samples)
         tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
         behind = state.behind
         collected = time.perf_counter()
@@ -231,16 +233,14 @@ class Loop:
         """The newest rollouts in a row whose updates were left out."""
         return []
 
-    def _show(self, index: int, samples: Samples) -> None:
-        if self.watch is None or index % self.watch_every:
-            return
+    def _show(self, watch: Callable[[int, Samples], None], index: int, samples: Samples) -> None:
         if jax.process_count() > 1:
             # All processes send their rows, and one looks at them.
             samples = samples._replace(trajectory=jax.tree.map(on_host, samples.trajectory))
         samples = samples._replace(advantages=self.known_advantages(samples))
         with all_or_none():
             if is_first():
-                self.watch(index, samples)
+                watch(index, samples)
 
     @property
     def response_widths(self) -> tuple[int, ...]:

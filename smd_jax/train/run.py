@@ -13,8 +13,7 @@ from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import numbers, without_nulls
-from smd_jax.monitor.panel import training_panel
-from smd_jax.monitor.progress import Report
+from smd_jax.monitor.progress import Report, training_progress
 from smd_jax.processes import all_or_none, check_same, gather_json, is_first
 from smd_jax.sharding import shard_tree
 from smd_jax.text.visible_text import visible
@@ -86,7 +85,8 @@ def train(
         began, starts at `state`.
       evaluate: gives metrics to log beside the step's own, see `smd_jax.train.evaluation.every_evaluation`. A resumed
         run does not evaluate its start again.
-      loggers: get every row of metrics.jsonl, too. None of them can stop or delay the run; all are closed at its end.
+      loggers: get the evaluation at the start and every row of metrics.jsonl, by the number of finished rollouts. None
+        of them can stop or delay the run; all are closed at its end.
 
     Raises:
       OtherProcessError: of several processes one was given something else, or sees other checkpoints.
@@ -172,8 +172,14 @@ def train(
         return f"saved after {done} of {run.steps} rollouts in {directory}; the run goes on with resume"
 
     def follows() -> bool:
-        """Whether a rollout follows the one under way, as far as is known before its update."""
-        return done + 1 < run.steps and stop.received is None
+        """Whether a rollout certainly follows the one under way, as far as is known before its update."""
+        if done + 1 == run.steps:
+            return False
+        if now.may_end and run.objective is not None:
+            counts = not run.objective.metric.startswith("eval/") or _due(done + 1, run.evaluate_every)
+            return not counts
+        # All processes must give one answer, and a signal may have come to one of them alone.
+        return jax.process_count() > 1 or stop.received is None
 
     def is_due() -> bool:
         return evaluates and (_due(done, run.evaluate_every) or done == run.steps)
@@ -191,10 +197,9 @@ def train(
             if is_due():
                 journal.write_evaluation(done, found)
             unwritten = None
-            # Rows are numbered from 0, by the rollouts before them; the progress report counts finished ones.
             for warning in journal.write_rollout(done, metrics, evaluated=is_due()):
                 print(warning, flush=True)
-            others.write(done - 1, metrics)
+            others.write(done, metrics)
             report(done, metrics)
         now = standing(stop, journal, done)
         if run.keeps_best and now.is_best:
@@ -216,7 +221,7 @@ def train(
             objective=run.objective,
             evaluates=evaluates,
         ) as journal,
-        _panel(run.steps, start, label) as report,
+        _progress(run.steps, start, label) as report,
         # The first to close, because loggers that wait for a network must not keep a checkpoint from being whole; and
         # a signal that comes then must not cut it off.
         Writer(directory / CHECKPOINTS, run.keep) as newest,
@@ -227,6 +232,8 @@ def train(
             found = evaluate(state)
             with all_or_none():
                 journal.write_evaluation(0, found)
+                others.write(0, found)
+                report(0, found)
             now = standing(stop, journal, done)
             if run.keeps_best and now.is_best:
                 save_best()
@@ -327,12 +334,12 @@ def _journal(
 
 
 @contextmanager
-def _panel(steps: int, start: int, name: str) -> Iterator[Report]:
+def _progress(steps: int, start: int, name: str) -> Iterator[Report]:
     """The progress report, which the first process alone shows."""
     if not is_first():
         yield lambda done, metrics: None
         return
-    with training_panel(steps, start=start, name=name) as report:
+    with training_progress(steps, start=start, name=name) as report:
         yield report
 
 

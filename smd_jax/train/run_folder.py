@@ -13,12 +13,11 @@ from pathlib import Path
 
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.learner.state import TrainState
-from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, read_metrics
 from smd_jax.train.checkpoint import reading
 from smd_jax.train.checkpoint.paths import check_writable_path
 from smd_jax.train.checkpoint.steps import all_steps, latest_step, unfinished_bytes
 from smd_jax.train.disk import check_handles, check_space, check_writable
-from smd_jax.train.journal import EVALUATIONS_FILE, METRICS_FILE
 from smd_jax.train.run_config import RunConfig
 
 CHECKPOINTS = "checkpoints"

@@ -357,14 +357,19 @@ def test_a_users_mistake_is_one_box(
 def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     words = ["--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "2", "--save-steps", "1"]
-    words += ["--eval-steps", "1", "--eval-rows", "4", "--completions-steps", "1"]
+    words += ["--eval-steps", "1", "--eval-rows", "4"]
     main(["grpo", *words, "--dry-run"])
     said = capsys.readouterr().out
     assert "--- prompt 2" in said and not run.exists()
     main(["grpo", *words])
     rows = read_metrics(run / "metrics.jsonl")
     assert len(rows) == 2 and {"eval/sampler/reward", "eval/dense/reward", "learning_rate"} <= rows[-1].keys()
-    assert len(list((run / "completions").glob("*.parquet"))) == 2
+    # Every 20th rollout, and the last one.
+    kept = sorted(path.name for path in (run / "completions").iterdir())
+    assert kept == [
+        f"{kind}_0000{n}.{end}" for kind, end in (("completions", "parquet"), ("masks", "npz")) for n in (0, 1)
+    ]
+    assert (run / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "expected no earlier run" in error_of(["grpo", *words], capsys)
     # More steps are no other mathematics, and neither is how much is said; another seed is.
     main(["--config", str(run / "config.yaml"), "--max-steps", "3", "--resume", "--memory", "64MiB"])
@@ -380,6 +385,9 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert jax.tree.structure(first) == jax.tree.structure(after)
     plot([str(run), "--out", str(tmp_path / "page.html")])
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
+    plot([str(run), "--out", str(tmp_path / "curves.svg")])
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+    assert "expected --out to end in .html, .png or .svg" in error_of([str(run), "--out", "page.pdf"], capsys, plot)
 
 
 def test_rloo_draws_ahead(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -304,7 +304,7 @@ def test_a_plot_that_cannot_be_written_costs_no_model(
         raise OSError("No space left on device")
 
     monkeypatch.setenv("COLUMNS", "1000")  # no line is broken inside of the path
-    monkeypatch.setattr("smd_jax.commands.train.plot_training", full)
+    monkeypatch.setattr("smd_jax.commands.train.plot_runs", full)
     main(words(place, tmp_path / "run"))
     assert "training.png could not be written" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

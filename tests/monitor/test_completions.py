@@ -68,8 +68,8 @@ class WithParts(NamedTuple):
 
 
 def test_a_file_of_completions(tmp_path):
-    log = CompletionsLog(tmp_path, TOKENIZER, every=5, table_rows=0)
-    for step in range(7):
+    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
+    for step in (0, 5):
         log(step, samples(["yes", "none"]))
     assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == [
         *("completions_00000.parquet", "completions_00005.parquet", "masks_00000.npz", "masks_00005.npz"),
@@ -105,7 +105,7 @@ def test_half_a_character_is_kept_from_utf8(tmp_path):
 
 def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
     (tmp_path / "completions").write_text("a file where the folder should be")
-    log = CompletionsLog(tmp_path, TOKENIZER, every=1, table_rows=0)
+    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
     for step in range(3):
         log(step, samples(["a"]))
     (line,) = capsys.readouterr().err.splitlines()
@@ -115,7 +115,6 @@ def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "expected every >= 1 rollouts; got 0"),
         ({"masks": -1}, "expected table_rows and masks >= 0; got 2"),
     ],
 )

@@ -95,6 +95,34 @@ def test_status_shows_what_there_is():
     assert status({"reward": 1.0}) == "reward 1.000"
     assert status({"sampling/sampling_logp_difference/mean": 0.0}) == "|Δlogp| 0.0e+00"
     assert status({"loss": 2.0}) == ""
+    evaluations = {"eval/dense/reward": 0.5, "eval/dense/reward_low": 0.4, "eval/sparse": 0.25}
+    assert status({"reward": 1.0} | evaluations) == "reward 1.000 eval dense 0.500, sparse 0.250"
+
+
+def test_every_evaluation_has_its_line():
+    """Also the one before training, which the others are compared with."""
+    output = io.StringIO()
+    with training_progress(20, every=10, file=output, clock=lambda: 0.0) as report:
+        report(0, {"eval/dense/reward": 0.955})
+        for step in range(1, 21):
+            report(step, {"eval/dense/reward": 0.76} if step == 4 else {})
+    assert output.getvalue().splitlines() == [
+        "train 0/20 eval dense 0.955 0:00:00",
+        "train 4/20 eval dense 0.760 0:00:00",
+        "train 14/20 0:00:00",
+        "train 20/20 0:00:00",
+    ]
+
+
+def test_the_bar_keeps_the_newest_evaluation(monkeypatch):
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    with training_progress(200, file=terminal) as report:
+        report(0, {"eval/dense/reward": 0.955})
+        report(1, METRICS)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert re.search(r"1/200 .*reward 0\.550 \|Δlogp\| 2\.1e-06 eval dense 0\.955 0:00:0\d", shown), shown
 
 
 def test_line_without_status_has_no_gap():
@@ -170,9 +198,9 @@ def test_small_numbers_keep_their_digits():
 
 
 def test_missing_extra_is_named():
-    code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.monitor.plots"
+    code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.monitor.run_plots"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "smd_jax.monitor.plots needs matplotlib; install it with: pip install -e '.[train]'" in done.stderr
+    assert "pictures of runs need matplotlib: pip install -e '.[train]'" in done.stderr
 
 
 def test_the_library_itself_needs_neither():

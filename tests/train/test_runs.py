@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -135,6 +136,36 @@ def test_patience(tmp_path, capsys, objective, ends):
     # A resume stands where the run stood.
     again = start(tmp_path, 7, PlainLoop(begins=never), resume=True, **options)
     assert_bitwise_equal(again, state)
+
+
+class Followed(PlainLoop):
+    """Keeps the numbers of the rollouts that may be the last, as a loop asks once the rollout is there."""
+
+    last_ones: list[int] = []
+
+    def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
+        if not follows():
+            self.last_ones.append(int(state.step))
+        return super().step(state, follows)
+
+
+@pytest.mark.parametrize(
+    ("objective", "last_ones"),
+    [
+        (None, [6]),
+        # Evaluations 0.4, 0.6, 0.5: the rollouts before the second and the third may end the run, and the third does.
+        (Objective(DENSE, patience=1), [1, 3]),
+        (Objective(DENSE, patience=2), [5]),
+        # It falls, and only the third value without a gain ends the run.
+        (Objective("reward", patience=3, maximize=False), [3]),
+    ],
+)
+def test_a_rollout_that_may_be_the_last_is_known_before_its_update(tmp_path, monkeypatch, objective, last_ones):
+    """Its completions and masks are kept, whatever ends the run."""
+    found: list[int] = []
+    monkeypatch.setattr(Followed, "last_ones", found)
+    start(tmp_path, 7, Followed(), evaluate_every=2, evaluate=Evaluations(CURVE), objective=objective)
+    assert found == last_ones
 
 
 def test_standing_by_hand():

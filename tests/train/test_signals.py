@@ -107,7 +107,7 @@ runpy.run_module("tests.plain_loop", run_name="__main__")
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
 def test_a_terminal_that_is_gone_takes_nothing_with_it(tmp_path: Path, first: signal.Signals | None):
-    """The panel, a line in the middle of a rollout and the last words all go to a terminal that takes them no more."""
+    """The bar, a line in the middle of a rollout and the last words all go to a terminal that takes them no more."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path), "1000"],

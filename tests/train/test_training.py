@@ -140,10 +140,18 @@ def test_loggers_get_every_row_and_none_stops_the_run(tmp_path, capsys):
     sound = Recorder()
     state = start(tmp_path, 3, loggers=[Recorder(broken=True), sound])
     *written, closed = sound.rows
-    assert written == read_metrics(tmp_path / "metrics.jsonl") and closed == {}
+    # Loggers count finished rollouts; rows are numbered from 0.
+    assert [row | {"step": row["step"] - 1} for row in written] == read_metrics(tmp_path / "metrics.jsonl")
+    assert closed == {}
     assert all({"memory/host_bytes"} <= row.keys() for row in written)
     assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
     assert_bitwise_equal(state, start(tmp_path / "again", 3))
+
+
+def test_loggers_get_the_evaluation_before_training(tmp_path):
+    logger = Recorder()
+    start(tmp_path, 2, evaluate_every=1, evaluate=lambda state: {"eval/dense": float(state.step)}, loggers=[logger])
+    assert [(row["step"], row["eval/dense"]) for row in logger.rows[:-1]] == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
 def test_completions_and_masks_of_a_run(tmp_path):
@@ -154,21 +162,21 @@ def test_completions_and_masks_of_a_run(tmp_path):
         log(step, samples)
 
     whole = new_loop()
-    log = CompletionsLog(tmp_path, whole.tokenizer, every=2, table_rows=0, masks=3)
-    loop = dataclasses.replace(whole, watch=watch)
+    log = CompletionsLog(tmp_path, whole.tokenizer, table_rows=0, masks=3)
+    loop = dataclasses.replace(whole, watch=watch, watch_every=2)
     share_programs(loop)
-    start(tmp_path, 3, loop=loop)
-    assert [step for step, _ in seen] == [0, 1, 2]
+    start(tmp_path, 4, loop=loop)
+    assert [step for step, _ in seen] == [0, 2, 3], "every second, and the last"
     of_run = [row["reward"] for row in rows(tmp_path)]
     for step, samples in seen:
         assert samples.rewards.mean() == pytest.approx(of_run[step])
         groups = samples.advantages.reshape(-1, CONFIG.group_size)
         np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
-        *("completions_00000.parquet", "completions_00002.parquet"),
+        *("completions_00000.parquet", "completions_00002.parquet", "completions_00003.parquet"),
     ]
     trajectory = seen[2][1].trajectory
-    for row, mask in enumerate(load_masks(tmp_path / "completions" / "masks_00002.npz")):
+    for row, mask in enumerate(load_masks(tmp_path / "completions" / "masks_00003.npz")):
         # Against the explicit mask of the same rollout, without its padding.
         keep = np.flatnonzero(trajectory.valid[row])
         expected = np.asarray(trajectory.mask.to_boolean())[row][..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
