@@ -9,6 +9,7 @@ of the cache per sequence, and tokens per second. Of a task that holds rows back
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import tyro
 
+from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands.arguments import AttentionName, RewardArgs, TemplateName
 from smd_jax.commands.choices import decoder, way_of_decoding
 from smd_jax.commands.compilation_cache import keep_programs
@@ -149,9 +152,34 @@ def run(args: Args) -> list[Evaluated]:
     except (TooManyFailures, UnloadableRewardError) as error:
         raise UserError(str(error)) from error
     if not args.json:
-        columns = list(found[0].row)
-        summary_table(f"{args.task}, {args.model}", columns, [list(result.row.values()) for result in found])
+        print_results(f"{args.task}, {args.model}", found)
     return found
+
+
+def print_results(title: str, results: Sequence[Evaluated]) -> None:
+    """A table that fits 80 columns: one line for each way of decoding."""
+    prompts, completions = results[0].rewards.shape
+    heads = ("decode", "reward", "95 %", "tokens", "cut off", "cache", "tok/s")
+    each = "1 completion each" if completions == 1 else f"{completions} completions each"
+    summary_table(f"{title}: {prompts} prompts, {each}", heads, [table_row(result) for result in results])
+    for result in results:
+        failed = int(np.isnan(result.rewards).sum())
+        if failed:
+            print(f"{result.name}: mean and interval leave out completions without a reward, {failed}")
+
+
+def table_row(result: Evaluated) -> tuple[str, ...]:
+    """The numbers of one way of decoding, as text."""
+    low, high = result.interval
+    return (
+        result.name,
+        "-" if math.isnan(result.reward) else f"{result.reward:.4f}",
+        "-" if math.isnan(low) else f"{low:.3f}..{high:.3f}",
+        f"{result.lengths.mean():.1f}",
+        f"{result.clipped.mean():.0%}",
+        show_bytes(result.cache_bytes),
+        f"{result.tokens_per_second:,.0f}",
+    )
 
 
 def say_progress(decode: str, done: int, count: int) -> None:

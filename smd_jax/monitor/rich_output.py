@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +23,11 @@ from rich.text import Text
 from smd_jax.text.visible_text import visible
 
 TextFile = io.TextIOWrapper | io.StringIO
+
+
+UNLIMITED = 10_000  # columns of a table in a file
+CELL_FRAME = 3  # columns of a border and of the spaces around a cell
+MIN_FIRST = 10  # columns of the first cell and the table's last border, at least
 
 
 def _text(content: str, style: str = "") -> Text:
@@ -55,13 +61,41 @@ def progress_bar(name: str, total: int, start: int, file: TextFile | None) -> It
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextFile | None, width: int | None
 ) -> None:
-    """The first column to the left, the others to the right."""
-    table = Table(title=_text(title, style="bold"))
+    """Prints the first column to the left, and the others to the right and never cut off.
+
+    A terminal that is too narrow for the other columns gets a block of lines for each row. A file or a pipe has room
+    for any table.
+    """
+    console = Console(file=file, width=width)
+    others = sum(max(map(cell_len, column)) + CELL_FRAME for column in list(zip(columns, *rows, strict=True))[1:])
+    table = Table(title=_text(title, style="bold"), title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(_text(column), justify="right" if index else "left")
+        if index:
+            table.add_column(_text(column), justify="right", no_wrap=True)
+        else:
+            table.add_column(_text(column), overflow="fold")
     for row in rows:
         table.add_row(*(_text(cell) for cell in row))
-    Console(file=file, width=width).print(table)
+    if width is None and not console.is_terminal:
+        whole = console.measure(table, options=console.options.update(max_width=UNLIMITED)).maximum
+        console.width = max(console.width, whole)
+    if len(columns) == 1 or others + MIN_FIRST <= console.width:
+        console.print(table)
+    else:
+        console.print(_blocks(title, columns, rows))
+
+
+def _blocks(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
+    """Name and value of every cell, below the first cell of their row."""
+    blocks: list[Text | Table] = [_text(title, style="bold")]
+    for first, *others in rows:
+        block = Table.grid(padding=(0, 2))
+        block.add_column()
+        block.add_column(overflow="fold")
+        for column, cell in zip(columns[1:], others, strict=True):
+            block.add_row(_text(f"  {column}"), _text(cell))
+        blocks += [_text(first), block]
+    return Group(*blocks)
 
 
 def print_texts(

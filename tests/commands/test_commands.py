@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -31,6 +32,7 @@ from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.contents import by_content
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.evaluate import print_results
 from smd_jax.commands.export import main as export
 from smd_jax.commands.limits import check_devices, unused_devices
 from smd_jax.commands.plot import main as plot
@@ -45,6 +47,7 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from smd_jax.train import checkpoint
+from smd_jax.train.evaluation import Evaluated
 from smd_jax.train.policy_loop import PolicyLoop
 from tests.command_errors import error_of
 from tests.hub_files import questions, write_lines
@@ -62,6 +65,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_model_config(num_layers=1, max_positions=2048)
     write_random_checkpoint(directory, config=config)
     return directory
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_results_of_an_evaluation_fit_80_columns(is_terminal, monkeypatch, capsys):
+    """Three of four prompts have a reward: 1, 1 and 0."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    rewards, lengths = np.array([[0.0], [1.0], [1.0], [np.nan]]), np.array([[250], [200], [256], [256]])
+    results = [
+        Evaluated(name, rewards, lengths, lengths == 256, [["text"]] * 4, 2_211_840, 5127.4)
+        for name in ("dense", "snapkv-512-128")
+    ]
+    print_results("rows.jsonl, model", results)
+    title, _, head, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.rstrip() == "rows.jsonl, model: 4 prompts, 1 completion each"
+    table = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in (head, *lines[:2])]
+    # Wilson's interval for 2 of 3.
+    numbers = ["0.6667", "0.208..0.939", "240.5", "50%", "2.11 MiB", "5,127"]
+    assert table == [
+        ["decode", "reward", "95 %", "tokens", "cut off", "cache", "tok/s"],
+        ["dense", *numbers],
+        ["snapkv-512-128", *numbers],
+    ]
+    assert lines[3:] == [
+        f"{name}: mean and interval leave out completions without a reward, 1" for name in ("dense", "snapkv-512-128")
+    ]
+    assert all(len(line) <= 80 for line in (title, head, *lines))
 
 
 def test_every_algorithm_has_its_options():

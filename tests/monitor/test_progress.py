@@ -176,6 +176,26 @@ def test_summary_table():
     assert ["", "cache bytes", "1,234,567", "True", ""] in rows
 
 
+WIDE = ["decode", *(f"column {number}" for number in range(6))], [["a long name of a row", *range(100_000, 100_006)]]
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 160])
+def test_no_width_cuts_off_a_number(width):
+    """Where the numbers don't fit beside each other, each has a line."""
+    terminal = Terminal()
+    summary_table("title", *WIDE, file=terminal, width=width)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert all(len(line) <= width for line in text.splitlines())
+    assert all(f"{number:,}" in text and f"column {number - 100_000}" in text for number in range(100_000, 100_006))
+    assert "…" not in text
+
+
+def test_a_pipe_has_room_for_any_table():
+    file, raw = file_and_bytes()
+    summary_table("title", *WIDE, file=file)
+    assert "a long name of a row │  100,000 │  100,001 │" in raw.getvalue().decode()
+
+
 @pytest.mark.usefixtures("without_rich")
 def test_summary_table_without_rich():
     file, raw = file_and_bytes()
