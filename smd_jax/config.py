@@ -33,6 +33,16 @@ def check_whole(field: str, value: object, least: int, meaning: str = "") -> Non
         raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
+MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits: a larger seed would repeat the keys of a smaller one
+
+
+def check_seed(field: str, value: object) -> None:
+    """Raises ValueError unless `value` is a whole number from 0 to `MAX_SEED`, each of which has keys of its own."""
+    check_whole(field, value, 0)
+    if value > MAX_SEED:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"expected {field} <= {MAX_SEED}, 32 bits, beyond which seeds repeat; got {value}")
+
+
 def _check_positive(rope: LinearRope | Llama3Rope | YarnRope, *fields: str) -> None:
     """Raises ValueError for fields whose numbers are not finite and positive."""
     for field in fields:

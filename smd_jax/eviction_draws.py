@@ -37,6 +37,7 @@ class EvictionDraws(struct.PyTreeNode):
       gate: of whose logits these are draws. Static.
       first: column of the first query that the first compression concerns, the prompt's width. Static.
       length: columns between two compressions, the buffer. Static.
+      group_size: consecutive rows that share a prompt, and so the draw at its end. Static.
     """
 
     order: Int[Array, "batch layers kv_heads T"]
@@ -44,6 +45,7 @@ class EvictionDraws(struct.PyTreeNode):
     gate: Gate = struct.field(pytree_node=False)
     first: int = struct.field(pytree_node=False)
     length: int = struct.field(pytree_node=False)
+    group_size: int = struct.field(pytree_node=False, default=1)
 
     @property
     def boundaries(self) -> Int[Array, " compressions"]:
@@ -60,6 +62,16 @@ class EvictionDraws(struct.PyTreeNode):
         state of column c - 1, so a compression before column c concerns tokens from c + 1 on.)"""
         after = self.first + valid[:, self.first :].sum(axis=1, dtype=jnp.int32)  # column behind a row's last token
         return self.boundaries[None] + 1 < after[:, None]
+
+    def trained(self, valid: Bool[Array, "batch T"]) -> Bool[Array, "batch compressions"]:
+        """Counted compressions that are draws of their own row, which is what a row's advantage can judge.
+
+        At the prompt's end a group of several rows shares one draw z. Its score-function gradient is
+        (R - b) ∇ log p(z) with the group's mean reward R and a baseline b that does not depend on z. The baseline of a
+        group-relative advantage is R itself: the rows' terms sum to zero, and every subset of them is bias.
+        """
+        own = (self.boundaries > self.first) | (self.group_size == 1)
+        return self.counted(valid) & own[None]
 
 
 def boundary_count(first: int, length: int, columns: int) -> int:

@@ -25,7 +25,7 @@ from jax import numpy as jnp
 from jaxtyping import Array, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from smd_jax.config import FloatName, ModelConfig, RopeScaling
+from smd_jax.config import FloatName, ModelConfig, RopeScaling, check_seed
 from smd_jax.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import save_checkpoint
@@ -113,6 +113,7 @@ def random_evictions(
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Freshly initialised float32 parameters for `Decoder(config).apply({"params": params}, ...)`."""
+    check_seed("seed", seed)
     return _initialised(Decoder(config), jax.random.key(seed))
 
 

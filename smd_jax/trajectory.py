@@ -171,8 +171,12 @@ class Trajectory(struct.PyTreeNode):
         return jnp.sum(self.response_mask, axis=1)
 
 
+class NonFiniteLogitsError(FloatingPointError):
+    """The model's logits were NaN or infinite, so its tokens were drawn from no distribution."""
+
+
 def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "rows columns"]) -> None:
-    """Raises FloatingPointError if a token was drawn from logits that are no numbers: there was no distribution, and
+    """Raises NonFiniteLogitsError if a token was drawn from logits that are no numbers: there was no distribution, and
     the token means nothing. Reads the values, so it cannot run under jit.
 
     Args:
@@ -180,7 +184,7 @@ def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "row
     """
     bad = int(jnp.sum(~jnp.all(jnp.isfinite(jnp.asarray(logprobs)), axis=1)))
     if bad:
-        raise FloatingPointError(
+        raise NonFiniteLogitsError(
             f"expected finite logits in the sampler; got NaN or infinity in {bad} of {len(logprobs)} rows. The "
             "parameters hold such numbers (a diverged update, a broken checkpoint), or the compute dtype overflows"
         )

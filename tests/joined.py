@@ -29,6 +29,7 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
+from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.masks import NEVER, ShadowMask
@@ -131,6 +132,15 @@ def grpo() -> dict[str, np.ndarray]:
     return steps_of(loop, params())
 
 
+def taught() -> dict[str, np.ndarray]:
+    """With a frozen dense teacher, the default of smd-train, and responses that evict many keys."""
+    update = UpdateConfig(distill=DistillConfig("anchor", 0.1))
+    rollout = dataclasses.replace(ROLLOUT, max_new_tokens=20)
+    config = dataclasses.replace(CONFIG, rollout=rollout, update=update)
+    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
+    return steps_of(loop, params(), reference=params())
+
+
 def half_without_rewards() -> dict[str, np.ndarray]:
     """All completions of the last process have failed, which are no more of the whole rollout than may fail."""
     some = Rewards((of_the_first_process,), seconds=None, max_failed=0.5)
@@ -185,7 +195,7 @@ def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[i
     return [sorted(range(len(group)), key=lambda i: (len(group[i]), group[i])) for group in completions]
 
 
-RUNS = {take.__name__: take for take in (grpo, few_rows, ppo_with_adapters, judged_pairs, half_without_rewards)}
+RUNS = {take.__name__: take for take in (grpo, taught, few_rows, ppo_with_adapters, judged_pairs, half_without_rewards)}
 
 
 WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0

@@ -58,6 +58,7 @@ from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, check_names, split_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
+from smd_jax.trajectory import NonFiniteLogitsError
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def run(args: Args) -> list[Evaluated]:
             if args.json:
                 # As they come: what is done is not lost when the rest is stopped.
                 print(json.dumps({"model": args.model, "task": args.task} | result.row), flush=True)
-    except (TooManyFailures, UnloadableRewardError) as error:
+    except (TooManyFailures, UnloadableRewardError, NonFiniteLogitsError) as error:
         raise UserError(str(error)) from error
     if not args.json:
         print_results(f"{args.task}, {args.model}", found)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
-from smd_jax.config import ModelConfig
+from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
 from smd_jax.train.loop import Loop
@@ -54,6 +54,8 @@ def check_numbers(args: Common) -> None:
     for name, value, least in at_least:
         if value is not None and value < least:
             raise UserError(f"expected --{name.replace('_', '-')} >= {least}; got {value}")
+    if args.run.seed > MAX_SEED:
+        raise UserError(f"expected --seed <= {MAX_SEED}, 32 bits, beyond which seeds repeat; got {args.run.seed}")
     if args.run.mismatch_bound is not None and not args.run.mismatch_bound > 0:
         raise UserError(f"expected --mismatch-bound > 0 nats; got {args.run.mismatch_bound}")
     if isinstance(args, Grpo | Rloo | Ppo) and args.loss.top_entropy_quantile == 0:

@@ -80,6 +80,7 @@ from smd_jax.train.run_folder import check_config, check_directory, check_progre
 from smd_jax.train.settings import split_settings, taken_out
 from smd_jax.train.stop import RunStoppedError
 from smd_jax.train.verdict import verdict
+from smd_jax.trajectory import NonFiniteLogitsError
 
 
 class Outcome(NamedTuple):
@@ -247,12 +248,13 @@ def check_there(directory: Path, resume: bool) -> None:
 
 @contextmanager
 def troubles() -> Iterator[None]:
-    """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint."""
+    """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint,
+    weights with which the model has no distribution."""
     try:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
         raise UserError(with_notes(error)) from error
-    except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, OSError) as error:
+    except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OSError) as error:
         raise UserError(with_notes(error)) from error
 
 

@@ -25,7 +25,8 @@ class LearnedGate(EvictionPolicy):
     (`LinearGate.sinks`) it has to learn what must stay.
     Inside of `Protect` or `Pyramid` it evicts as here, but nothing is recorded that it could be trained by.
 
-    While a prompt is read, for all of its responses at once, draws come from its own tokens, as those of `Random`.
+    A group's rows share the draws made while their prompt is read, as those of `Random`. Shared draws are recorded and
+    replayed, but not trained: see `EvictionDraws.trained`.
 
     Attributes:
       greedy: whether the keys of the lowest logits go, without chance and so without anything to record.

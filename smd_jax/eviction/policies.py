@@ -288,9 +288,8 @@ class Knorm(EvictionPolicy):
 class Random(EvictionPolicy):
     """Uniform scores, drawn anew at every compression: the baseline that every method must beat.
 
-    Draws go by head and position, not by slot, so that padding changes nothing. While a response is decoded they come
-    from its row's key. While a prompt is read, for all of its responses at once, they come from its own tokens: the
-    same prompt then loses the same keys in every run, whatever the batch, the group and the mesh.
+    Draws go by head and position, not by slot, so that padding changes nothing. They come from the row's key. A prompt
+    is read once for all rows of its group, with the key of the first: these rows lose the same keys of it.
     """
 
     def score(self, view: CacheView) -> Scores:

@@ -146,7 +146,8 @@ def make_dpo_update(
         sound = jnp.isfinite(loss)
         if max_difference is not None:
             sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-        teaches = (prepared.weights > 0).any()
+        tokens = batch.chosen.response_mask.any(axis=1) | batch.rejected.response_mask.any(axis=1)
+        teaches = ((prepared.weights > 0) & tokens).any()
         new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound, teaches=teaches)
         return new_state, {"loss": loss, **of_step, **metrics}
 

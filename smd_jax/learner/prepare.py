@@ -94,7 +94,7 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
 
 def _eviction_weights(trajectory: Trajectory, mask: Bool[Array, "batch R"]) -> Float[Array, "batch compressions"]:
     draws = recorded_draws(trajectory)[1]
-    return eviction_weights(draws.counted(trajectory.valid), mask)
+    return eviction_weights(draws.trained(trajectory.valid), mask)
 
 
 def _known_entropy(config: UpdateConfig, trajectory: Trajectory) -> Float[Array, "batch R"] | None:

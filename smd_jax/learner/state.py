@@ -71,8 +71,10 @@ class TrainBatch(struct.PyTreeNode):
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
-    """A state at step 0. The reference is copied, so that it may be `params` themselves: a step donates both. What it
-    shares with the frozen base below adapters is not copied, and with adapters None is that base.
+    """A state at step 0. An update donates its buffers: without a copy, `params` are gone after the first step.
+
+    The key is copied, so the caller's own stays alive. The reference is copied, so that it may be `params` themselves.
+    What it shares with the frozen base below adapters is not copied, and with adapters None is that base.
 
     The optimizer's state is made for parameters in float32 or wider, whatever they are stored in: a second moment in 16
     bits would stand still.
@@ -80,7 +82,7 @@ def init_state(
     # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
     reference = jax.tree.map(jnp.copy, shared_reference(reference, params))
     opt_state = optimizer.init(widened(trained_params(params)))
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, reference, key)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, reference, jnp.copy(key))
 
 
 def reference_params(state: TrainState) -> Params | None:

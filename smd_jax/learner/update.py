@@ -93,12 +93,8 @@ def finished(
     return new_state, {"loss": loss, **of_step, **sums} | metrics
 
 
-def _teaches(config: UpdateConfig, state: TrainState, prepared: Prepared) -> Bool[Array, ""] | bool:
+def _teaches(config: UpdateConfig, state: TrainState, prepared: Prepared) -> Bool[Array, ""]:
     """Whether any term of the loss has something to learn from."""
-    leaves_out = prepared.batch.counted_rows is not None or config.mask_truncated_completions
-    # Without any of the three all responses count, and none is empty: there is nothing to find out.
-    if not leaves_out and not config.correction.traits.uses_mismatch and not config.correction.traits.uses_present:
-        return True
     found = prepared.correction.counted.any()
     if config.value is not None or config.entropy_coef or config.eviction_coef:
         found |= prepared.mask.any()
@@ -106,7 +102,7 @@ def _teaches(config: UpdateConfig, state: TrainState, prepared: Prepared) -> Boo
         found |= prepared.dense.correction.counted.any()
     if config.distill is not None:
         # A teacher needs no reward: it has something to say of every token.
-        found |= config.distill.coef_at(state.step) > 0
+        found |= (config.distill.coef_at(state.step) > 0) & (prepared.distill_weights > 0).any()
     return found
 
 

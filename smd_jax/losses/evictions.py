@@ -35,9 +35,13 @@ def eviction_loss(
 
     Args:
       advantages: of the responses.
+      weights: of the draws; where 0, the other arrays may hold anything.
     """
     check_shape("advantages", advantages, logprobs.shape[:1])
-    ratio = jnp.exp(logprobs - jax.lax.stop_gradient(sampler_logprobs))
-    gain = advantages[:, None, None, None]
+    inside = (weights > 0)[:, None, None]
+    # Replaced before any arithmetic: a NaN times a weight of 0 would still be NaN, and so would its gradient.
+    log_ratio = jnp.where(inside, logprobs, 0.0) - jax.lax.stop_gradient(jnp.where(inside, sampler_logprobs, 0.0))
+    ratio = jnp.exp(log_ratio)
+    gain = jnp.where(inside, advantages[:, None, None, None], 0.0)
     surrogate = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - EPSILON, 1 + EPSILON) * gain)
     return -jnp.sum(weights[:, None, None] * surrogate)

@@ -103,10 +103,10 @@ class LossInputs(struct.PyTreeNode):
       logprobs: log-probabilities of the policy being trained, in nats; the only input with a gradient.
       old_logprobs: those of the policy that the ratio is taken to.
       reference_logprobs: those of the reference policy; None where beta is 0.
-      advantages: `[batch]`, or `[batch, R]` where every token has its own (PPO). Finite, also where a token weighs 0.
+      advantages: `[batch]`, or `[batch, R]` where every token has its own (PPO).
       weights: weight of each token in the loss, made by a `TokenWeighting` from the tokens that stay in it: 0 outside
-        the response and where a correction rejects a token. Also the mask: where a token weighs 0, the other arrays but
-        the advantages may hold anything.
+        the response and where a correction rejects a token. Also the mask: where a token weighs 0, the other arrays may
+        hold anything; so may the advantage of a response of which no token weighs anything.
       correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
         truncated importance weights; None: all 1.
       high_scale: factor of the upper bound of each token's ratio, where a correction has one; None: all 1.
@@ -162,7 +162,10 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     _check_shapes(inputs)
     # Weights are never negative, so that 0 is the mask.
     inside = inputs.weights > 0
-    advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
+    # One number a response stays one: what a surrogate sees of it does not depend on the tokens that count.
+    of_tokens = inputs.advantages.ndim == 2
+    advantages = inputs.advantages if of_tokens else inputs.advantages[:, None]
+    advantages = jnp.where(inside if of_tokens else inside.any(axis=1, keepdims=True), advantages, 0.0)
     # Where a token weighs 0, log-probabilities and weights may be anything. They are replaced before any arithmetic: a
     # `where` after an exp that overflows would still give NaN gradients.
     logprobs = jnp.where(inside, inputs.logprobs, 0.0)

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from smd_jax.config import ModelConfig
 from smd_jax.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape
+from smd_jax.model.stored_tensors import check_finite_weights
 
 GATE_FILE = "eviction_gate.safetensors"
 _KIND = LinearGate.__name__
@@ -76,6 +77,8 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
             f"expected a gate for {shape.num_layers} layers with {shape.num_kv_heads} KV heads of {shape.head_dim} in "
             f"{file}, so for {wrong[0]} the shape {wanted.get(wrong[0])}; got {got.get(wrong[0])}"
         )
+    for name, values in found.items():
+        check_finite_weights(f"{name} of {file}", values)
     parameters = {
         layer: {name: jnp.asarray(found[f"{layer}.{name}"]) for name in parts} for layer, parts in fresh.items()
     }

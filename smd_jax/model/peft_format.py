@@ -25,7 +25,7 @@ from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import float_name
 from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
-from smd_jax.model.stored_tensors import STORED_DTYPES, read_json
+from smd_jax.model.stored_tensors import STORED_DTYPES, check_finite_weights, read_json
 from smd_jax.model.weights import tensor_table
 
 CONFIG_FILE = "adapter_config.json"
@@ -122,6 +122,7 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
         shapes = {"lora_A": (lora.rank, kernel.shape[0]), "lora_B": (kernel.shape[1], lora.rank)}
         for matrix, shape in shapes.items():
             tensor = _taken(tensors, _tensor_name(name, matrix), shape, directory)
+            check_finite_weights(f"{_tensor_name(name, matrix)} of {directory}", tensor)
             # A copy, so that JAX never aliases a buffer that belongs to safetensors.
             wide = jnp.promote_types(kernel.dtype, jnp.float32)
             matrices[f"{path}/{matrix}"] = jnp.array(tensor.T.astype(wide))

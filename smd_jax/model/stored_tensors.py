@@ -244,6 +244,9 @@ def read_part(tensor: Any, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.n
 
     Args:
       bounds: of the part, in the parameter's own order of axes.
+
+    Raises:
+      ValueError: NaN or infinity among the numbers, or beyond the range of the dtype.
     """
     part = host_array(tuple(end - begin for begin, end in bounds), dtype)
     # In the order of the file, a view into the part.
@@ -253,8 +256,22 @@ def read_part(tensor: Any, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.n
     step = max(min(BLOCK_BYTES, part.nbytes // 32) * len(there) // max(part.nbytes, 1), 1)
     for begin in range(first, last, step):
         end = min(begin + step, last)
-        there[begin - first : end - first] = tensor[(slice(begin, end), *rest)]
+        with np.errstate(over="ignore"):  # found below, with the tensor's name
+            there[begin - first : end - first] = tensor[(slice(begin, end), *rest)]
+        check_finite_weights(leaf.path, there[begin - first : end - first])
     return part
+
+
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all these bits are set in NaN and infinity alone
+
+
+def check_finite_weights(name: str, values: np.ndarray) -> None:
+    """Raises ValueError if there is a NaN or an infinity: nothing that is computed with it means anything."""
+    exponent = _EXPONENTS.get(values.dtype.name)
+    # NumPy looks at bfloat16 number by number, at bits of whole numbers many at a time.
+    bad = ~np.isfinite(values) if exponent is None else (values.view(np.uint16) & exponent) == exponent
+    if bad.any():
+        raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
 
 
 def host_array(shape: tuple[int, ...], dtype: FloatName) -> np.ndarray:

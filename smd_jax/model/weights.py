@@ -82,7 +82,7 @@ def load_checkpoint(
       FileNotFoundError: no directory, no config.json, no safetensors, or a shard that the index names does not exist.
       ValueError: a pickle in place of safetensors; missing or extra tensors; a wrong shape or dtype; an output
         projection that differs from the embedding it is tied to; an index that names files elsewhere; a file that
-        cannot be parsed; an architecture that the decoder does not cover.
+        cannot be parsed; an architecture that the decoder does not cover; NaN or infinity among the weights.
     """
     directory = Path(directory)
     name = float_name(dtype)

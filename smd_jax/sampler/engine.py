@@ -188,7 +188,7 @@ class Engine:
             tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
             valid=jnp.ones((self.prefill_rows, prompt_width), bool),
         )
-        keys = jax.eval_shape(prompt_keys, prompts)
+        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             prefilled = jax.eval_shape(partial(_prefill, sampler), params, prompts, keys)
             state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
@@ -303,7 +303,8 @@ class _Loop:
         padded = np.resize(prompts, self.prefill_rows)  # repeats some; nobody goes on from those
         # Prompts are padded at the left, so their tokens are in the last columns of the batch.
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
-        prefilled = _prefill(self.sampler, self.params, part, prompt_keys(part))
+        keys = prompt_keys(self.keys, self.group_size)[padded]
+        prefilled = _prefill(self.sampler, self.params, part, keys)
         self.prefills += 1
         rows = (
             (place, prompt * self.group_size + sample)

@@ -32,7 +32,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.sharding import gathered_tree
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
-from smd_jax.trajectory import Trajectory
+from smd_jax.trajectory import Trajectory, check_finite
 
 
 def rollout(
@@ -46,6 +46,7 @@ def rollout(
     group_size: int = 1,
     stop: StopTable | None = None,
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
+    prompt_copies: int = 1,
 ) -> Trajectory:
     """Samples `group_size` responses per prompt with a KV cache of fixed size.
 
@@ -55,17 +56,28 @@ def rollout(
       prompts: left-padded, `[prompts, P]`. Each is read once; its responses are contiguous rows of the trajectory.
       key: random number generator state, consumed: one for all, of which row i has `fold_in(key, i)`, or one per row.
         A row draws from its own key alone: its tokens are the same in any batch, but for rounding, which depends on the
-        sizes of a batch and may decide between keys of nearly equal score or tokens at the edge of a draw.
+        sizes of a batch and may decide between keys of nearly equal score or tokens at the edge of a draw. What an
+        eviction policy draws while it reads a prompt is shared by the prompt's group, and comes from its first row's
+        key.
       stop: strings that end a response, see `smd_jax.text.stop_strings`.
       limits: tokens of each response at most, if fewer than `config.max_new_tokens`.
+      prompt_copies: consecutive prompts that are copies of one, so that they divide over a mesh. Their responses are
+        one group: a policy that draws evicts the same keys of each copy. Static.
 
     Raises:
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
         for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
-        1 … max_new_tokens (neither is checked inside a jitted function); for a group_size below 1, stop strings of
-        another vocabulary, and keys that are not threefry's.
+        1 … max_new_tokens; for a group_size below 1, stop strings of another vocabulary, and keys that are not
+        threefry's.
+      NonFiniteLogitsError: if the model's logits were NaN or infinite, see `smd_jax.trajectory.check_finite`. The call
+        waits for the result.
+
+    Inside a jitted function there are no values to look at: prompts, limits and logits are not checked there.
     """
     check_whole("group_size", group_size, 1)
+    check_whole("prompt_copies", prompt_copies, 1)
+    if prompts.tokens.shape[0] % prompt_copies:
+        raise ValueError(f"expected prompt_copies that divide {prompts.tokens.shape[0]} prompts; got {prompt_copies}")
     # Inside a jitted function there are no values to look at.
     if not isinstance(prompts.valid, Tracer):
         check_prompts(prompts, model.shape.vocab_size)
@@ -73,12 +85,24 @@ def rollout(
         limits = check_limits(limits, prompts.tokens.shape[0] * group_size, config)
     if stop is not None:
         check_stop_table(stop, model.shape.vocab_size)
-    return rollout_program(
-        model, params, prompts, key, policy=policy, config=config, group_size=group_size, stop=stop, limits=limits
+    trajectory = rollout_program(
+        model,
+        params,
+        prompts,
+        key,
+        policy=policy,
+        config=config,
+        group_size=group_size,
+        stop=stop,
+        limits=limits,
+        prompt_copies=prompt_copies,
     )
+    if not isinstance(trajectory.logprobs, Tracer):
+        check_finite(trajectory.logprobs)
+    return trajectory
 
 
-@partial(jax.jit, static_argnames=("model", "policy", "config", "group_size"))
+@partial(jax.jit, static_argnames=("model", "policy", "config", "group_size", "prompt_copies"))
 def rollout_program(
     model: LanguageModel,
     params: Params,
@@ -90,6 +114,7 @@ def rollout_program(
     group_size: int = 1,
     stop: StopTable | None = None,
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
+    prompt_copies: int = 1,
 ) -> Trajectory:
     """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions.
 
@@ -100,7 +125,7 @@ def rollout_program(
     sampler = Sampler(model, policy, config, width)
     params = gathered_tree(sampler_params(model, params))  # here, or every step of the loop would gather them
     keys = row_keys(key, rows)
-    prefilled = prefill(sampler, params, prompts, prompt_keys(prompts))
+    prefilled = prefill(sampler, params, prompts, prompt_keys(keys, group_size, prompt_copies))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
     # Under a trace nobody has checked the limits, and the records have room for `max_new_tokens`.
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
@@ -121,4 +146,6 @@ def rollout_program(
     carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
     state, records, _ = jax.lax.while_loop(unfinished, segment, carry)
     prompt_records = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prefilled.records)
-    return to_trajectory(sampler, repeat_prompts(prompts, group_size), prompt_records, records, state.terminated)
+    repeated = repeat_prompts(prompts, group_size)
+    shared_by = group_size * prompt_copies
+    return to_trajectory(sampler, repeated, prompt_records, records, state.terminated, shared_by)

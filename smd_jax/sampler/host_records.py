@@ -148,4 +148,4 @@ def _finish(
     terminated: Bool[Array, " rows"],
 ) -> Trajectory:
     of_rows = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompt_records)
-    return to_trajectory(sampler, repeat_prompts(prompts, group_size), of_rows, records, terminated)
+    return to_trajectory(sampler, repeat_prompts(prompts, group_size), of_rows, records, terminated, group_size)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, UInt32
-
-from smd_jax.masks import positions
-from smd_jax.text.prompts import PromptBatch
+from jaxtyping import Array, Key
 
 
 def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array, " rows"]:
@@ -28,27 +25,19 @@ def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array,
     return key
 
 
-@jax.jit
-def prompt_keys(prompts: PromptBatch) -> Key[Array, " prompts"]:
-    """The keys for eviction policies that draw while prompts are read: each comes from the prompt's own tokens.
+def prompt_keys(keys: Key[Array, " rows"], group_size: int, copies: int = 1) -> Key[Array, " prompts"]:
+    """The keys for eviction policies that draw while prompts are read: each prompt has that of its first row.
 
-    A prompt is read once for all of its responses, so what it loses cannot depend on one row's key. This way it depends
-    on nothing else either: not on padding, on the batch, on the size of its group, or on how a mesh splits the group.
+    A prompt is read once for its group, so all rows of the group share what it loses. The first row's key differs
+    between rollouts, so a prompt loses other keys in each; and it is the same in any batch, engine and mesh.
+
+    Args:
+      keys: of all rows, see `row_keys`; the rows of a group lie side by side.
+      group_size: rows of each prompt.
+      copies: consecutive prompts that are copies of one, and draw the same numbers.
     """
-    # One more than the position, because mixing leaves 0 as it is.
-    place = _mixed(positions(prompts.valid).astype(jnp.uint32) + 1)
-    # A sum, so that padding adds nothing wherever it is; each token is mixed with its place first.
-    words = _mixed(place ^ prompts.tokens.astype(jnp.uint32))
-    content = jnp.where(prompts.valid, words, 0).sum(axis=1, dtype=jnp.uint32)
-    begin = jax.random.key(0, impl="threefry2x32")
-    return jax.vmap(lambda word: jax.random.fold_in(begin, word))(content)
-
-
-def _mixed(x: UInt32[Array, "prompts P"]) -> UInt32[Array, "prompts P"]:
-    """Every bit depends on every bit (the last step of MurmurHash3)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    first = keys[:: group_size * copies]
+    return first if copies == 1 else jnp.repeat(first, copies, axis=0)
 
 
 def token_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:

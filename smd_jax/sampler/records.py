@@ -49,12 +49,14 @@ def to_trajectory(
     prompt_records: tuple[PromptRecord, ...],
     records: SegmentRecord,
     terminated: Bool[Array, " rows"],
+    group_size: int,
 ) -> Trajectory:
     """The trajectory of rows with these prompts.
 
     Args:
       prompts, prompt_records: `[rows, …]` each row's prompt, and per layer what reading it left.
       records: `[segments, rows, …]`. terminated: rows that ended by themselves.
+      group_size: consecutive rows that share a prompt, and what was drawn while it was read.
     """
     config = sampler.config
     response = sampler.config.max_new_tokens
@@ -78,7 +80,7 @@ def to_trajectory(
         mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
         entropy=by_row(records.entropy),
         drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
-        evictions=_evictions(sampler, valid, prompt_records, records),
+        evictions=_evictions(sampler, valid, prompt_records, records, group_size),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
     )
@@ -122,7 +124,11 @@ def _evicted_at(
 
 
 def _evictions(
-    sampler: Sampler, valid: Bool[Array, "rows T"], prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
+    sampler: Sampler,
+    valid: Bool[Array, "rows T"],
+    prompt_records: tuple[PromptRecord, ...],
+    records: SegmentRecord,
+    group_size: int,
 ) -> EvictionDraws | None:
     """The draws by which keys went; None where they are no draws."""
     gate = sampler.policy.gate
@@ -138,7 +144,8 @@ def _evictions(
         # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
         orders.append(record_order(order, jnp.moveaxis(gone.dropped[: count - 1], 0, 2)))
         logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(gone.logprob, 0, -1)], axis=-1))
-    draws = EvictionDraws(jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count], gate, first, length)
+    order, logprob = jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count]
+    draws = EvictionDraws(order, logprob, gate, first, length, group_size)
     # Rows that had ended went on dropping what they had.
     counted = draws.counted(valid)[:, None, None]
     return draws.replace(

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smd_jax.config import check_seed
 from smd_jax.tasks.dataset_task import DatasetTask, StreamTask
 from smd_jax.tasks.lengths import PromptLimit
 from smd_jax.tasks.presets import PRESETS, Preset
@@ -58,6 +59,9 @@ class TaskChoice:
     seed: int = 0
     size: int = 10_000
     parameters: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_seed("seed", self.seed)
 
 
 def build_task(choice: TaskChoice) -> Task | SteppedTask:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from smd_jax.config import check_seed
 from smd_jax.tasks.lengths import PromptCounts, PromptLimit, SelectedRows
 from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
@@ -87,13 +88,14 @@ class StreamTask:
         """The rows of a step, as a function of the arguments alone; steps that come in order are read once.
 
         Args:
-          size: rows of a step. step: counted from 0. seed: at least 0.
+          size: rows of a step. step: counted from 0. seed: from 0 to 2**32 - 1.
 
         Raises:
           ValueError: arguments below these; a stream without any prompt that is short enough.
         """
-        if size < 1 or step < 0 or seed < 0:
-            raise ValueError(f"expected size >= 1, step >= 0 and seed >= 0; got {size}, {step} and {seed}")
+        if size < 1 or step < 0:
+            raise ValueError(f"expected size >= 1 and step >= 0; got {size} and {step}")
+        check_seed("seed", seed)
         return self.reader.rows(size * step, size, seed)
 
     def head(self, count: int) -> list[Row]:

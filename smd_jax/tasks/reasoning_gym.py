@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from smd_jax.config import check_whole
 from smd_jax.tasks.evaluated_answers import readable_answer
 from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
 
@@ -47,6 +48,7 @@ class ReasoningGymTask:
     parameters: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        check_whole("seed", self.seed, 0, "Python's generator takes -1 for 1")
         if len(self) < 1:  # makes the dataset, so that a wrong name or parameter fails here
             raise ValueError(f"expected a dataset of at least one row; got size {self.size}")
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from smd_jax.config import check_seed
 from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 from smd_jax.text.template_day import NAME as DAY
@@ -177,15 +178,15 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
       size: rows of the dataset.
       batch: rows of a step.
       step: counted from 0.
-      seed: at least 0; with the epoch it seeds that epoch's permutation.
+      seed: from 0 to 2**32 - 1; with the epoch it seeds that epoch's permutation.
 
     Returns:
       int64 `[batch]`, values from 0 to size - 1.
     """
-    if size < 1 or batch < 1 or step < 0 or seed < 0:
-        raise ValueError(
-            f"expected size >= 1, batch >= 1, step >= 0 and seed >= 0; got {size}, {batch}, {step} and {seed}"
-        )
+    if size < 1 or batch < 1 or step < 0:
+        raise ValueError(f"expected size >= 1, batch >= 1 and step >= 0; got {size}, {batch} and {step}")
+    # NumPy takes a seed apart into words of 32 bits: 2**32 in epoch 0 would have the order of 0 in epoch 1.
+    check_seed("seed", seed)
     # Counted through all epochs, so that no row is left out where the batch does not divide the dataset.
     epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
     return np.array([_epoch_order(size, seed, int(e))[p] for e, p in zip(epochs, places, strict=True)])

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from smd_jax.config import check_whole
+from smd_jax.config import check_seed, check_whole
 from smd_jax.learner.state import TrainState
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
@@ -43,7 +43,7 @@ from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop import Loop
 from smd_jax.train.responder import sampler_copy
-from smd_jax.trajectory import Trajectory, check_finite
+from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EvaluationConfig:
       group_size: completions per prompt.
       rows: completions that are decoded at once, at most; on a mesh of more devices at least one prompt each.
       stop_strings: texts that end a completion, and stay in it.
-      seed: of the sampler.
+      seed: of the sampler, from 0 to 2**32 - 1.
     """
 
     decodes: tuple[Decode, ...]
@@ -72,7 +72,7 @@ class EvaluationConfig:
         check_names(self.decodes)
         for name in ("prompt_width", "group_size", "rows"):
             check_whole(name, getattr(self, name), 1)
-        check_whole("seed", self.seed, 0)
+        check_seed("seed", self.seed)
         if self.rows < self.group_size:
             raise ValueError(
                 f"expected rows >= group_size = {self.group_size}, because the completions of a prompt are decoded "
@@ -293,7 +293,6 @@ class Evaluator:
             began = time.perf_counter()
             trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
             seconds = time.perf_counter() - began
-        check_finite(trajectory.logprobs)
         drawn = int(trajectory.lengths().sum())
         trajectory = self.place.own(trajectory)
         return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
@@ -312,6 +311,7 @@ class Evaluator:
             group_size=self.config.group_size,
             stop=self.stop_table,
             limits=None,
+            prompt_copies=1,
         )
 
     def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smd_jax.config import check_seed
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.typed_fields import check_types
@@ -27,7 +28,7 @@ class LoopConfig:
       num_iterations: passes over a rollout; every further one has the groups in another order.
       update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
         each is compiled when it is first needed. 1: always over `max_new_tokens`.
-      seed: order of the task's rows.
+      seed: order of the task's rows, from 0 to 2**32 - 1.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -53,8 +54,7 @@ class LoopConfig:
         for name in (*sizes, "minibatches", "num_iterations", "update_widths"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"expected seed >= 0; got {self.seed}")
+        check_seed("seed", self.seed)
         if not self.rollout.sampling.trainable:
             raise ValueError(
                 "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "

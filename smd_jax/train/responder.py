@@ -34,7 +34,7 @@ from smd_jax.train.ahead import rows_on
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.sharing import Told, shared
-from smd_jax.trajectory import Trajectory, check_finite
+from smd_jax.trajectory import Trajectory
 
 
 def sampler_copy(model: LanguageModel, params: Params, place: Place) -> Params:
@@ -160,8 +160,7 @@ class Responder:
         copies = self._copies(len(prompts.valid), group_size)
         with jax.set_mesh(mesh):
             repeated = shard_batch(repeat_prompts(prompts, copies), mesh)
-            trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies)
-        check_finite(trajectory.logprobs)
+            trajectory = self._rollout(rollout, params, repeated, key, policy, config, group_size // copies, copies)
         return self.place.own(trajectory), {}
 
     def lower(self, params: Params) -> jax.stages.Lowered:
@@ -190,7 +189,8 @@ class Responder:
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         key = jax.random.key(config.seed)
         responses = config.group_size // copies
-        return self._rollout(run, params, rows_on(prompts, mesh), key, config.policy, config.rollout, responses)
+        on_mesh = rows_on(prompts, mesh)
+        return self._rollout(run, params, on_mesh, key, config.policy, config.rollout, responses, copies)
 
     def _rollout(
         self,
@@ -201,11 +201,12 @@ class Responder:
         policy: EvictionPolicy,
         config: RolloutConfig,
         responses: int,
+        copies: int,
     ) -> Any:
         """`run` of what a rollout in one program is called with: by the same names, or it would be another program.
 
         Args:
-          responses: to each row of the prompts.
+          responses: to each row of the prompts. copies: consecutive rows of the prompts that are one prompt.
         """
         return run(
             self.model,
@@ -216,6 +217,7 @@ class Responder:
             config=config,
             group_size=responses,
             stop=self.stop_table,
+            prompt_copies=copies,
         )
 
     def _copies(self, prompts: int, group_size: int) -> int:

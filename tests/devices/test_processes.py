@@ -124,13 +124,18 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("run", ["grpo", "few_rows", "ppo_with_adapters", "judged_pairs", "half_without_rewards"])
-def test_a_run_is_the_same_to_the_last_bit(found: dict[int, Found], run: str):
-    """Tokens, masks, rewards, metrics and parameters: of GRPO; of the engine with dynamic sampling; of PPO with
-    adapters, minibatches and a KL in the reward; of online DPO by a judge; with rewards of one process's rows alone."""
+RUNS = ["grpo", "taught", "few_rows", "ppo_with_adapters", "judged_pairs", "half_without_rewards"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_draws_the_same(found: dict[int, Found], run: str):
+    """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO, alone and with a teacher;
+    the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO by a judge; GRPO
+    with rewards of one process's rows alone."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
-    if HAS_AVX512:
+    # Longer responses add up more terms, and a divergence is a difference of nearly equal ones.
+    if HAS_AVX512 and run != "taught":
         assert not apart(one, two)
     assert_same(one, two)
 

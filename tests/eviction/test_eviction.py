@@ -21,12 +21,13 @@ from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAtten
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.masks import NEVER
 from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampler.keys import prompt_keys
+from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
-from smd_jax.text.prompts import PromptBatch
+from smd_jax.text.prompts import PromptBatch, repeat_prompts
 from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
@@ -440,24 +441,54 @@ def test_random_draws_anew_at_every_compression_and_layer():
 
 
 def test_prompts_lose_the_same_keys_in_any_batch():
-    """What a policy draws while a prompt is read, for all of its responses, comes from the prompt's own tokens."""
-    vocab_size = ONE_LAYER.vocab_size
-    wide = left_padded([5, 9, 9, 2], 9, vocab_size)
+    """What a policy draws while a prompt is read comes from the key of the prompt's first row."""
+    wide = left_padded([5, 9, 9, 2], 9, ONE_LAYER.vocab_size)
     alone = PromptBatch(wide.tokens[:1, 4:], wide.valid[:1, 4:])
-    keys = jax.random.key_data(prompt_keys(wide))
-    np.testing.assert_array_equal(keys[:1], jax.random.key_data(prompt_keys(alone)))
-    assert len(np.unique(keys, axis=0)) == 4
-    turned = wide.replace(tokens=wide.tokens[:, [0, 1, 2, 3, 4, 5, 6, 8, 7]])
-    assert (np.asarray(jax.random.key_data(prompt_keys(turned))) != np.asarray(keys)).any(1).all()
 
-    def read(prompts: PromptBatch) -> np.ndarray:
+    def read(prompts: PromptBatch, keys: Any) -> np.ndarray:
         sampler = Sampler(Decoder(ONE_LAYER), Random(), RolloutConfig(4, 3, 2), 9)
-        prefilled = jax.jit(lambda params: prefill(sampler, params, prompts, prompt_keys(prompts)))
+        prefilled = jax.jit(lambda params: prefill(sampler, params, prompts, keys))
         return np.asarray(prefilled(make_params(ONE_LAYER)).records[0].evicted_at)
 
-    together = read(wide)
+    keys = row_keys(jax.random.key(0), 8)
+    together = read(wide, prompt_keys(keys, 2))
     assert (together[0] == 9).sum() == 2 * 2, "of five keys in two heads three stay"
-    np.testing.assert_array_equal(read(alone)[0, :, 4:], together[0, :, 4:])
+    np.testing.assert_array_equal(read(alone, prompt_keys(keys[:1], 1))[0, :, 4:], together[0, :, 4:])
+
+
+def prompt_losses(key: Any, prompts: PromptBatch, **options: Any) -> np.ndarray:
+    """Which keys of the prompt are gone for the first query of the response."""
+    sizes = RolloutConfig(2, 4, 2)
+    run = rollout(Decoder(ONE_LAYER), make_params(ONE_LAYER), prompts, key, policy=Random(), config=sizes, **options)
+    return eviction_times(run)[..., :WIDTH] == WIDTH
+
+
+def test_prompts_lose_other_keys_in_other_seeds_and_rollouts():
+    """Equal prompts too, unless they are one group, whose rows go on from one reading."""
+    prompts = PromptBatch(jnp.ones((4, WIDTH), jnp.int32), jnp.ones((4, WIDTH), bool))
+    seeds = [prompt_losses(jax.random.key(seed), prompts) for seed in range(3)]
+    rollouts = [prompt_losses(jax.random.fold_in(jax.random.key(0), index), prompts) for index in range(3)]
+    drawn = [row.tobytes() for losses in seeds + rollouts for row in losses]
+    assert len(set(drawn)) == len(drawn)
+    grouped = prompt_losses(jax.random.key(0), prompts, group_size=2)
+    np.testing.assert_array_equal(grouped[::2], grouped[1::2])
+    assert len({row.tobytes() for row in grouped}) == 4
+
+
+def test_copies_of_a_prompt_lose_the_same_keys():
+    """However often a group's prompt is read, so that it divides over a mesh, and by the engine."""
+    prompts = left_padded([WIDTH, WIDTH - 2], WIDTH, ONE_LAYER.vocab_size)
+    key = jax.random.key(4)
+    whole = prompt_losses(key, prompts, group_size=4)
+    for copies in (2, 4):
+        repeated = repeat_prompts(prompts, copies)
+        split = prompt_losses(key, repeated, group_size=4 // copies, prompt_copies=copies)
+        np.testing.assert_array_equal(split, whole)
+    engine = Engine(Decoder(ONE_LAYER), Random(), RolloutConfig(2, 4, 2), decode_rows=3, prefill_rows=1)
+    run = engine.run(make_params(ONE_LAYER), prompts, key, group_size=4).trajectory
+    np.testing.assert_array_equal(eviction_times(run)[..., :WIDTH] == WIDTH, whole)
+    with pytest.raises(ValueError, match="expected prompt_copies that divide 2 prompts; got 3"):
+        prompt_losses(key, prompts, prompt_copies=3)
 
 
 def test_missing_statistics_are_named():

@@ -36,6 +36,7 @@ from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
+from smd_jax.text.prompts import repeat_prompts
 from smd_jax.trajectory import Trajectory
 from tests.tiny_update import distance, metrics_and_gradients
 from tests.under_test import SHAPES, left_padded, make_params
@@ -244,23 +245,26 @@ MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1)
 
 
 @cache
-def batch() -> tuple[dict[str, Any], TrainBatch]:
+def batch(group_size: int = 2) -> tuple[dict[str, Any], TrainBatch]:
     params = with_gate(MODEL.config)
-    prompts = left_padded([8, 5, 3, 8], 8, 32)
+    prompts = repeat_prompts(left_padded([8, 5, 3, 8], 8, 32), 2 // group_size)
     config = RolloutConfig(8, 5, 2, eos_token_id=5)
     key = jax.random.key(1)
-    trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=config, group_size=2)
+    trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=config, group_size=group_size)
     advantages = jnp.asarray([1.0, -2.0, 0.5, 1.5, 0.1, 0.3, -1.0, 1.0])
     return params, TrainBatch(trajectory, advantages, trajectory.logprobs)
 
 
-def test_gradient_is_that_of_reinforce():
-    """Of the update, against one taken of the definition: A log p of every draw, over the number of tokens."""
-    params, data = batch()
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_gradient_is_that_of_reinforce(group_size: int):
+    """Of the update, against one taken of the definition: A log p of every draw of the row's own, over the number of
+    tokens. The draw of the prompt's keys is the row's own where the row is its whole group."""
+    params, data = batch(group_size)
     t: Any = data.trajectory
+    first = 0 if group_size == 1 else 1
 
     def expected(params: Any) -> Any:
-        logprobs = replay_evictions(MODEL, params, t).sum(axis=(1, 2, 3))
+        logprobs = replay_evictions(MODEL, params, t)[..., first:].sum(axis=(1, 2, 3))
         return -(data.advantages * logprobs).sum() / t.response_mask.sum()
 
     halves = UpdateConfig(policy_coef=0.0, eviction_coef=2.0, microbatch_size=4)
@@ -284,12 +288,28 @@ def test_prompts_that_are_read_once():
     assert once["evictions/logp_difference/max"] <= BOUND
 
 
-def test_a_prompts_draws_cancel_within_a_group():
-    """What a prompt lost is the same for all of its responses, and their advantages sum to zero."""
-    draws: Any = batch()[1].trajectory.evictions
-    groups = np.asarray(draws.logprobs).reshape(4, 2, -1, draws.logprobs.shape[-1])
-    np.testing.assert_array_equal(groups[:, 0, :, 0], groups[:, 1, :, 0])
-    assert (groups[:, 0, :, 1] != groups[:, 1, :, 1]).any()
+def test_rows_of_a_group_share_the_draw_of_their_prompt():
+    """The prompt is read once for both; rows that read it by themselves have draws of their own."""
+    shared, own = (np.asarray(batch(size)[1].trajectory.evictions.logprobs) for size in (2, 1))
+    np.testing.assert_array_equal(shared[::2, ..., 0], shared[1::2, ..., 0])
+    assert (shared[::2, ..., 1] != shared[1::2, ..., 1]).any()
+    assert (own[::2, ..., 0] != own[1::2, ..., 0]).any()
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_shared_draw_has_no_gradient(seed: int, truncated: bool):
+    """Whichever rows of the group count: their advantages sum to zero over all rows, and not over these."""
+    params = with_gate(MODEL.config)
+    sizes = RolloutConfig(4, 3, 4, eos_token_id=None)  # the prompt alone is compressed
+    prompts, key = left_padded([8], 8, 32), jax.random.key(seed)
+    trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=sizes, group_size=4)
+    assert (np.asarray(trajectory.evictions.logprobs) < -0.1).all()
+    advantages = jnp.asarray([1.0, 1.0, -1.0, -1.0])
+    config = UpdateConfig(policy_coef=0.0, eviction_coef=1.0, mask_truncated_completions=truncated)
+    data = TrainBatch(trajectory.replace(terminated=advantages > 0), advantages, None)
+    _, gradient = metrics_and_gradients(config, data=data, model=MODEL, params=params)
+    assert not np.asarray(gradient[EVICTION_GATE]["layers_0"]["kernel"]).any()
 
 
 def test_loss_by_hand():
@@ -301,6 +321,11 @@ def test_loss_by_hand():
     assert float(loss) == pytest.approx(-(1.2 - 1.5) / 8)
     nothing = eviction_weights(jnp.ones((2, 1), bool), jnp.zeros((2, 4), bool))
     assert not nothing.any()
+    # Without a weight, an advantage and a log-probability may be anything.
+    weights = eviction_weights(jnp.asarray([[True], [False]]), jnp.ones((2, 4), bool))
+    bad = jnp.asarray([0.0, jnp.nan]).reshape(2, 1, 1, 1)
+    loss, slope = jax.value_and_grad(eviction_loss)(logprobs + bad, bad, jnp.asarray([1.0, jnp.nan]), weights)
+    assert float(loss) == pytest.approx(-1.2 / 8) and np.isfinite(slope).all()
 
 
 def test_fresh_gate_is_indifferent():

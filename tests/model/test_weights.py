@@ -289,6 +289,27 @@ def test_missing_tensors(checkpoint: Path):
         load_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers(checkpoint: Path, stored: FloatName, value: float):
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = load_file(checkpoint / "model.safetensors")[name].astype(jnp.dtype(stored))
+    rewrite(checkpoint, {name: tensor})
+    load_checkpoint(checkpoint, dtype=stored)
+    tensor[-1, -1] = value
+    rewrite(checkpoint, {name: tensor})
+    with pytest.raises(ValueError, match="expected finite weights; got NaN or infinity in layers_0/mlp/up_proj/kernel"):
+        load_checkpoint(checkpoint, dtype=stored)
+
+
+def test_weights_beyond_the_range_of_the_dtype(checkpoint: Path):
+    name = "model.norm.weight"
+    rewrite(checkpoint, {name: np.full_like(load_file(checkpoint / "model.safetensors")[name], 1e5)})
+    load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match="got NaN or infinity in norm/scale, as float16"):
+        load_checkpoint(checkpoint, dtype="float16")
+
+
 def test_extra_tensors(checkpoint: Path):
     rewrite(checkpoint, {"model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32)})
     with pytest.raises(ValueError, match=r"unexpected model\.layers\.0\.self_attn\.o_proj\.bias"):

@@ -27,7 +27,7 @@ from smd_jax.sampling import SamplingConfig
 from smd_jax.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
+from smd_jax.trajectory import NonFiniteLogitsError, Trajectory, check_finite
 from tests.under_test import eviction_times, left_padded, make_params, to_prompts
 
 SHAPE = tiny_model_config(num_layers=1, tie_embeddings=False)
@@ -160,6 +160,18 @@ def test_a_model_that_says_nothing():
     assert (trajectory.response[:, 0] == 3).all() and (trajectory.response[:, 1:] == 1).all()
     assert trajectory.lengths().tolist() == [1, 1, 1] and trajectory.terminated.all()
     np.testing.assert_allclose(trajectory.logprobs, 0.0)
+
+
+def test_a_broken_model_is_refused():
+    """As by the engine. Inside a jitted function nothing can be raised: there the caller has to look."""
+    params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(TALKATIVE))
+    prompts = left_padded([6, 2, 5], 6, 16)
+    run = partial(rollout, Decoder(TALKATIVE), policy=Knorm(), config=ENDING)
+    with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 3 of 3 rows"):
+        run(params, prompts, jax.random.key(0))
+    trajectory = jax.jit(run)(params, prompts, jax.random.key(0))
+    with pytest.raises(NonFiniteLogitsError):
+        check_finite(trajectory.logprobs)
 
 
 # Sizes.

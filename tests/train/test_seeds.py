@@ -1,0 +1,75 @@
+"""Every seed has random numbers of its own, or is refused before anything is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from smd_jax.config import MAX_SEED
+from smd_jax.eviction.policies import H2O
+from smd_jax.sampler.fixed_batch import RolloutConfig
+from smd_jax.tasks.build import TaskChoice
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.task import batch_indices
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig
+from smd_jax.train.grpo import GRPOConfig
+from tests.command_errors import error_of
+
+ROLLOUT = RolloutConfig(4, 6, 2)
+
+
+def evaluation(seed: Any) -> EvaluationConfig:
+    return EvaluationConfig((Decode("h2o", H2O()),), ROLLOUT, prompt_width=4, seed=seed)
+
+
+def loop(seed: Any) -> GRPOConfig:
+    return GRPOConfig(2, 2, 4, H2O(), ROLLOUT, seed=seed)
+
+
+TAKEN = {
+    "loop": loop,
+    "evaluation": evaluation,
+    "task": lambda seed: TaskChoice("reasoning_gym:chain_sum", seed=seed),
+    "order of rows": lambda seed: batch_indices(10, 4, 0, seed),
+    "parameters": lambda seed: random_params(tiny_model_config(num_layers=1), seed),
+}
+
+
+@pytest.mark.parametrize("where", TAKEN)
+@pytest.mark.parametrize(
+    ("seed", "said"), [(-1, "expected seed >= 0"), (2**32, "32 bits.*got 4294967296"), (2**63, "32 bits")]
+)
+def test_a_seed_that_would_repeat_another_is_refused(where: str, seed: int, said: str):
+    with pytest.raises(ValueError, match=said):
+        TAKEN[where](seed)
+    TAKEN[where](MAX_SEED)
+
+
+def test_the_largest_seed_has_a_key_of_its_own():
+    keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, 1, 2**31, MAX_SEED)]
+    assert len(np.unique(keys, axis=0)) == 4
+    orders = [batch_indices(20, 20, step, seed) for seed in (0, 1, 2**31, MAX_SEED) for step in range(3)]
+    assert len(np.unique(orders, axis=0)) == 12, "of every epoch and seed"
+
+
+def test_rows_of_a_negative_seed():
+    """Python's generator would make those of its absolute value."""
+    with pytest.raises(
+        ValueError, match="expected seed >= 0, a whole number .Python's generator takes -1 for 1.; got -1"
+    ):
+        ReasoningGymTask("chain_sum", seed=-1, size=3)
+
+
+@pytest.mark.parametrize("flags", [["--seed", "4294967296"], ["--seed", str(2**63)], ["--eval-seed", "4294967296"]])
+def test_a_command_refuses_it_before_it_plans(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=1))
+    words = ["grpo", "--model", str(tmp_path / "model"), "--dataset", "reasoning_gym:chain_sum", "--dry-run"]
+    words += ["--eval-steps", "1", "--output-dir", str(tmp_path / "run"), *flags]
+    said = error_of(words, capsys)
+    assert "<= 4294967295, 32 bits, beyond which seeds repeat" in said and flags[1] in said
