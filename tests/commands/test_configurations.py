@@ -1,7 +1,7 @@
 """Several fields of a configuration at once: it is refused by an error that names one of them, or it works.
 
 What is taken is traced: a rollout, what the learner makes of it, and an update, in shapes alone. Nothing is compiled.
-300 cases by default, always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts,
+100 cases by default, always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts,
 3,500 cases: `test_properties.py`.
 """
 
@@ -361,7 +361,7 @@ def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], 
         built(name, values)
 
 
-@settings(cases(300), derandomize=True, suppress_health_check=[*SLOW, HealthCheck.filter_too_much])
+@settings(cases(100), derandomize=True, suppress_health_check=[*SLOW, HealthCheck.filter_too_much])
 @given(runs())
 @example(("grpo", {}))
 @example(("ppo", {}))

@@ -206,15 +206,15 @@ def test_a_gate_is_planned():
     """Within the bounds of the other plans at their widest: many layers, whose logits of all keys are kept."""
     config = dataclasses.replace(tiny_model_config(num_layers=8, max_positions=512), num_kv_heads=4, num_heads=8)
 
-    def figures(policy: Any, params: Any, update: UpdateConfig) -> tuple[Any, Any]:
+    def loop_of(policy: Any, update: UpdateConfig) -> GRPOLoop:
         tokens = byte_tokenizer(chat=False)
         settings = GRPOConfig(2, 4, 64, policy, RolloutConfig(256, 64, 32, 258, 256), update=update, update_widths=1)
         task = ReasoningGymTask("chain_sum", seed=0, size=9)
-        loop = GRPOLoop(Decoder(config), task, tokens, optax.adam(1e-3), settings)
-        state = init_state(params, loop.optimizer, jax.random.key(0))
-        return plan_memory(workload_of(loop), params), loop_memory(loop, state)
+        return GRPOLoop(Decoder(config), task, tokens, optax.adam(1e-3), settings)
 
-    plan, compiled = figures(LearnedGate(), parameters(config), UpdateConfig(eviction_coef=1.0))
-    bare, _ = figures(Random(), random_params(config), UpdateConfig())
+    loop, params = loop_of(LearnedGate(), UpdateConfig(eviction_coef=1.0)), parameters(config)
+    plan = plan_memory(workload_of(loop), params)
+    compiled = loop_memory(loop, init_state(params, loop.optimizer, jax.random.key(0)))
+    bare = plan_memory(workload_of(loop_of(Random(), UpdateConfig())), random_params(config))
     assert 0.85 < plan.update / compiled.update < 1.3
     assert plan.update > bare.update + 8_000_000 and plan.trajectory > bare.trajectory
