@@ -42,7 +42,7 @@ if directory is None:
     write_random_checkpoint(directory)
 config, params = smd.load_checkpoint(directory)
 model = smd.Decoder(config)
-tokenizer = AutoTokenizer.from_pretrained(directory)
+tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3 if args.model is None else 1e-5))
 opt_state = optimizer.init(params)
 
