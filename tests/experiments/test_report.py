@@ -68,6 +68,24 @@ def test_a_page_of_other_rows_is_stale(
     assert report.stale() == [tmp_path / "REPORT.md", tmp_path / "map.png"]
 
 
+def test_a_seed_of_two_starts_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    rows = [row | {"sparse_before": 0.5 + 0.1 * (row["arm"] == "tis" and row["seed"] == 1)} for row in rows_of()]
+    write_rows(tmp_path / "map.json", rows)
+    assert {row["seed"] for row in report.usable_rows("map.json")} == {0}
+
+
+@pytest.mark.parametrize(("commit", "start"), [("abcdef1+", "a"), ("abcdef1", "b")])
+def test_rows_that_cannot_be_reported(commit: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    first, second, *_ = (row | {"commit": "abcdef1", "start": "a"} for row in rows_of())
+    write_rows(tmp_path / "room.json", [first, second])
+    report.check_rows()
+    write_rows(tmp_path / "room.json", [first, second | {"commit": commit, "start": start}])
+    with pytest.raises(ValueError, match="expected"):
+        report.check_rows()
+
+
 def test_all_arms_on_one_task():
     part = showdown.section(rows_of(), "sorting-12", "tova-heads", 11)
     assert part.answer.startswith(

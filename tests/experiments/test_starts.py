@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,13 +12,15 @@ from safetensors.numpy import load_file, save_file
 
 import provenance
 from smd_jax.testing import random_params
+from smd_jax.train import checkpoint
 from study.arms import arms_of
 from study.command import add_rows
 from study.files import write_rows
 from study.problems import problem_of
-from study.starts import check_one_start, read_start, start_hash, write_start
+from study.starts import StartLevel, cells_of_two_starts, check_one_start, read_start, start, start_hash, write_start
 
-CONFIG = problem_of("sorting-4").model_config()
+PROBLEM = problem_of("sorting-4")
+CONFIG = PROBLEM.model_config()
 
 
 def test_a_start_comes_back_with_its_hash(tmp_path: Path):
@@ -50,6 +54,13 @@ def test_arms_of_one_seed_have_one_start():
         check_one_start([row(), row(arm="naive", start="b")])
 
 
+def test_rows_without_a_hash_are_told_apart_by_the_reward_of_the_start():
+    old = row(sparse_before=0.5)
+    del old["start"]
+    assert not cells_of_two_starts([old, old | {"arm": "naive"}])
+    assert cells_of_two_starts([old, old | {"arm": "naive", "sparse_before": 0.501}]) == [("sorting-4", "h2o", 4, 10)]
+
+
 @pytest.mark.parametrize("bad", [{"commit": "1234567+"}, {"commit": "not recorded"}, {"start": "b", "arm": "naive"}])
 def test_rows_of_a_clone_are_checked(bad: dict[str, object], tmp_path: Path):
     results, source = tmp_path / "rows.json", tmp_path / "clone.json"
@@ -73,3 +84,23 @@ def test_an_arm_may_train_after_another():
         ("anchor-alone", 60),
         ("anchor-then-shadow", 180),
     ]
+
+
+@pytest.mark.study
+def test_a_start_continues_after_a_kill(tmp_path: Path):
+    level = StartLevel(0.13, rows=16, every=4, most_steps=200)
+    whole = start(PROBLEM, 3, level, tmp_path / "whole")
+    save = checkpoint.save
+
+    def killed(folder: Path, step: int, *arguments: Any, **options: Any) -> None:
+        save(folder, step, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoint, "save", killed), pytest.raises(KeyboardInterrupt):
+        start(PROBLEM, 3, level, tmp_path / "parts")
+    resumed = start(PROBLEM, 3, level, tmp_path / "parts")
+    assert start_hash(resumed) == start_hash(whole)
+    (file,) = (tmp_path / "parts").iterdir()  # the checkpoints are gone
+    with mock.patch("study.starts._trained", side_effect=AssertionError("expected the stored start")):
+        assert start_hash(start(PROBLEM, 3, level, tmp_path / "parts")) == start_hash(whole)
+    assert file.name == "sorting-4-dense-0.13-seed-3.safetensors"

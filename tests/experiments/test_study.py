@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from study import grid, runs
-from study.arms import ARMS, arms_of
+from study.arms import ARMS, Arm, arms_of
 from study.command import QUICK, StudyArgs, grid_of, narrowed
 from study.files import read_rows, write_rows
 from study.grid import Cell, Grid, best_rate
@@ -188,6 +188,37 @@ def test_arms_are_all_different():
         }
     ) == len(ARMS)
     assert len({arm.name for arm in ARMS}) == len(ARMS)
+
+
+@pytest.mark.parametrize("arm", arms_of(("anchor-then-shadow", "quantised-cache")), ids=lambda arm: arm.name)
+def test_exact_arms_run(arm: Arm, tmp_path: Path):
+    """Phases share prompts, curve and parameters; a rollout whose learner is not the sampler raises."""
+    row = runs.execute(Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, last=2)), tmp_path / "study")
+    assert [point["step"] for point in row["curve"]] == [0, 1, 2] and row["mismatch_kl"] <= 1e-6
+    assert row["sparse"] == pytest.approx(np.mean([point["sparse"] for point in row["curve"][-2:]]), rel=1e-5)
+
+
+# --- rates
+
+
+def chosen(folder: Path, rewards: dict[float, tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Rates that run, and those that are chosen, if the pilot earns these sparse and dense rewards."""
+    study = make_grid(folder, rates=tuple(rewards), first_rates=(1e-4, 3e-4, 1e-3), criteria=(("sparse",), ("dense",)))
+    ran: list[float] = []
+    while missing := [job for job in study.pilot_jobs(CELL) if runs.kept_row(job, study.runs) is None]:
+        for job in missing:
+            sparse, dense = rewards[job.learning_rate]
+            runs.keep(job, study.runs, job.identity | {"sparse": sparse, "dense": dense})
+        ran += [job.learning_rate for job in missing if job.arm.name == "shadow"]
+    return ran, study.chosen_rates(CELL, CELL.arms[-1])
+
+
+def test_a_pilot_widens_until_no_best_rate_is_at_the_edge(tmp_path: Path):
+    inside = {3e-5: (9.0, 9.0), 1e-4: (0.1, 0.2), 3e-4: (0.3, 0.3), 1e-3: (0.2, 0.1), 3e-3: (9.0, 9.0)}
+    assert chosen(tmp_path / "inside", inside) == ([1e-4, 3e-4, 1e-3], [3e-4, 3e-4])
+    edge = {1e-5: (0.0, 0.1), 3e-5: (0.0, 0.4), 1e-4: (0.1, 0.3), 3e-4: (0.3, 0.2), 1e-3: (0.4, 0.1), 3e-3: (0.5, 0.0)}
+    ran, rates = chosen(tmp_path / "edge", edge)
+    assert ran == [1e-4, 3e-4, 1e-3, 3e-5, 3e-3, 1e-5] and rates == [3e-3, 3e-5]
 
 
 # --- intervals
