@@ -179,7 +179,7 @@ WIDE = Decoder(dataclasses.replace(MODEL.config, vocab_size=40), impl="reference
 def program(config: DistillConfig) -> str:
     params = jax.eval_shape(lambda: random_params(WIDE.config))
     reference = params if config.direction == "anchor" else None
-    return str(jax.make_jaxpr(term(config, WIDE))(params, reference, jnp.int32(0)))
+    return str(jax.make_jaxpr(term.__wrapped__(config, WIDE))(params, reference, jnp.int32(0)))
 
 
 def test_only_chosen_positions_are_projected_to_the_vocabulary():
