@@ -25,13 +25,14 @@ from smd_jax.commands.arguments import AttentionName, RewardArgs, TemplateName
 from smd_jax.commands.choices import decoder, way_of_decoding
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import EVALUATION_FLAGS, UserError, plain_warnings, reported, users_mistakes
-from smd_jax.commands.limits import check_context, check_devices
+from smd_jax.commands.limits import check_context, check_devices, check_reachable
 from smd_jax.commands.model_source import (
     check_template_kwargs,
     end_token_ids,
     load_tokenizer,
     model_directory,
     shown_tokens,
+    with_reachable_padding,
     with_template,
 )
 from smd_jax.commands.near_names import is_file
@@ -131,12 +132,11 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_platform(args.platform)
         directory = model_directory(args.model, args.model_revision)
-        tokenizer = with_template(
-            load_tokenizer(directory, args.tokenizer, args.tokenizer_revision), args.chat_template
-        )
         model = decoder(read_config(directory, compute_dtype(args.dtype)), args.attention)
+        own_tokenizer = load_tokenizer(directory, args.tokenizer, args.tokenizer_revision)
+        tokenizer = with_template(with_reachable_padding(own_tokenizer, model.config.vocab_size), args.chat_template)
         parts, gate = ({}, None) if args.gate is None else with_gate(args.gate, model)
-        ends = end_token_ids(directory, tokenizer, args.eos_token)
+        ends = end_token_ids(directory, tokenizer, args.eos_token, model.config.vocab_size)
         stop_table(tokenizer, args.stop, model.config.vocab_size)  # for its errors, before weights are read
         evaluator, dropped = make_evaluator(args, model, tokenizer, gate, ends)
         _, params = load_checkpoint(directory, mesh=evaluator.mesh)
@@ -242,6 +242,7 @@ def make_evaluator(
     )
     rewards = rewards_of(grading, args.max_completion_length, whole, args.task)
     task = first_rows(whole, args.rows)
+    check_reachable(task, tokenizer, model.config.vocab_size)
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
     check_context(width, args.max_completion_length, model.config)

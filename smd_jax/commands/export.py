@@ -23,7 +23,7 @@ from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError, reported, users_mistakes
-from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.learned import LearnedGate
@@ -93,13 +93,16 @@ def run(args: Args) -> None:
         params = drop_gate(params)
         merged = merge_lora(params) if has_lora(params) else params
         name = trained.model.tokenizer
+        tokenizer = load_tokenizer(directory, name, trained.model.tokenizer_revision)
+        ends = end_token_ids(directory, tokenizer, trained.sampler.eos_token, config.vocab_size)
         save_checkpoint(
             args.out,
             jax.device_get(merged),
             config,
             dtype=args.dtype,
             tokenizer_from=directory,
-            tokenizer=None if name is None else load_tokenizer(directory, name, trained.model.tokenizer_revision),
+            tokenizer=tokenizer_to_export(tokenizer, name is None, ends),
+            end_token_ids=ends,
         )
     print(args.out)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.tasks.task import SteppedTask, prompt_text
+from smd_jax.text.prompts import unreachable_tokens
 from smd_jax.train.loop import Loop
 
 # The largest value of an option. Others are bounded by the int32 of JAX's shapes and counters.
@@ -77,6 +80,21 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
             f"expected prompts and completions of at most {config.max_positions} tokens together, the model's context; "
             f"got {width} and {completion}. Lower --max-completion-length or --max-prompt-length"
         )
+
+
+def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
+    """Raises UserError for a prompt with a token that has no row in the embedding. A stream is checked as it comes."""
+    outside = unreachable_tokens(tokenizer, vocab_size)
+    if not outside or isinstance(task, SteppedTask):
+        return
+    for index in range(len(task)):
+        text = prompt_text(task[index], tokenizer)
+        for token in outside:
+            if token in text:
+                raise UserError(
+                    f"expected prompts of tokens that the model has; got {token!r} in row {index}, for which its "
+                    f"embedding of {vocab_size} rows has none"
+                )
 
 
 def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:

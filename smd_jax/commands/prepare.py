@@ -20,12 +20,14 @@ from smd_jax.commands.choices import (
 )
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
-from smd_jax.commands.limits import check_context, check_devices, evicts_keys
+from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
 from smd_jax.commands.model_source import (
     check_template_kwargs,
     end_token_ids,
     load_tokenizer,
     model_directory,
+    tokenizer_to_export,
+    with_reachable_padding,
     with_template,
 )
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
@@ -41,7 +43,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
-from smd_jax.model.weights import read_config
+from smd_jax.model.weights import check_export_source, read_config
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.processes import is_first
@@ -64,7 +66,8 @@ class Prepared(NamedTuple):
 
     Attributes:
       directory: of the model.
-      tokenizer: makes prompts of rows. own_tokenizer: with its chat template, whatever became of prompts.
+      tokenizer: makes prompts of rows.
+      exported_tokenizer: to be written with the trained model; None: the model's own files are copied.
       loop: with microbatch and decode rows as they fit into the memory.
       plan: of a device's memory; None for an algorithm that has none.
       chosen: what was made smaller to fit, in one line; None where it is not known what there is, or without a plan.
@@ -74,7 +77,7 @@ class Prepared(NamedTuple):
     directory: Path
     config: ModelConfig
     tokenizer: Any
-    own_tokenizer: Any
+    exported_tokenizer: Any
     data: Data
     loop: Loop
     plan: MemoryPlan | None
@@ -95,26 +98,32 @@ def prepare(args: Common) -> Prepared:
     directory = model_directory(named.model, named.model_revision)
     config = read_config(directory, compute_dtype(args.model.dtype))
     own_tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision)
-    tokenizer = with_template(own_tokenizer, args.data.chat_template)
+    usable = with_reachable_padding(own_tokenizer, config.vocab_size)
+    tokenizer = with_template(usable, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
+    for task in (data.task, data.held_out):
+        if task is not None:
+            check_reachable(task, tokenizer, config.vocab_size)
     check_context(data.width, args.sampler.max_completion_length, config)
     model = decoder(config, args.device.attention, args.model.gradient_checkpointing)
-    ends = end_token_ids(directory, tokenizer, args.sampler.eos_token)
+    ends = end_token_ids(directory, tokenizer, args.sampler.eos_token, config.vocab_size)
+    exported = tokenizer_to_export(own_tokenizer, named.tokenizer is None, ends)
+    check_export_source(config, directory, exported)
     # Also where it is compiled only with the first rollout: a mistake in it must not wait for that.
     stop_table(tokenizer, args.sampler.stop, config.vocab_size)
     loop = make_loop(args, model, data, tokenizer, ends)
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
         evaluator = make_evaluator(args, loop, data)
-        return Prepared(directory, config, tokenizer, own_tokenizer, data, loop, None, None, evaluator)
+        return Prepared(directory, config, tokenizer, exported, data, loop, None, None, evaluator)
     params = shapes(args, model)
     fits, plan = fitted(args, loop, params, memory)
     wanted = make_evaluator(args, fits, data)
     evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
     chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
-    return Prepared(directory, config, tokenizer, own_tokenizer, data, fits, plan, chosen, evaluator)
+    return Prepared(directory, config, tokenizer, exported, data, fits, plan, chosen, evaluator)
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:

@@ -190,9 +190,9 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     with together(), all_or_none():
         history = read_metrics(directory / "metrics.jsonl")
     params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
-    with together(), all_or_none(), troubles():  # the others wait, and end as it ends
-        if is_first():
-            export(args, ready, params, directory)
+    # The other processes wait, and end as the first one ends.
+    with together(), all_or_none():
+        failure = export_or_explain(args, ready, params, directory) if is_first() else None
     if is_first():
         try:
             with written(directory / "training.png"):
@@ -201,6 +201,9 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             print_box("look at this", str(error))
         for line in verdict(history):
             print_box("look at this", with_flags(line))
+    with together(), all_or_none():
+        if failure is not None:
+            raise UserError(failure)
     return Outcome(state, history, directory / "model")
 
 
@@ -394,6 +397,16 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
+def export_or_explain(args: Common, ready: Prepared, params: Params, directory: Path) -> str | None:
+    """Exports the trained model; where that fails, what to tell the user, whose run is complete and saved."""
+    try:
+        export(args, ready, params, directory)
+    except (OSError, ValueError) as error:
+        again = shlex.join(["smd-export", str(directory), "--out", "MODEL"])
+        return f"The run is complete, and its checkpoints are saved. Its export failed: {error}\nTo repeat it: {again}"
+    return None
+
+
 def export(args: Common, ready: Prepared, params: Params, directory: Path) -> None:
     """Writes the trained model in Hugging Face's format, with adapters merged; the adapters in PEFT's; and a gate."""
     policy = ready.loop.config.policy
@@ -406,12 +419,14 @@ def export(args: Common, ready: Prepared, params: Params, directory: Path) -> No
         print(f"adapters: {directory / 'adapter'}")
         params = merge_lora(params)
     target = directory / "model"
+    ends = ready.loop.config.rollout.eos_token_id
     save_checkpoint(
         target,
         jax.device_get(params),
         ready.config,
         dtype=args.run.export_dtype,
         tokenizer_from=ready.directory,
-        tokenizer=None if args.model.tokenizer is None else ready.own_tokenizer,
+        tokenizer=ready.exported_tokenizer,
+        end_token_ids=ends if isinstance(ends, tuple) else None if ends is None else (ends,),
     )
     print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,11 @@ from smd_jax.model.stored_tensors import (
     tensor_files,
 )
 from smd_jax.model.tensor_table import Leaf, tensor_table
+from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
 from smd_jax.sharding import param_spec
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_checkpoint(
@@ -137,6 +124,7 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     tokenizer_from: str | Path | None = None,
     tokenizer: Any = None,
+    end_token_ids: Sequence[int] | None = None,
 ) -> None:
     """Writes a checkpoint that transformers 4 and 5 open, as the model type of `smd_jax.model.families` that it is.
 
@@ -150,37 +138,46 @@ def save_checkpoint(
       config: their shape.
       dtype: how the weights are stored; float32 parameters are rounded to it.
       max_shard_bytes: weights beyond this size are split into several files with an index. A tensor is never split.
-      tokenizer_from: a directory whose tokenizer, chat template and generation files, and whose ids of special tokens
-        in config.json, are taken over; its model type, too, where several express `config`.
-      tokenizer: one of transformers, which is written in place of that directory's, with its ids of special tokens.
+      tokenizer_from: a directory whose tokenizer, chat templates and generation_config.json, and whose ids of special
+        tokens in config.json, are taken over; its model type, too, where several express `config`.
+      tokenizer: one of transformers, which replaces that directory's tokenizer.
+      end_token_ids: the tokens that ended responses in training, for config.json and generation_config.json. None:
+        those of `tokenizer_from`, and the tokenizer's EOS token.
 
     Raises:
       ValueError: no model type expresses `config`; `params` do not fit `config`, have a value head or adapters;
         `max_shard_bytes` is not positive.
       FileExistsError: `directory` holds files that are no part of a checkpoint.
       FileNotFoundError: `tokenizer_from` holds no tokenizer.
-      ValueError: a file of it is a link to elsewhere.
+      ValueError: a file of it links elsewhere, or is no JSON.
       OSError: the disk is full, or fails.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive; got {max_shard_bytes}")
     dtype = float_name(dtype)
-    source = {} if tokenizer_from is None else _config_of(Path(tokenizer_from))
-    hf_config = hf_config_from_model(config, dtype, source.get("model_type"))
+    source = None if tokenizer_from is None else Path(tokenizer_from)
+    hf_config = hf_config_from_model(config, dtype, _model_type_of(source))
     table = tensor_table(config)
     flat = flatten_dict(dict(params), sep="/")
     # Before the first file is written, because this needs no more than names and shapes.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-            ids = {key: getattr(tokenizer, key) for key in TOKEN_IDS}
-            hf_config |= {key: value for key, value in ids.items() if value is not None}
-        elif tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), temporary)
-            hf_config |= {key: source[key] for key in TOKEN_IDS if key in source}
+        hf_config |= write_tokenizer(temporary, source, tokenizer, end_token_ids)
         _write_json(temporary / "config.json", hf_config)
         _write_tensors(temporary, table, flat, dtype, max_shard_bytes)
+
+
+def check_export_source(config: ModelConfig, tokenizer_from: str | Path, tokenizer: Any = None) -> None:
+    """Raises what `save_checkpoint` would raise for these arguments, whatever the parameters. Call it before training.
+
+    Raises:
+      ValueError: no model type expresses `config`; a file of the tokenizer links elsewhere, or is no JSON.
+      FileNotFoundError: `tokenizer_from` holds no tokenizer.
+      OSError: a file cannot be read.
+    """
+    source = Path(tokenizer_from)
+    hf_config_from_model(config, "float32", _model_type_of(source))
+    check_tokenizer(source, tokenizer)
 
 
 # Writing
@@ -255,31 +252,12 @@ def _pack(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return groups
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
-    """The directory's config.json, empty if it has none."""
-    return read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    present = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(present):
-        raise FileNotFoundError(f"expected tokenizer.json, tokenizer.model or vocab.json in {source}; got {present}")
-    for name in present:
-        shutil.copyfile(_own_file(source, name), target / name)
-
-
-def _own_file(directory: Path, name: str) -> Path:
-    """A file of a checkpoint, which a link must not lead out of: what is copied may be shared with others.
-
-    Raises:
-      ValueError: a link to elsewhere.
-    """
-    directory, file = directory.resolve(), (directory / name).resolve()
-    # The Hub's cache has its files in blobs/ and links in snapshots/REVISION/.
-    places = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
-    if not any(file.is_relative_to(place) for place in places):
-        raise ValueError(f"expected {name} in {directory} itself; got a link to {file}")
-    return file
+def _model_type_of(directory: Path | None) -> str | None:
+    """The model type that a directory's config.json names."""
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    name = read_json(directory / "config.json").get("model_type")
+    return name if isinstance(name, str) else None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -316,11 +294,13 @@ def check_replaceable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"expected a directory or nothing at {directory}; there is a file")
     # The directory is replaced as a whole, and files that no checkpoint has would be lost with it.
-    known = {"config.json", INDEX_FILE, *TOKENIZER_FILES}
-    foreign = sorted(
-        file.name
-        for file in (directory.iterdir() if directory.exists() else ())
-        if file.name not in known and file.suffix != ".safetensors"
-    )
+    foreign = sorted(file.name for file in (directory.iterdir() if directory.exists() else ()) if not _is_known(file))
     if foreign:
         raise FileExistsError(f"expected {directory} to be new, empty or a checkpoint; it also holds {some(foreign)}")
+
+
+def _is_known(file: Path) -> bool:
+    """Whether `save_checkpoint` writes files of this name."""
+    if file.is_dir():
+        return file.name == TEMPLATES and all(template.suffix == ".jinja" for template in file.iterdir())
+    return file.suffix == ".safetensors" or file.name in {"config.json", INDEX_FILE, GENERATION, *TOKENIZER_FILES}

@@ -6,8 +6,10 @@ response from column `width` on, whatever the length of the prompt.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 from smd_jax.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
 
-MAX_SPARE_ROWS = 512  # embedding rows without a token that pass for padding; Qwen2.5, the largest we know, has 399
+MOST_UNKNOWN = 0.1  # of a batch's sampled ids, without a token
 
 T = TypeVar("T")
 
@@ -62,6 +64,14 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> object: ...
+
+
+@runtime_checkable
+class AddsTokens(Protocol):
+    """A tokenizer that lists the tokens that were added to its vocabulary."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
 
 
 def encode_prompts(
@@ -165,33 +175,55 @@ def decode_completions(
     tokens: Int[Array, "batch length"] | Int[np.ndarray, "batch length"],
     mask: Bool[Array, "batch length"] | Bool[np.ndarray, "batch length"],
 ) -> list[str]:
-    """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS."""
-    return [_decode(tokenizer, row[keep]) for row, keep in zip(np.asarray(tokens), np.asarray(mask), strict=True)]
+    """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS.
+
+    Spare rows of an embedding have ids without a token, which have no text. Warns if they are over a tenth of all: such
+    a tokenizer was not made for the model.
+    """
+    tokens, mask = np.asarray(tokens), np.asarray(mask)
+    has_token = np.isin(tokens, _known_ids(tokenizer, len(tokenizer)))
+    unknown = mask & ~has_token
+    if unknown.sum() > MOST_UNKNOWN * mask.sum():
+        warnings.warn(
+            "expected sampled ids of the tokenizer; over a tenth of a batch's have no token in it. Was the tokenizer "
+            "made for this model?",
+            stacklevel=2,
+        )
+    return [_decode(tokenizer, row[keep]) for row, keep in zip(tokens, mask & has_token, strict=True)]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Tokenizer and embedding must belong together.
+    """Raises ValueError for a tokenizer that was not made for an embedding of `vocab_size` rows.
 
-    Checkpoints pad their embedding beyond the tokenizer (Qwen2.5: 151,936 or 152,064 rows for 151,665 tokens), so spare
-    rows are allowed: up to `MAX_SPARE_ROWS`, and up to half of the tokenizer's size, whichever is less. More means that
-    the two were not made for each other: most samples of the model would be ids that no token has.
-
-    Raises:
-      ValueError: a token id outside the embedding, or more spare rows than padding explains.
+    Checkpoints pad their embedding beyond the tokenizer (DeepSeek-LLM: 102,400 rows for 100,015 tokens), so spare rows
+    are allowed: up to half of the tokenizer's size. An added token may lie outside of the embedding (Gemma 3 1B has one
+    for images), as long as no text has it, see `unreachable_tokens`.
     """
+    check_ordinary_ids(tokenizer, vocab_size)
     # Ids may have holes, and then the largest one exceeds the number of tokens.
-    needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    if needed > vocab_size:
+    needed = 1 + max(token_id for token_id in tokenizer.get_vocab().values() if token_id < vocab_size)
+    if vocab_size - needed > needed // 2:
+        raise ValueError(
+            f"tokenizer and embedding have different sizes: expected an embedding of {needed} to "
+            f"{needed + needed // 2} rows for a tokenizer of {len(tokenizer)} tokens; got vocab_size {vocab_size}"
+        )
+
+
+def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ValueError for a token outside of an embedding of `vocab_size` rows that any text may need."""
+    added = set(_added_ids(tokenizer))
+    ids = [token_id for token_id in tokenizer.get_vocab().values() if token_id not in added]
+    needed = 1 + max(ids, default=-1)
+    if needed > vocab_size or not any(token_id < vocab_size for token_id in tokenizer.get_vocab().values()):
         raise ValueError(
             f"tokenizer and embedding have different sizes: expected an embedding of at least {needed} rows, because "
             f"the tokenizer has {len(tokenizer)} tokens with ids up to {needed - 1}; got vocab_size {vocab_size}"
         )
-    spare = min(MAX_SPARE_ROWS, needed // 2)
-    if vocab_size - needed > spare:
-        raise ValueError(
-            f"tokenizer and embedding have different sizes: expected an embedding of {needed} to {needed + spare} rows "
-            f"for a tokenizer of {len(tokenizer)} tokens; got vocab_size {vocab_size}"
-        )
+
+
+def unreachable_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Added tokens outside of an embedding of `vocab_size` rows: no prompt may contain them."""
+    return [token for token_id, token in _added_ids(tokenizer).items() if token_id >= vocab_size]
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
@@ -225,6 +257,19 @@ def _front(tokenizer: Tokenizer, text: str) -> list[int]:
         if framed[start : start + len(tokens)] == tokens:
             return framed[:start]
     return []
+
+
+@functools.lru_cache(maxsize=4)
+def _known_ids(tokenizer: Tokenizer, size: int) -> np.ndarray:
+    """The ids that have a token. Cached for a tokenizer of this size, to which tokens can be added."""
+    return np.fromiter(tokenizer.get_vocab().values(), np.int64)
+
+
+def _added_ids(tokenizer: Tokenizer) -> dict[int, str]:
+    """Id -> text of the tokens that were added to the vocabulary, special ones among them."""
+    if not isinstance(tokenizer, AddsTokens):
+        return {}
+    return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
 
 
 def _limit(width: int | None, max_positions: int | None) -> tuple[int | None, str]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from smd_jax.text.prompts import Tokenizer
+from smd_jax.text.prompts import Tokenizer, check_ordinary_ids
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # Decoders of the sentencepiece kind. Only after `Fuse`, which joins all tokens, does `Strip` take from the text's ends.
@@ -67,12 +67,7 @@ def token_bytes(tokenizer: TextTokenizer, vocab_size: int) -> list[bytes]:
     Raises:
       ValueError: a token id outside an embedding of `vocab_size` rows; tokens whose bytes depend on their neighbours.
     """
-    needed = 1 + max(tokenizer.get_vocab().values())
-    if needed > vocab_size:
-        raise ValueError(
-            f"expected an embedding of at least {needed} rows, because the tokenizer has ids up to {needed - 1}; got "
-            f"vocab_size {vocab_size}"
-        )
+    check_ordinary_ids(tokenizer, vocab_size)
     tokens = _ordinary_tokens(tokenizer)
     read = _reader(tokenizer)
     ordered = list(tokens.values())

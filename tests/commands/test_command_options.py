@@ -111,10 +111,11 @@ def test_a_revision_is_what_the_hub_is_asked_for(
     words += ["--tokenizer-revision", "abc123"]
     train = ["grpo", *words, *SUMS, "--output-dir", str(tmp_path / "run"), "--dry-run"]
     main(train)
-    assert asked == [("owner/name", "v1"), ("owner/tokens", "abc123")]
+    # Of a model everything but weights, then the weights.
+    assert asked == [("owner/name", "v1")] * 2 + [("owner/tokens", "abc123")]
     evaluate = ["--task", "reasoning_gym:chain_sum", "--rows", "1", "--max-completion-length", "2"]
     smd_eval([*words, *evaluate, "--reward-timeout", "None"])
-    assert asked[2:] == asked[:2]
+    assert asked[3:] == asked[:3]
     said = error_of([*train, "--model-revision", "gone"], capsys)
     assert "does not give a model of that name at --model-revision gone: no such revision" in said
     said = error_of([*train, "--model", str(model)], capsys)

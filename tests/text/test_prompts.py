@@ -12,7 +12,6 @@ from tokenizers import processors
 from smd_jax.tasks.task import prompt_length
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.prompts import (
-    MAX_SPARE_ROWS,
     Tokenizer,
     check_vocabulary,
     decode_completions,
@@ -22,7 +21,9 @@ from smd_jax.text.prompts import (
     pad_token_id,
     repeat_each,
     repeat_prompts,
+    unreachable_tokens,
 )
+from smd_jax.text.stop_strings import compile_stop_strings
 
 TOKENIZER = byte_tokenizer()
 A, B, C, D = b"abcd"  # their ids: a token is a byte
@@ -154,7 +155,7 @@ def test_an_embedding_may_be_padded(vocab_size):
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
     [
-        (258, "at least 259 rows, because the tokenizer has 259 tokens with ids up to 258; got vocab_size 258"),
+        (255, "at least 256 rows, because the tokenizer has 259 tokens with ids up to 255; got vocab_size 255"),
         (259 + 130, "259 to 388 rows for a tokenizer of 259 tokens; got vocab_size 389"),
     ],
 )
@@ -188,9 +189,39 @@ def test_the_padding_of_qwen_passes(rows):
     check_vocabulary(Vocabulary(151_665, 151_664), rows)
 
 
-def test_large_embeddings_have_an_absolute_limit():
-    with pytest.raises(ValueError, match=f"151665 to {151_665 + MAX_SPARE_ROWS} rows"):
-        check_vocabulary(Vocabulary(151_665, 151_664), 151_665 + MAX_SPARE_ROWS + 1)
+def test_large_paddings_pass_and_other_models_tokenizers_do_not():
+    check_vocabulary(Vocabulary(100_015, 100_014), 102_400)  # DeepSeek-LLM and -Math 7B
+    check_vocabulary(Vocabulary(100_000, 99_999), 150_000)
+    with pytest.raises(
+        ValueError, match="of 100000 to 150000 rows for a tokenizer of 100000 tokens; got vocab_size 15"
+    ):
+        check_vocabulary(Vocabulary(100_000, 99_999), 150_001)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_may_have_no_row(special: bool):
+    """Gemma 3 1B: 262,145 tokens for 262,144 rows, the last one for images."""
+    tokenizer = byte_tokenizer()
+    assert unreachable_tokens(tokenizer, 259) == []
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=special)
+    check_vocabulary(tokenizer, 259)
+    assert unreachable_tokens(tokenizer, 259) == ["<image_soft_token>"]
+    assert compile_stop_strings(tokenizer, ["stop"], 259).next_state.shape == (5, 259)
+    with pytest.raises(ValueError, match="an embedding of at least 256 rows"):
+        check_vocabulary(tokenizer, 255)
+
+
+def test_ids_without_a_token_have_no_text():
+    tokens = np.array([[A, 300, B, 1_000_000], [C] * 4, [D] * 4, [A] * 4, [B] * 4, [C] * 4])
+    mask = np.ones(tokens.shape, bool)
+    assert decode_completions(TOKENIZER, tokens, mask)[:2] == ["ab", "cccc"]
+    with pytest.warns(UserWarning, match="over a tenth of a batch's have no token"):
+        assert decode_completions(TOKENIZER, tokens[:2], mask[:2]) == ["ab", "cccc"]
+    # A token that is added later has text.
+    tokenizer = byte_tokenizer()
+    assert decode_completions(tokenizer, np.array([[A] * 30 + [259]]), np.ones((1, 31), bool)) == ["a" * 30]
+    tokenizer.add_tokens(["<later>"])
+    assert decode_completions(tokenizer, np.array([[A] * 30 + [259]]), np.ones((1, 31), bool)) == ["a" * 30 + "<later>"]
 
 
 def test_an_id_beyond_the_number_of_tokens_counts():

@@ -1,0 +1,157 @@
+"""What is exported ends where training ended, keeps the source's files, and opens in transformers 4 and 5."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from smd_jax.commands.model_source import end_token_ids, load_tokenizer
+from smd_jax.model.tokenizer_files import token_ids
+from smd_jax.model.weights import check_export_source, load_checkpoint, save_checkpoint
+from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+
+CONFIG = tiny_model_config(num_layers=1)
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "transformers_version": "4.51.0"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A chat model as on the Hub: several ends, and sampling defaults."""
+    write_random_checkpoint(tmp_path / "source", config=CONFIG)
+    edit(tmp_path / "source" / "config.json", eos_token_id=258)
+    edit(tmp_path / "source" / "generation_config.json", eos_token_id=[258, 256], **SAMPLING)
+    return tmp_path / "source"
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def exported(source: Path, name: str = "out", **options: Any) -> Path:
+    save_checkpoint(source.parent / name, load_checkpoint(source)[1], CONFIG, tokenizer_from=source, **options)
+    return source.parent / name
+
+
+def ends_of(folder: Path) -> list[Any]:
+    return [read(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
+
+
+@pytest.mark.parametrize(
+    ("ends", "written"), [((256, 258), [258, 256]), ((258,), 258), ((257, 258), [257, 258]), ((256,), 256)]
+)
+def test_both_files_have_the_ends_of_training(source: Path, ends: tuple[int, ...], written: object):
+    for tokenizer in (None, load_tokenizer(source)):
+        out = exported(source, tokenizer=tokenizer, end_token_ids=ends)
+        assert ends_of(out) == [written, written]
+        # The sampling defaults of the source stay.
+        assert read(out / "generation_config.json").items() >= SAMPLING.items()
+        assert GenerationConfig.from_pretrained(out).eos_token_id == written
+
+
+def test_without_them_the_source_decides(source: Path):
+    assert ends_of(exported(source)) == [258, [258, 256]]
+    # A tokenizer with another EOS adds it, as a rollout does.
+    tokenizer = byte_tokenizer()
+    assert ends_of(exported(source, tokenizer=tokenizer)) == [[258, 256]] * 2
+    tokenizer.eos_token = "<|im_start|>"
+    assert ends_of(exported(source, tokenizer=tokenizer)) == [[258, 256, 257]] * 2
+
+
+def test_a_tokenizer_alone_is_its_own_source(tmp_path: Path, source: Path):
+    save_checkpoint(tmp_path / "out", load_checkpoint(source)[1], CONFIG, tokenizer=byte_tokenizer())
+    assert ends_of(tmp_path / "out") == [258, 258]
+    assert read(tmp_path / "out" / "config.json")["pad_token_id"] == 256
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_named_chat_templates_survive_and_a_second_export_replaces_the_first(source: Path, copied: bool):
+    templates = {"default": "one", "tool_use": "two {{ messages }}"}
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    for _ in range(2):
+        out = exported(source, tokenizer=None if copied else tokenizer)
+        assert AutoTokenizer.from_pretrained(out).chat_template == templates
+    # Fewer templates leave no old ones.
+    out = exported(source, tokenizer=byte_tokenizer())
+    assert isinstance(AutoTokenizer.from_pretrained(out).chat_template, str)
+    # Other files in the folder of templates are not ours to delete.
+    exported(source)
+    (out / "additional_chat_templates" / "notes.md").touch()
+    with pytest.raises(FileExistsError, match="also holds additional_chat_templates"):
+        exported(source)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_transformers_4_can_open_the_tokenizer(source: Path, copied: bool):
+    """It knows neither the class TokenizersBackend nor extra_special_tokens as a list: both are transformers 5's."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(source)
+    before = read(source / "tokenizer_config.json")
+    assert before["tokenizer_class"] == "TokenizersBackend" and before["extra_special_tokens"] == ["<|im_start|>"]
+    out = exported(source, tokenizer=None if copied else tokenizer)
+    config = read(out / "tokenizer_config.json")
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["additional_special_tokens"] == ["<|im_start|>"] and "extra_special_tokens" not in config
+    found, expected = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(source)
+    text = "Hé <|im_start|>user\n<|im_end|>"
+    assert type(found) is type(expected) and found.encode(text) == expected.encode(text)
+    assert found.special_tokens_map == expected.special_tokens_map
+
+
+def test_a_class_that_transformers_4_knows_is_kept(source: Path):
+    edit(source / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer", extra_special_tokens={})
+    before = (source / "tokenizer_config.json").read_bytes()
+    assert (exported(source) / "tokenizer_config.json").read_bytes() == before
+
+
+def test_an_export_is_read_with_the_ends_it_was_written_with(source: Path):
+    for ends in ((256, 258), (257, 258)):
+        out = exported(source, end_token_ids=ends)
+        assert end_token_ids(out, load_tokenizer(out), ()) == ends
+
+
+def test_sources_that_cannot_be_exported_are_found_before(source: Path):
+    check_export_source(CONFIG, source)
+    check_export_source(CONFIG, source, byte_tokenizer())
+    elsewhere = source.parent / "elsewhere.json"
+    (source / "tokenizer.json").rename(elsewhere)
+    with pytest.raises(FileNotFoundError, match="expected tokenizer.json, tokenizer.model or vocab.json in"):
+        check_export_source(CONFIG, source)
+    (source / "tokenizer.json").symlink_to(elsewhere)
+    for check in (lambda: check_export_source(CONFIG, source), lambda: exported(source)):
+        with pytest.raises(ValueError, match="expected tokenizer.json in .* itself, because the export copies it"):
+            check()
+    # The tokenizer that was read is written in place of the link.
+    check_export_source(CONFIG, source, byte_tokenizer())
+    (source / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match="generation_config.json is not JSON"):
+        check_export_source(CONFIG, source, byte_tokenizer())
+
+
+def test_a_link_among_the_templates_is_found(source: Path):
+    (source / "additional_chat_templates").mkdir()
+    (source.parent / "secret").write_text("mine")
+    (source / "additional_chat_templates" / "a.jinja").symlink_to(source.parent / "secret")
+    with pytest.raises(ValueError, match="expected additional_chat_templates/a.jinja in .* itself"):
+        check_export_source(CONFIG, source)
+
+
+def test_ids_in_a_configuration():
+    for value, ids in ((None, []), (3, [3]), ([3, 1], [3, 1]), (-1, []), ([], [])):
+        assert token_ids({"eos_token_id": value}, "eos_token_id", "file") == ids
+    assert token_ids({}, "eos_token_id", "file") == []
+    for value in (True, "3", 1.0, [None], {}, -2, "x" * 10**6):
+        with pytest.raises(
+            ValueError, match="expected eos_token_id in file as an id, or a list of ids; got "
+        ) as caught:
+            token_ids({"eos_token_id": value}, "eos_token_id", "file")
+        assert len(str(caught.value)) < 200
