@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from smd_jax.config import ModelConfig
 from smd_jax.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape
 from smd_jax.model.stored_tensors import check_finite_weights
+from smd_jax.safetensors_files import write_safetensors
 
 GATE_FILE = "eviction_gate.safetensors"
 _KIND = LinearGate.__name__
@@ -41,7 +41,7 @@ def save_gate(directory: str | Path, params: Mapping[str, Any], gate: Gate) -> N
     }
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / GATE_FILE, metadata={"gate": _KIND, "sinks": str(gate.sinks)})
+    write_safetensors(folder / GATE_FILE, tensors, {"gate": _KIND, "sinks": str(gate.sinks)})
 
 
 def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[dict[str, Any], LinearGate]:

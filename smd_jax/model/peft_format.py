@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import float_name
@@ -27,6 +26,7 @@ from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
 from smd_jax.model.stored_tensors import STORED_DTYPES, check_finite_weights, read_json
 from smd_jax.model.weights import tensor_table
+from smd_jax.safetensors_files import write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -86,12 +86,11 @@ def save_peft(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_peft_config(adapters.config, base_model), indent=2, sort_keys=True) + "\n"
-    # Written beside and renamed: whoever looks sees the old file or the new one, never half of it.
-    with_pid = f".new-{os.getpid()}"
-    save_file(tensors, directory / (TENSOR_FILE + with_pid), metadata={"format": "pt"})
-    (directory / (CONFIG_FILE + with_pid)).write_text(text, encoding="utf-8")
-    for name in (TENSOR_FILE, CONFIG_FILE):
-        (directory / (name + with_pid)).replace(directory / name)
+    write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
+    # Written under another name and renamed: a reader sees the old file or the new one.
+    new_config = directory / f"{CONFIG_FILE}.new-{os.getpid()}"
+    new_config.write_text(text, encoding="utf-8")
+    new_config.replace(directory / CONFIG_FILE)
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.gate import EVICTION_GATE
@@ -38,6 +37,7 @@ from smd_jax.model.stored_tensors import (
 from smd_jax.model.tensor_table import Leaf, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
+from smd_jax.safetensors_files import write_safetensors
 from smd_jax.sharding import param_spec
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
@@ -226,12 +226,7 @@ def _write_tensors(
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip([SINGLE_FILE] if len(shards) == 1 else names, shards, strict=True):
         tensors = {name: _to_stored(flat[table[name].path], table[name], dtype) for name in shard}
-        try:
-            save_file(tensors, directory / file, metadata={"format": "pt"})  # transformers 4 insists on "pt"
-        except SafetensorError as error:  # what it makes of a disk that is full
-            raise OSError(f"{file} could not be written: {error}") from error
-        # safetensors gives its files to their owner alone. Ours have the mode of every other file, as the umask has it.
-        (directory / file).chmod((directory / "config.json").stat().st_mode)
+        write_safetensors(directory / file, tensors, {"format": "pt"})  # transformers 4 insists on "pt"
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from smd_jax.learner.mismatch_guard import DIFFERENCE, Parting
 from smd_jax.learner.state import TrainState
 from smd_jax.masks import ShadowMask
 from smd_jax.processes import all_or_none, is_first, on_host
+from smd_jax.safetensors_files import write_safetensors
 from smd_jax.train.disk import written
 from smd_jax.train.samples import Samples
 
@@ -90,7 +90,7 @@ def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:
     with all_or_none():
         if is_first():
             with written(path):
-                safetensors.numpy.save_file(arrays, path, metadata=about)
+                write_safetensors(path, arrays, about)
     return path
 
 

@@ -12,7 +12,12 @@ import pytest
 
 from breaking.disks import files_end_at
 from smd_jax.config import ModelConfig
+from smd_jax.gate import LinearGate, add_gate
+from smd_jax.model.gate_format import save_gate
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.peft_format import save_peft
 from smd_jax.model.weights import save_checkpoint
+from smd_jax.safetensors_files import write_safetensors
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import disk
 from smd_jax.train.objective import Objective
@@ -140,12 +145,19 @@ def trained() -> tuple[ModelConfig, dict[str, Any]]:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_exported_files_have_the_mode_of_the_umask(tmp_path, trained, umask, mode):
+    config, params = trained
+    sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    gate = LinearGate()
     before = os.umask(umask)
     try:
-        save_checkpoint(tmp_path / "model", trained[1], trained[0])
+        save_checkpoint(tmp_path / "model", params, config)
+        save_peft(tmp_path / "adapter", add_lora(params, LoraConfig(2), jax.random.key(0)), config)
+        save_gate(tmp_path / "gate", add_gate(params, gate, **sizes), gate)
+        write_safetensors(tmp_path / "gate" / "refused_0.safetensors", {"x": np.zeros(2)}, {})
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {mode}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 6 and {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 def test_an_export_to_a_disk_that_is_full_leaves_what_was_there(tmp_path, trained):
