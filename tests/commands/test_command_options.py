@@ -129,6 +129,7 @@ def test_a_revision_is_what_the_hub_is_asked_for(
 # --- prompts
 
 
+@pytest.mark.slow
 def test_prompts_without_the_chat_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizer = byte_tokenizer()  # with a template
     tokenizer.save_pretrained(tmp_path / "tokenizer")

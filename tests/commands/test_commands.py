@@ -130,6 +130,7 @@ def test_every_flag_says_what_it_does(capsys: pytest.CaptureFixture[str], monkey
         assert not re.findall(r"│ --([a-z0-9-]+) .*\n\W*\((?:default|required)", shown), "flags without a word"
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_cache_with_room_for_all_keys(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -206,6 +207,7 @@ def test_presets_are_read(name: str):
     assert args.data.dataset == "reasoning_gym:chain_sum"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k", "lora", "sums", "countdown", "sorting"])
 def test_presets_need_a_model_alone(name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--preset", name, "--model", str(model), "--output-dir", str(tmp_path / "run"), "--dry-run"]
@@ -218,6 +220,7 @@ def test_presets_need_a_model_alone(name: str, model: Path, tmp_path: Path, caps
     assert "--- prompt 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_its_own(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     bare, tokenizer = tmp_path / "bare", tmp_path / "tokenizer"
     bare.mkdir()
@@ -422,6 +425,7 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert "expected --out to end in .html, .png or .svg" in error_of([str(run), "--out", "page.pdf"], capsys, plot)
 
 
+@pytest.mark.slow
 def test_rloo_draws_ahead(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     words = ["rloo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--rollouts-ahead", "1"]
@@ -491,6 +495,7 @@ def test_a_run_goes_on_with_its_microbatch_on_another_machine(
     assert run_settings(again, resumed, files)[0] == run_settings(args, loop, files)[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated(model: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--model", str(model), "--task", "reasoning_gym:distractor_sort", "--rows", "4", "--json"]
     words += ["--task-parameters", "num_digits=3", "num_distractors=4", "--max-completion-length", "5"]
@@ -543,6 +548,7 @@ def test_the_other_algorithms_take_a_step(algorithm: str, model: Path, tmp_path:
     assert OnlineDpo is ALGORITHMS["online-dpo"]
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_exported(model: Path, tmp_path: Path):
     run = tmp_path / "run"
     words = [

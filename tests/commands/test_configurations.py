@@ -361,6 +361,7 @@ def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], 
         built(name, values)
 
 
+@pytest.mark.slow
 @settings(cases(100), derandomize=True, suppress_health_check=[*SLOW, HealthCheck.filter_too_much])
 @given(runs())
 @example(("grpo", {}))

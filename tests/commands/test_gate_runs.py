@@ -72,6 +72,7 @@ def odd(completion_ids: Any, **columns: Any) -> list[float]:
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_model_and_a_gate(trained: Path):
     gate = load_file(trained / "run" / "gate" / GATE_FILE)
     assert {name: x.shape for name, x in gate.items()} == {"layers_0.kernel": (2, 2 * CONFIG.head_dim + 2, 2)}
@@ -98,6 +99,7 @@ def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, model, other)
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--model", str(trained / "run" / "model"), "--task", *TASK, "--task-parameters", *PARAMETERS]
     words += ["--rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
@@ -147,6 +149,7 @@ def test_a_gate_file(tmp_path: Path):
         save_gate(tmp_path, random_params(CONFIG), LinearGate())
 
 
+@pytest.mark.slow
 def test_sinks_never_go_and_the_learner_knows():
     config = tiny_model_config(num_layers=2)
     model, params = Decoder(config), parameters(config, sinks=2)
@@ -202,6 +205,7 @@ def test_a_gate_moves_faster():
         assert updates["w"]["kernel"].mean() == pytest.approx(-1e-3, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_gate_is_planned():
     """Within the bounds of the other plans at their widest: many layers, whose logits of all keys are kept."""
     config = dataclasses.replace(tiny_model_config(num_layers=8, max_positions=512), num_kv_heads=4, num_heads=8)

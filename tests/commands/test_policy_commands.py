@@ -127,6 +127,7 @@ def test_a_policy_that_cannot_be_is_one_box(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_policy_of_ones_own(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

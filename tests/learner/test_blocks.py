@@ -87,6 +87,7 @@ def test_each_device_counts_its_own_part(monkeypatch: pytest.MonkeyPatch):
 EVERYTHING = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig("published", 0.3), microbatch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

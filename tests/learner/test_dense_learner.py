@@ -64,6 +64,7 @@ def alone() -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return {steps: (stepped(SHADOW, steps), stepped(DENSE, steps)) for steps in (1, 2)}
 
 
+@pytest.mark.slow
 def test_one_step_has_both_gradients(alone: dict[int, tuple[np.ndarray, np.ndarray]]):
     ours, theirs = alone[1]
     assert np.abs(ours - theirs).max() > 1e-4, "the two differ"
@@ -72,6 +73,7 @@ def test_one_step_has_both_gradients(alone: dict[int, tuple[np.ndarray, np.ndarr
         np.testing.assert_allclose(found, (1 - share) * ours + share * theirs, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "which"), [(1e-6, 0), (1 - 1e-6, 1)])
 def test_later_steps_know_both_old_policies(alone: dict[int, tuple[np.ndarray, np.ndarray]], share: float, which: int):
     found = stepped(replace(SHADOW, dense_learner=smd.learner.DenseLearner(share, TIS)), 2)
@@ -79,6 +81,7 @@ def test_later_steps_know_both_old_policies(alone: dict[int, tuple[np.ndarray, n
     assert np.abs(alone[2][0] - alone[2][1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing():
     both = replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.5))
     np.testing.assert_allclose(stepped(replace(both, microbatch_size=4)), stepped(both), atol=1e-6)

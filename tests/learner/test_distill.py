@@ -133,6 +133,7 @@ def test_a_full_rotation_is_the_whole():
     assert distance(mean, whole_grads) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "estimator", "value", "slope"),
     [

@@ -141,6 +141,7 @@ def test_segments_where_they_pay():
     assert packed_segments(Segments(100, 16, 64), 100, 200) is None
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same():
     """Two rollouts of a loop, with minibatches and filters."""
     rollout = replace(toy_loop.ROLLOUT, sampling=SamplingConfig(top_k=40))
@@ -154,6 +155,7 @@ def test_a_run_is_the_same():
             assert of_packed[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_is_the_same():
     """Whose values are of whole rows: packed microbatches count others."""
     config = replace(test_ppo.LOOP, update_widths=1)

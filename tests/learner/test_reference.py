@@ -144,6 +144,7 @@ def test_a_sharded_reference_stays_where_it_was():
 # --- in a run
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise(tmp_path):
     """Between two mixtures: a reference restored as the frozen one, or a count begun anew, would be another."""
     config = UpdateConfig(loss=KL, reference_sync=ReferenceSync(0.5, 3))

@@ -42,6 +42,7 @@ def assert_same_gradients(got, expected, at_most: float = 1e-5):
         assert distance(y, x) < at_most, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
@@ -103,6 +104,7 @@ def test_what_goes_around_is_tokens_against_heads():
     assert exchanged == [256 // 4 * 4 * 8 * 4] * 4 * 2
 
 
+@pytest.mark.slow
 def test_a_device_holds_its_part_of_the_columns():
     """As compiled, and as planned."""
     config = tiny_model_config(vocab_size=32, max_positions=1024, num_layers=2, num_kv_heads=4)
@@ -124,6 +126,7 @@ def test_a_device_holds_its_part_of_the_columns():
     assert 0.8 < worked / part.temp_size_in_bytes < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 2, 2)], ids=str)
 def test_a_loop_takes_the_same_step(sizes):
     one, one_rows = run(new_loop(DISTILLED), new_state(), 1)
@@ -137,6 +140,7 @@ def test_a_loop_takes_the_same_step(sizes):
     assert np.mean(close) > 0.9, "AdamW's first step is as long where a gradient is rounding"
 
 
+@pytest.mark.slow
 def test_the_sampler_has_a_row_where_the_learner_has_columns():
     """Eight rows over four devices, of which two share each row's columns later; all at once, and by an engine."""
     loop, rowwise = own_loop(sizes=(2, 1, 1, 2)), own_loop()
@@ -150,6 +154,7 @@ def test_the_sampler_has_a_row_where_the_learner_has_columns():
         assert got.tokens.sharding == batch_sharding(spread.mesh)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_same():
     config = EvaluationConfig((Decode("short", CONFIG.policy),), CONFIG.rollout, 9, rows=4)
     tokens = [
@@ -159,6 +164,7 @@ def test_an_evaluation_is_the_same():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
     [UpdateConfig(microbatch_size=4, rows_per_prompt=4), UpdateConfig(pack_columns=32, microbatch_size=2)],
@@ -202,6 +208,7 @@ def test_widths_divide_where_the_longest_does(longest: int, ways: int):
     assert all(width >= plain[i] for i, width in enumerate(widths)) or len(plain) != len(widths)
 
 
+@pytest.mark.slow
 def test_the_compiler_says_what_a_step_takes():
     loop = own_loop(sizes=(2, 1, 1, 2))
     found = loop_memory(loop, shard_tree(new_state(), loop.mesh))

@@ -40,6 +40,7 @@ def test_what_the_compiler_says_is_raised():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"minibatches": 2, "dynamic_sampling": 0}, {"group_size": 2, "num_iterations": 2}],
@@ -55,6 +56,7 @@ def test_steps_call_the_update_that_was_compiled(changes: dict):
     assert counts["update"] == 0 and counts["rollout_program"] == 1
 
 
+@pytest.mark.slow
 def test_pairs_too():
     config = OnlineDPOConfig(2, 4, 9, CONFIG.policy, toy_loop.ROLLOUT)
     loop = OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)

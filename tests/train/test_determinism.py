@@ -25,6 +25,7 @@ from tests.toy_loop import CONFIG, new_loop, new_state, run
 EXPERIMENTS = ROOT / "experiments"
 
 
+@pytest.mark.multiprocess
 def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path):
     """In every metric and in every byte of the state, in another process."""
     command = [sys.executable, str(EXPERIMENTS / "fault_runs.py"), str(tmp_path / "parts"), "20"]

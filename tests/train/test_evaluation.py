@@ -69,6 +69,7 @@ def evaluator(rows: int = 4, group_size: int = 1, decodes: tuple[Decode, ...] = 
     return Evaluator(MODEL, Numbered(), TOKENIZER, config)
 
 
+@pytest.mark.slow
 def test_every_row_counts_once_in_batches_of_any_size(params):
     """Seven prompts in batches of four, filled up, and all in one program, say the same."""
     one, four = evaluator(rows=7), evaluator(rows=4)
@@ -85,6 +86,7 @@ def test_every_row_counts_once_in_batches_of_any_size(params):
     assert results[0].completions != results[1].completions
 
 
+@pytest.mark.slow
 def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
     """Against one call of `rollout`: greedy, so that no key counts."""
     decodes = (Decode("dense", sampling=GREEDY), Decode("short", H2O(), budget=4, sampling=GREEDY))
@@ -109,6 +111,7 @@ def test_completions_of_a_prompt_lie_together(params):
     assert again.completions == result.completions != other.completions
 
 
+@pytest.mark.slow
 def test_batches_divide_over_a_mesh(params):
     one = evaluator(rows=4, decodes=DECODES[1:2])
     spread = replace(one, mesh=make_mesh(2, 2))
