@@ -16,6 +16,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.model.hf_fields import LARGEST, shown
 from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
+from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.hugging_face import AutoTokenizer, snapshot_download
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.text.visible_text import one_line, visible
@@ -114,16 +115,17 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
         said = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
         mended = "--tokenizer names another directory, or an id on the Hub"
         raise UserError(f"--model: {said}. {mended}" if name is None else f"--tokenizer: {said}")
-    try:
+    tokenizer = None
+    # transformers and tokenizers raise errors of any type for files that they cannot parse, even plain Exception.
+    with Caught() as caught:
         # Explicit, because transformers would otherwise ask at the terminal.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         _check_tokenizer(tokenizer)
-    # transformers and tokenizers raise errors of any type for files that they cannot parse, even plain Exception.
-    except Exception as error:
+    if tokenizer is None or caught.error is not None:
         raise UserError(
             f"expected a tokenizer in {directory} that transformers can read without code of its own; got "
-            f"{type(error).__name__}: {one_line(str(error), 300)}"
-        ) from error
+            f"{type(caught.error).__name__}: {one_line(str(caught.error), 300)}"
+        ) from caught.error
     for kind in ("eos_token", "pad_token"):
         if getattr(tokenizer, kind) is None:
             tokens = [tokenizer.convert_ids_to_tokens(token) for token in named_ids(model, f"{kind}_id")]

@@ -23,7 +23,7 @@ from smd_jax.eviction.wrappers import Protect
 from smd_jax.eviction_draws import STAYED, ordered_logprob
 from smd_jax.gate import EVICTION_GATE, LinearGate, add_gate, drop_gate
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.evictions import replay_evictions
+from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.evictions import eviction_loss, eviction_weights
@@ -290,7 +290,7 @@ def test_prompts_that_are_read_once():
 
 def test_rows_of_a_group_share_the_draw_of_their_prompt():
     """The prompt is read once for both; rows that read it by themselves have draws of their own."""
-    shared, own = (np.asarray(batch(size)[1].trajectory.evictions.logprobs) for size in (2, 1))
+    shared, own = (np.asarray(recorded_draws(batch(size)[1].trajectory)[1].logprobs) for size in (2, 1))
     np.testing.assert_array_equal(shared[::2, ..., 0], shared[1::2, ..., 0])
     assert (shared[::2, ..., 1] != shared[1::2, ..., 1]).any()
     assert (own[::2, ..., 0] != own[1::2, ..., 0]).any()
@@ -304,7 +304,7 @@ def test_a_shared_draw_has_no_gradient(seed: int, truncated: bool):
     sizes = RolloutConfig(4, 3, 4, eos_token_id=None)  # the prompt alone is compressed
     prompts, key = left_padded([8], 8, 32), jax.random.key(seed)
     trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=sizes, group_size=4)
-    assert (np.asarray(trajectory.evictions.logprobs) < -0.1).all()
+    assert (np.asarray(recorded_draws(trajectory)[1].logprobs) < -0.1).all()
     advantages = jnp.asarray([1.0, 1.0, -1.0, -1.0])
     config = UpdateConfig(policy_coef=0.0, eviction_coef=1.0, mask_truncated_completions=truncated)
     data = TrainBatch(trajectory.replace(terminated=advantages > 0), advantages, None)
