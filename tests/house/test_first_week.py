@@ -153,7 +153,8 @@ def test_a_template_that_refuses_the_messages(place: Path, tmp_path: Path, capsy
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
     given = words(place, tmp_path / "run", "--model", f"{tmp_path}/model", "--system-prompt", "Add.")
-    assert "got those of ['system', 'user'], and it says: System role not supported" in error_of(given, capsys)
+    said = error_of(given, capsys)
+    assert "got those of ['system', 'user'], and it says: " in said and "System role not supported" in said
 
 
 # --- files of rewards
