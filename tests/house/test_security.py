@@ -178,7 +178,8 @@ def test_an_export_takes_no_file_from_elsewhere(tmp_path: Path):
     secret.write_text("mine")
     byte_tokenizer().save_pretrained(source)
     (source / "generation_config.json").symlink_to(secret)
-    with pytest.raises(ValueError, match="expected generation_config.json in .*source itself, because the export copies it; got a link to .*id_rsa"):
+    said = "expected generation_config.json in .*source itself, because the export copies it; got a link to .*id_rsa"
+    with pytest.raises(ValueError, match=said):
         save_checkpoint(tmp_path / "out", params, config, tokenizer_from=source)
     assert not (tmp_path / "out").exists()
     # The Hub's cache has links, too, to its own files.
