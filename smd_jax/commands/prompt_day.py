@@ -15,8 +15,8 @@ from smd_jax.text.template_day import NAME, reads_day
 def with_prompt_day(args: Common) -> Common:
     """The arguments with `--chat-template-kwargs strftime_now=DAY`, where the template reads it and no flag says it:
     today, or with --resume the day that the run began with."""
-    told = args.data.chat_template_kwargs
-    if args.data.chat_template == "none" or _days(told):
+    given = args.data.chat_template_kwargs
+    if args.data.chat_template == "none" or _days(given):
         return args
     kept = args.run.output_dir / "config.yaml"
     if args.run.resume:
@@ -27,8 +27,8 @@ def with_prompt_day(args: Common) -> Common:
         directory = model_directory(named.model, named.model_revision)
         template = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision).chat_template
         days = [f"{NAME}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
-    return replace(args, data=replace(args.data, chat_template_kwargs=(*told, *days[:1])))
+    return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
 
 
-def _days(told: Sequence[object]) -> list[str]:
-    return [str(text) for text in told if str(text).partition("=")[0] == NAME]
+def _days(given: Sequence[object]) -> list[str]:
+    return [str(text) for text in given if str(text).partition("=")[0] == NAME]
