@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "smd_jax"
 
-# Links in Markdown to a file of the repository: [text](../smd_jax/masks.py), ![plot](../experiments/results/plot.png).
+# Links in Markdown to a file of the repository, for example [text](../smd_jax/message/masks.py).
 OUTWARD_LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
 # A page that lies outside of docs/, where readers of the repository look for it.
 REPORT = "REPORT.md"
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in pages:
         for link in OUTWARD_LINK.findall(page.content_string):
             linked = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.src_uri), link))
-            # MkDocs looks for the link's target from docs/ on: ../smd_jax/masks.py. In the site it lies inside.
+            # MkDocs looks for the link's target from docs/ on: ../smd_jax/message/masks.py. In the site it lies inside.
             uri = posixpath.relpath(linked, "docs")
             if linked == REPORT:
                 continue  # a page of the site
@@ -62,16 +62,22 @@ def reference_pages() -> dict[str, str]:
     flat = sorted(path.stem for path in LIBRARY.glob("*.py") if path.stem != "__init__")
     pages = {
         "index": main_path_page(),
-        "message": modules_page("The message, and what all packages share", "smd_jax", flat),
+        "base": modules_page("Modules that all packages share", "smd_jax", flat),
         "kernels": modules_page("Kernels", "smd_kernels", public_kernels()),
     }
     for package in packages:
         pages[package.name] = package_page(f"smd_jax.{package.name}", public_names(package / "__init__.py"))
+    # Other libraries reuse these modules, and other pages link to their functions: all of them are documented.
+    pages["message"] = modules_page("message", "smd_jax.message", modules_of("message"))
     return pages
 
 
+def modules_of(package: str) -> list[str]:
+    return sorted(path.stem for path in (LIBRARY / package).glob("*.py") if path.stem != "__init__")
+
+
 def main_path_page() -> str:
-    names = "\n".join(f"* [`smd_jax.{name}`][smd_jax.{name}]" for name in public_names(LIBRARY / "__init__.py"))
+    names = "\n".join(f"* [`smd_jax.{name}`][{target}]" for name, target in public_targets(LIBRARY / "__init__.py"))
     return (
         f"# Reference\n\n::: smd_jax\n    options:\n      members: false\n      show_root_heading: false\n\n{names}\n"
     )
@@ -95,10 +101,21 @@ def package_page(package: str, names: list[str]) -> str:
 
 
 def public_names(init: Path) -> list[str]:
-    """The names that a package's `__init__` imports, in its order; packages that it passes on are left out."""
+    """The names that a package's `__init__` imports, in its order, without packages."""
+    return [name for name, _ in public_targets(init)]
+
+
+def public_targets(init: Path) -> list[tuple[str, str]]:
+    """Name and anchor of each name that a package's `__init__` imports.
+
+    The anchor of a class of smd_kernels is in its own package: mkdocstrings gives no anchor to an alias of an alias.
+    """
+    kernels = {"Segments": "smd_kernels.segments.Segments"}
+    package = ".".join(init.parent.relative_to(ROOT).parts)
     return [
-        alias.asname or alias.name
+        (name, kernels.get(name, f"{package}.{name}"))
         for node in ast.parse(init.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ImportFrom) and node.module != "smd_jax"
         for alias in node.names
+        for name in [alias.asname or alias.name]
     ]

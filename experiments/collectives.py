@@ -48,18 +48,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hlo import ITEM_BYTES
 from provenance import provenance
 from smd_jax.config import ModelConfig
+from smd_jax.devices.sharding import AXES, batch_sharding, make_mesh, row_ways, tree_shardings
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
-from smd_jax.masks import Segments, ShadowMask
 from smd_jax.memory.plan import param_shapes
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout_program
-from smd_jax.sharding import AXES, batch_sharding, make_mesh, row_ways, tree_shardings
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 COLLECTIVE = re.compile(rf" = (.*?) ({KINDS})(-start)?\(")

@@ -35,12 +35,12 @@ from smd_jax.eviction.policies import SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
-from smd_jax.masks import Segments, ShadowMask
 from smd_jax.memory.plan import Workload, param_shapes, plan_memory, show_bytes
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.trajectory import Trajectory
 
 QWEN = ModelConfig(
     vocab_size=151_936,

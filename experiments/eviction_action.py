@@ -13,9 +13,9 @@ Arms       untrained     under every policy, and under two fixed rules that happ
            gate-frozen   tokens trained, evictions drawn from a gate that never moves: uniform, as Random's
            gate-alone    the gate trained, tokens frozen
            gate-joint    both, one policy over tokens and evictions: the exact gradient of its expected reward
-Gate       Linear in key, value, position and age, per layer and KV head (`smd_jax.gate.LinearGate`): 68 numbers a head.
-           Its learning rate is GATE_SPEED times that of the tokens: it starts from zeros and has to come to logits of
-           about one, where the model's weights move by thousandths.
+Gate       Linear in key, value, position and age, per layer and KV head: 68 numbers a head, see
+           `smd_jax.message.gate.LinearGate`. Its learning rate is GATE_SPEED times that of the tokens: it starts from
+           zeros and has to come to logits of about one, where the model's weights move by thousandths.
 Speed      Chosen before, with --choose-speed: gate-joint on sorting, at the middle rate, on the pilot seeds and on
            validation rows, which are not reported. Of 30, 100 and 300 the first: mean greedy rewards 0.9886, 0.9878 and
            0.9844.
@@ -44,7 +44,7 @@ import optax
 import tyro
 
 import smd_jax as smd
-from smd_jax.gate import EVICTION_GATE, LinearGate, add_gate
+from smd_jax.message.gate import EVICTION_GATE, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape, Params
 from study.arms import Arm, arms_of
 from study.command import StudyArgs, as_written, grid_of, run, stopping

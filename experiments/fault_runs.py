@@ -24,12 +24,12 @@ import tyro
 
 from breaking.left import start
 from breaking.trained import AHEAD, CONFIG, RealLoop, real_loop, real_state
-from smd_jax import processes
 from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.devices import processes
 from smd_jax.learner.state import TrainState
-from smd_jax.train import run
-from smd_jax.train.checkpoint.writing import Writer
-from smd_jax.train.stop import RunStoppedError
+from smd_jax.runs import run
+from smd_jax.runs.checkpoint.writing import Writer
+from smd_jax.runs.stop import RunStoppedError
 
 
 class Saying(RealLoop):

@@ -58,8 +58,8 @@ from breaking.steps import broken_logger, never_finite, not_finite, wrong_mask
 from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
-from smd_jax.train import checkpoint
-from smd_jax.train.checkpoint import OtherStateError
+from smd_jax.runs import checkpoint
+from smd_jax.runs.checkpoint import OtherStateError
 from study.files import read_rows, write_rows
 
 

@@ -32,9 +32,9 @@ from transformers import AutoTokenizer
 import smd_jax as smd
 from peer_engine import ask
 from provenance import provenance
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.progress import summary_table
-from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import prompt_text
 from smd_jax.text.prompts import eos_token_id, pad_token_id

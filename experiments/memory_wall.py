@@ -40,15 +40,15 @@ from jax.sharding import AbstractMesh, AxisType
 from provenance import provenance
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.config import ModelConfig
+from smd_jax.devices.sharding import AXES, row_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.memory.plan import MemoryPlan, Workload, param_shapes, plan_memory
+from smd_jax.message.quantization import QuantConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import AXES, row_ways
 from study.files import Row, read_rows, write_rows, write_text
 
 PROMPT = 512

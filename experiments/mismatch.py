@@ -45,7 +45,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV, StreamingLLM
 from smd_jax.learner.config import Visibility
-from smd_jax.sampling import SamplingConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.gsm8k import Gsm8kTask, final_answer, load_gsm8k, same_answer
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask

@@ -38,7 +38,7 @@ import smd_jax as smd
 from provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.config import FloatName, LinearRope, Llama3Rope, ModelConfig, YarnRope
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.families import FAMILIES
 from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params

@@ -35,13 +35,13 @@ from smd_jax.commands.arguments import Distillation
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import print_box
 from smd_jax.commands.train import main as smd_train
+from smd_jax.disk import check_export
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, read_metrics
 from smd_jax.monitor.progress import summary_table, training_progress
+from smd_jax.runs.run_folder import check_directory
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params
-from smd_jax.train.disk import check_export
-from smd_jax.train.run_folder import check_directory
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)

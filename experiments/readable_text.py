@@ -40,7 +40,7 @@ from provenance import provenance
 from smd_jax.commands.arguments import SamplerArgs
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.monitor.progress import summary_table
 

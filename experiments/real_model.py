@@ -54,7 +54,7 @@ from real.execute import execute
 from real.job import SIZES, Base, Job, Rule, Sizes, is_finished, keep_row, kept
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.model_source import load_tokenizer
-from smd_jax.train.stop import RunStoppedError
+from smd_jax.runs.stop import RunStoppedError
 from study.arms import Arm, arms_of
 from study.command import stopping
 from study.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows

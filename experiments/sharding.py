@@ -73,13 +73,13 @@ def step(sizes: Sizes) -> dict[str, Any]:
     import numpy as np
     import optax
 
+    from smd_jax.devices.processes import on_host
+    from smd_jax.devices.sharding import make_mesh, shard_tree
     from smd_jax.eviction.policies import H2O
     from smd_jax.learner.config import UpdateConfig
     from smd_jax.learner.state import init_state
     from smd_jax.model.decoder import Decoder
-    from smd_jax.processes import on_host
     from smd_jax.sampler.fixed_batch import RolloutConfig
-    from smd_jax.sharding import make_mesh, shard_tree
     from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
     from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 
@@ -147,7 +147,7 @@ def joined(count: int, devices: int, folder: Path) -> None:
 
 def take_part(folder: Path, coordinator: str, count: int, devices: int, index: int) -> None:
     """One of several processes."""
-    from smd_jax import processes
+    from smd_jax.devices import processes
 
     processes.join(coordinator, count, index)
     import numpy as np

@@ -14,18 +14,18 @@ from smd_jax.model import save_checkpoint as save_checkpoint
 from smd_jax.text import PromptBatch as PromptBatch
 from smd_jax.text import encode_prompts as encode_prompts
 from smd_jax.text import decode_completions as decode_completions
-from smd_jax.sampling import SamplingConfig as SamplingConfig
-from smd_jax.quantization import QuantConfig as QuantConfig
+from smd_jax.message.sampling import SamplingConfig as SamplingConfig
+from smd_jax.message.quantization import QuantConfig as QuantConfig
 from smd_jax.sampler import RolloutConfig as RolloutConfig
 from smd_jax.sampler import rollout as rollout
 from smd_jax.sampler import Engine as Engine
 
 # The message from the sampler to the learner.
-from smd_jax.trajectory import Trajectory as Trajectory
-from smd_jax.masks import ShadowMask as ShadowMask
-from smd_jax.masks import KeyInterval as KeyInterval
-from smd_jax.masks import Segments as Segments
-from smd_jax.masks import dense_mask as dense_mask
+from smd_jax.message.trajectory import Trajectory as Trajectory
+from smd_jax.message.masks import ShadowMask as ShadowMask
+from smd_jax.message.masks import KeyInterval as KeyInterval
+from smd_jax.message.masks import Segments as Segments
+from smd_jax.message.masks import dense_mask as dense_mask
 from smd_jax.model import attend as attend
 
 # The learner.
@@ -40,7 +40,7 @@ from smd_jax.learner import init_state as init_state
 from smd_jax.learner import make_update as make_update
 
 # Whole runs.
-from smd_jax.sharding import make_mesh as make_mesh
+from smd_jax.devices.sharding import make_mesh as make_mesh
 from smd_jax.train import GRPOConfig as GRPOConfig
 from smd_jax.train import GRPOLoop as GRPOLoop
 from smd_jax.train import PPOConfig as PPOConfig
@@ -51,10 +51,12 @@ from smd_jax.train import OnlineDPOLoop as OnlineDPOLoop
 # The packages.
 from smd_jax import cache as cache
 from smd_jax import corrections as corrections
+from smd_jax import devices as devices
 from smd_jax import eviction as eviction
 from smd_jax import learner as learner
 from smd_jax import losses as losses
 from smd_jax import memory as memory
+from smd_jax import message as message
 from smd_jax import model as model
 from smd_jax import sampler as sampler
 from smd_jax import tasks as tasks

@@ -119,7 +119,7 @@ def evicted_share(
     evicted_at: Int[Array, "batch layers kv_heads columns"], valid: Bool[Array, "batch columns"]
 ) -> Float[Array, ""]:
     """Of the tokens of whole sequences, the share whose keys are gone when the last one looks; mean over layers and KV
-    heads. `evicted_at` is that of a `smd_jax.masks.ShadowMask`."""
+    heads. `evicted_at` is that of a `smd_jax.message.masks.ShadowMask`."""
     columns = jnp.arange(valid.shape[1])
     last = jnp.where(valid, columns, 0).max(axis=1)
     gone = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))

@@ -26,7 +26,7 @@ from jaxtyping import Array, Key
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from smd_jax.config import FloatName, ModelConfig, RopeScaling, check_seed
-from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.text.hugging_face import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from smd_jax.masks import NEVER
+from smd_jax.message.masks import NEVER
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.segments import Segments

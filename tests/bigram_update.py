@@ -16,9 +16,9 @@ import numpy as np
 
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Attend, LayerState, ModelShape
-from smd_jax.trajectory import Trajectory
 from tests import tiny_update
 from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, TEMPERATURE, WIDTH
 

@@ -20,10 +20,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from smd_jax import processes
 from smd_jax.commands import launch, prepare, train
 from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.errors import UserError
+from smd_jax.devices import processes
+from smd_jax.devices.process_rows import check_prompts_divide, feeders
+from smd_jax.devices.processes import OtherProcessError, on_host
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
@@ -31,29 +34,26 @@ from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.value_head import add_value_head
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
-from smd_jax.process_rows import check_prompts_divide, feeders
-from smd_jax.processes import OtherProcessError, on_host
+from smd_jax.runs import checkpoint, run
+from smd_jax.runs.checkpoint import reading, writing
+from smd_jax.runs.run_config import RunConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig
-from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train import checkpoint, run
 from smd_jax.train import loop as loop_module
-from smd_jax.train.checkpoint import reading, writing
+from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
-from smd_jax.train.refused import RefusedRolloutError
-from smd_jax.train.run_config import RunConfig
 from smd_jax.train.samples import Samples
 
 EOS, PAD = 258, 256

@@ -21,12 +21,12 @@ import numpy as np
 
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.stop import RunStoppedError
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.run import train
-from smd_jax.train.run_config import RunConfig
-from smd_jax.train.stop import RunStoppedError
 
 CONFIG = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4), minibatches=1)
 

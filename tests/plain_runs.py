@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
-from smd_jax.train import checkpoint
-from smd_jax.train.run import train
-from smd_jax.train.run_config import RunConfig
+from smd_jax.runs import checkpoint
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
 from tests.plain_loop import CONFIG, PlainLoop, new_state
 
 DENSE = "eval/dense/reward"

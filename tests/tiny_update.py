@@ -15,11 +15,11 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import make_replay
@@ -19,7 +20,6 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig
-from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config

@@ -17,12 +17,12 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.masks import ShadowMask
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.testing import START, byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
 
 POLICIES: dict[str, EvictionPolicy] = {
     "Dense": Dense(),

@@ -39,8 +39,8 @@ from smd_jax.monitor.progress import summary_table
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.train.async_rollout import one_behind
 from smd_jax.train.grpo import GRPOLoop
-from smd_jax.train.rollout_ahead import one_behind
 from study.command import as_written
 from study.files import write_rows
 

@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies
 
 from bench.limits import visible_keys
 from provenance import provenance
-from smd_jax.masks import KeyInterval, Segments
+from smd_jax.message.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
 from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_evictions

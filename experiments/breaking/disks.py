@@ -12,7 +12,7 @@ from pathlib import Path
 from breaking.left import rollouts_done, same
 from breaking.outcome import Fault, Outcome, refusal
 from breaking.plain import plain_left, plain_whole, quietly
-from smd_jax.train.run_folder import CHECKPOINTS
+from smd_jax.runs.run_folder import CHECKPOINTS
 
 
 def damaged(damage: Callable[[Path, random.Random], None], lost: int, says: str, times: int) -> Fault:

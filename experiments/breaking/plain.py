@@ -16,10 +16,10 @@ import numpy as np
 from breaking.left import Left, left_by, start
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
+from smd_jax.runs.resume_settings import split_settings
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.settings import split_settings
 
 PLAIN_ROLLOUTS = 8
 PLAIN = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4))

@@ -18,8 +18,8 @@ from breaking.left import same, start
 from breaking.outcome import Outcome, refusal
 from breaking.plain import plain_left, plain_whole, quietly
 from breaking.trained import real_left, real_loop, real_state
-from smd_jax.masks import ShadowMask
-from smd_jax.train.refused import RefusedRolloutError
+from smd_jax.message.masks import ShadowMask
+from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.samples import Samples
 
 

@@ -14,22 +14,22 @@ import numpy as np
 import optax
 
 from breaking.left import Left, left_by
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.runs import checkpoint
+from smd_jax.runs.frozen_base import without_base
+from smd_jax.runs.resume_settings import split_settings
+from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train import checkpoint
-from smd_jax.train.frozen_base import without_base
+from smd_jax.train.async_rollout import one_behind
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run_folder import CHECKPOINTS
 from smd_jax.train.samples import Samples
-from smd_jax.train.settings import split_settings
 
 EOS, PAD = 258, 256
 

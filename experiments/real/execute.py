@@ -10,20 +10,20 @@ import jax
 
 import smd_jax as smd
 from real.job import Base, Job, keep_row, kept
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import evicted_share
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.monitor.metrics_log import METRICS_FILE, read_metrics
-from smd_jax.sampling import SamplingConfig
+from smd_jax.runs import checkpoint
+from smd_jax.runs.resume_settings import split_settings
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.tasks.task import prompt_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train import checkpoint
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.run import train
-from smd_jax.train.run_config import RunConfig
-from smd_jax.train.run_folder import CHECKPOINTS
-from smd_jax.train.settings import split_settings
 from study.files import Row, fingerprint, number
 from study.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
 

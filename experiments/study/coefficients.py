@@ -25,10 +25,10 @@ from smd_jax.learner.forward import response_hidden, response_logits
 from smd_jax.learner.prepare import prepare
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.advantages import EPSILON, group_relative
-from smd_jax.masks import Mask
+from smd_jax.message.masks import Mask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.ratios import overlap
-from smd_jax.trajectory import Trajectory
 from study.arms import arms_of
 from study.token_rewards import leave_one_out_to_go, relative_to_go
 

@@ -18,8 +18,8 @@ import optax
 import smd_jax as smd
 from provenance import clean_commit, commit, provenance
 from smd_jax.eviction.learned import LearnedGate
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
-from smd_jax.sampling import SamplingConfig
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator

@@ -22,11 +22,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import smd_jax as smd
-from smd_jax.sampling import SamplingConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
-from smd_jax.train import checkpoint
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update

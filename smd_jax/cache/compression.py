@@ -20,10 +20,10 @@ from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy
-from smd_jax.eviction_draws import STAYED, ordered_logprob
-from smd_jax.gate import Gate
+from smd_jax.message.draws import STAYED, ordered_logprob
+from smd_jax.message.gate import Gate
+from smd_jax.message.quantization import Parity
 from smd_jax.pytrees import any_leaves
-from smd_jax.quantization import Parity
 
 
 @any_leaves
@@ -52,7 +52,7 @@ class CompressionRecord(struct.PyTreeNode):
     Attributes:
       dropped: `[rows, kv_heads, slots - budget]` columns of the keys that went, -1 in place of empty slots; None if
         there was room for all. Where evictions are draws, in the order in which they were drawn.
-      logprob: `[rows, kv_heads]` of these draws, see `smd_jax.eviction_draws`; None where they are none.
+      logprob: `[rows, kv_heads]` of these draws, see `smd_jax.message.draws`; None where they are none.
       parity: of the codes that a quantised cache made, `[rows, kv_heads, columns, bytes]`; None without any.
     """
 
@@ -147,7 +147,7 @@ class Compression:
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
         """Slots whose keys no query to come will see count as empty, so that they go first. When their keys became
-        invisible is known without a record: `smd_jax.masks.windowed`."""
+        invisible is known without a record: `smd_jax.message.masks.windowed`."""
         if self.window is None:
             return cache
         # The newest query has been attended, so what counts is what its successor will see.

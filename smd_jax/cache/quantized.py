@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from smd_jax.pytrees import any_leaves
-from smd_jax.quantization import (
+from smd_jax.message.quantization import (
     Parity,
     QuantConfig,
     Ranges,
@@ -32,6 +31,7 @@ from smd_jax.quantization import (
     quantize,
     value_ranges,
 )
+from smd_jax.pytrees import any_leaves
 from smd_kernels.codes import Codes
 
 

@@ -24,10 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.cache import quantized as quantized_cache
 from smd_jax.cache.quantized import QuantizedSlots
+from smd_jax.devices.sharding import over_heads
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic, check_observed, check_state
+from smd_jax.message.quantization import Parity
 from smd_jax.pytrees import any_leaves
-from smd_jax.quantization import Parity
-from smd_jax.sharding import over_heads
 from smd_kernels.codes import Codes
 
 EMPTY = -1  # column of a slot that holds no key

@@ -28,18 +28,18 @@ from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import own_place, parse_policy
 from smd_jax.eviction.statistics import CacheShape
 from smd_jax.eviction.trial import check_score
-from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses import named
 from smd_jax.losses.distillation import Direction, DistillConfig
 from smd_jax.losses.policy import LossConfig
+from smd_jax.message.gate import LinearGate
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.model.protocol import ModelShape
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampling import SamplingConfig
 from smd_jax.train.decoding import Decode, parse_decode, policy_text
 
 CORRECTIONS: Mapping[CorrectionName, Correction] = {

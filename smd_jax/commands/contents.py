@@ -18,8 +18,8 @@ from typing import NamedTuple
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.places import from_the_root
 from smd_jax.eviction.named import own_place
+from smd_jax.runs.jsonable import Json, to_jsonable
 from smd_jax.tasks.functions import is_file_name
-from smd_jax.train.jsonable import Json, to_jsonable
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
 MODELS = ("model", "tokenizer")

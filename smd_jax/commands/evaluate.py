@@ -38,17 +38,18 @@ from smd_jax.commands.model_source import (
 from smd_jax.commands.near_names import is_file
 from smd_jax.commands.prepare import check_platform, compute_dtype
 from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.gate import EVICTION_GATE
+from smd_jax.message.gate import EVICTION_GATE
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
 from smd_jax.model.protocol import Params
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.functions import import_function
@@ -59,7 +60,6 @@ from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, check_names, split_decodes
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
-from smd_jax.trajectory import NonFiniteLogitsError
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,18 @@ from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_d
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.gate import drop_gate
+from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint
-from smd_jax.train.checkpoint.errors import DamagedCheckpointError
-from smd_jax.train.checkpoint.reading import restore_part
-from smd_jax.train.disk import check_export
-from smd_jax.train.frozen_base import params_with_base, params_without_base
-from smd_jax.train.run_folder import BEST, CHECKPOINTS
+from smd_jax.model.weights import check_export, load_checkpoint, read_config, save_checkpoint
+from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
+from smd_jax.runs.checkpoint.reading import restore_part
+from smd_jax.runs.frozen_base import params_with_base, params_without_base
+from smd_jax.runs.run_folder import BEST, CHECKPOINTS
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from smd_jax.commands.errors import UserError
 from smd_jax.memory.fit import fit_loop, usable_memory
 from smd_jax.memory.plan import MemoryPlan
 from smd_jax.model.protocol import Params
-from smd_jax.train.checkpoint.reading import saved_config
-from smd_jax.train.checkpoint.steps import latest_step
+from smd_jax.runs.checkpoint.reading import saved_config
+from smd_jax.runs.checkpoint.steps import latest_step
+from smd_jax.runs.resume_settings import rounding_only
+from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.run_folder import CHECKPOINTS
-from smd_jax.train.settings import rounding_only
 
 L = TypeVar("L", bound=PolicyLoop)
 

@@ -32,13 +32,16 @@ from smd_jax.commands.model_source import (
 )
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
+from smd_jax.devices.processes import is_first
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.gate import add_gate
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.memory.fit import fit_evaluator
 from smd_jax.memory.plan import MemoryPlan, param_shapes
+from smd_jax.message.gate import add_gate
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
@@ -46,9 +49,6 @@ from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import check_export_source, read_config
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
-from smd_jax.processes import is_first
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, as_trained, policy_text, split_decodes

@@ -33,20 +33,24 @@ from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.commands.prompt_day import with_prompt_day
+from smd_jax.devices.processes import all_or_none, is_first, on_first_host
+from smd_jax.devices.sharding import shard_tree
+from smd_jax.disk import stored_bytes, written
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.gate import drop_gate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.learner.trained import trained_params
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, param_shapes, show_bytes
+from smd_jax.message.gate import drop_gate
+from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import load_checkpoint, save_checkpoint
+from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.loggers import Logger
 from smd_jax.monitor.metrics_log import read_metrics
@@ -54,33 +58,29 @@ from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
 from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
-from smd_jax.processes import all_or_none, is_first, on_first_host
-from smd_jax.sharding import shard_tree
+from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
+from smd_jax.runs.checkpoint.leaves import OtherStateError
+from smd_jax.runs.checkpoint.ownership import OtherFormatError
+from smd_jax.runs.checkpoint.reading import OtherConfigError
+from smd_jax.runs.diagnosis import verdict
+from smd_jax.runs.frozen_base import without_base
+from smd_jax.runs.interrupt import with_notes
+from smd_jax.runs.objective import NoSuchMetricError, Objective
+from smd_jax.runs.resume_settings import split_settings, taken_out
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_room, check_state
+from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.dataset_task import StreamTask, first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import Task, prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
-from smd_jax.train.checkpoint.errors import DamagedCheckpointError
-from smd_jax.train.checkpoint.leaves import OtherStateError
-from smd_jax.train.checkpoint.ownership import OtherFormatError
-from smd_jax.train.checkpoint.reading import OtherConfigError
-from smd_jax.train.disk import check_export, stored_bytes, written
+from smd_jax.train.async_rollout import one_behind
+from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
-from smd_jax.train.frozen_base import without_base
 from smd_jax.train.loop import Loop
-from smd_jax.train.objective import NoSuchMetricError, Objective
 from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.refused import RefusedRolloutError
-from smd_jax.train.rescue import with_notes
-from smd_jax.train.rollout_ahead import one_behind
-from smd_jax.train.run import train
-from smd_jax.train.run_config import RunConfig
-from smd_jax.train.run_folder import check_config, check_directory, check_progress, check_room, check_state
-from smd_jax.train.settings import split_settings, taken_out
-from smd_jax.train.stop import RunStoppedError
-from smd_jax.train.verdict import verdict
-from smd_jax.trajectory import NonFiniteLogitsError
 
 
 class Outcome(NamedTuple):

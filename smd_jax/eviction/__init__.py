@@ -28,7 +28,7 @@ from smd_jax.eviction.policies import Random as Random
 from smd_jax.eviction.wrappers import Protect as Protect
 from smd_jax.eviction.wrappers import Pyramid as Pyramid
 from smd_jax.eviction.learned import LearnedGate as LearnedGate
-from smd_jax.gate import Gate as Gate
-from smd_jax.gate import LinearGate as LinearGate
-from smd_jax.gate import add_gate as add_gate
-from smd_jax.gate import drop_gate as drop_gate
+from smd_jax.message.gate import Gate as Gate
+from smd_jax.message.gate import LinearGate as LinearGate
+from smd_jax.message.gate import add_gate as add_gate
+from smd_jax.message.gate import drop_gate as drop_gate

@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.statistics import State, Statistic
-from smd_jax.gate import Gate
+from smd_jax.message.gate import Gate
 from smd_jax.pytrees import any_leaves
 
 

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores
 from smd_jax.eviction.policies import drawn_by_position
-from smd_jax.gate import Gate, LinearGate, gate_parameters
+from smd_jax.message.gate import Gate, LinearGate, gate_parameters
 from smd_jax.typed_fields import check_types
 
 
 @dataclass(frozen=True)
 class LearnedGate(EvictionPolicy):
-    """Keys go by draws without replacement, in proportion to exp(-logit) of a gate (`smd_jax.gate`).
+    """Keys go by draws without replacement, in proportion to exp(-logit) of a gate (`smd_jax.message.gate`).
 
     A score of logit - Gumbel noise, whose lowest go first, is such a draw (Gumbel top-k, arXiv:1903.06059). Order and
-    log-probability go into the trajectory, `smd_jax.eviction_draws`; `UpdateConfig.eviction_coef` trains the gate.
+    log-probability go into the trajectory, `smd_jax.message.draws`; `UpdateConfig.eviction_coef` trains the gate.
 
-    The parameters must have the gate's, `smd_jax.gate.add_gate`. Beyond what the gate protects by itself
+    The parameters must have the gate's, `smd_jax.message.gate.add_gate`. Beyond what the gate protects by itself
     (`LinearGate.sinks`) it has to learn what must stay.
     Inside of `Protect` or `Pyramid` it evicts as here, but nothing is recorded that it could be trained by.
 

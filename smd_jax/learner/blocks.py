@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from smd_jax.devices.sharding import constrain_blocks, gathered_tree, parts
 from smd_jax.model.protocol import ModelShape, Params
-from smd_jax.sharding import constrain_blocks, gathered_tree, parts
 
 # Logits of one block on one device. Enough rows for the products of a large vocabulary to run at the rate of long ones
 # (a GPU wants some hundreds beside a head that it reads again for every block), and little beside a model's weights.

@@ -16,11 +16,11 @@ from smd_jax.losses.distillation import (
     divergence,
     sampled_divergence,
 )
+from smd_jax.message.sampling import token_logprobs
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import overlap
-from smd_jax.sampling import token_logprobs
-from smd_jax.trajectory import Trajectory
 
 
 @any_leaves

@@ -41,10 +41,10 @@ from smd_jax.losses.dpo import (
     sequence_logprobs,
 )
 from smd_jax.losses.kl import k3
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 from smd_jax.typed_fields import check_types
 
 
@@ -130,7 +130,7 @@ def make_dpo_update(
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated. `max_difference` as in
     `smd_jax.learner.update.make_update`, and as there a batch in which no pair counts changes no parameter.
 
-    Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
+    Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
     The returned function raises ValueError for trajectories whose probabilities no learner can reproduce (greedy
     sampling), pairs that do not divide into microbatches, and a reference that is missing.

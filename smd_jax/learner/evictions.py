@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from smd_jax.eviction_draws import EvictionDraws, candidates, ordered_logprob
-from smd_jax.gate import Gate, gate_parameters
-from smd_jax.masks import LayerMask, ShadowMask
+from smd_jax.message.draws import EvictionDraws, candidates, ordered_logprob
+from smd_jax.message.gate import Gate, gate_parameters
+from smd_jax.message.masks import LayerMask, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import AttentionConfig, attend
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 
 
 @any_leaves

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.config import Visibility
-from smd_jax.masks import Mask
+from smd_jax.message.masks import Mask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 
 ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
 

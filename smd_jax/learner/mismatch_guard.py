@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from smd_jax.devices.processes import on_host
 from smd_jax.learner.forward import replay
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
-from smd_jax.processes import on_host
-from smd_jax.trajectory import Trajectory
 from smd_jax.typed_fields import check_types
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"

@@ -28,10 +28,10 @@ from smd_jax.losses.entropy import weighted_entropy
 from smd_jax.losses.evictions import eviction_loss
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss
 from smd_jax.losses.value import ValueConfig, value_loss
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 
 
 @any_leaves

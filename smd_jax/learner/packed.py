@@ -23,6 +23,8 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from smd_jax.corrections.base import CorrectionTerms
+from smd_jax.devices.processes import on_host
+from smd_jax.devices.sharding import constrain, constrain_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import make_objective
@@ -31,13 +33,11 @@ from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.learner.update import Update, finished
-from smd_jax.masks import Segments, ShadowMask
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.packing import Packing
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel
-from smd_jax.packing import Packing
-from smd_jax.processes import on_host
 from smd_jax.pytrees import any_leaves
-from smd_jax.sharding import constrain, constrain_tree
-from smd_jax.trajectory import Trajectory
 
 # On the host, and on devices once a program has them.
 Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]

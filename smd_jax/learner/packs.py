@@ -46,7 +46,7 @@ class Packs:
 
     Attributes:
       tokens: int32 `[microbatches, rows, T]` place of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
-      positions, ends: as in `smd_jax.packing.Packing`, `[microbatches, rows, T]`.
+      positions, ends: as in `smd_jax.message.packing.Packing`, `[microbatches, rows, T]`.
       responses: int32 `[microbatches, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
       columns: `[microbatches, rows, K]` as in Packing.
     """

@@ -20,9 +20,9 @@ from smd_jax.losses.entropy import high_entropy_tokens
 from smd_jax.losses.evictions import eviction_weights
 from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.losses.weighting import TokenMean
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 
 
 @any_leaves

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import shared_reference, trained_params, whole_reference
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.trajectory import Trajectory
 
 Metrics = dict[str, Array]
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool
 
+from smd_jax.devices.sharding import constrain_tree
 from smd_jax.learner.reference import ReferenceSync, check_same_leaves, follow
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.storage import PARAMS, rounded, widened
 from smd_jax.learner.trained import check_followable, followed_params, trained_params, with_trained
 from smd_jax.model.protocol import Params
-from smd_jax.sharding import constrain_tree
 
 
 def take_step(

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from smd_jax.gate import EVICTION_GATE, drop_gate
 from smd_jax.learner.accumulation import Objective
+from smd_jax.message.gate import EVICTION_GATE, drop_gate
 from smd_jax.model.lora import LORA, base_params, has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import VALUE_HEAD, drop_value_head

@@ -44,7 +44,7 @@ def make_update(
     nothing counts, nor one in which sampler and learner differ at a token by more than `max_difference` nats (None: by
     anything), which makes sense of a rollout's first step alone.
 
-    Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.sharding`, or without a mesh.
+    Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
     The returned function raises ValueError for a trajectory whose probabilities no learner can reproduce (greedy
     sampling), rows that do not divide into microbatches, and what is missing: a reference, or a critic's head or

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from smd_jax.byte_sizes import show_bytes
+from smd_jax.devices.sharding import shard_tree
 from smd_jax.learner.state import TrainState
 from smd_jax.memory.sampler import tree_bytes
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.engine import Engine
-from smd_jax.sharding import shard_tree
 from smd_jax.train.policy_loop import PolicyLoop
 
 

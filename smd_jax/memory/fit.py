@@ -17,6 +17,7 @@ from typing import TypeVar
 import jax
 
 from smd_jax.cache.row_parts import PARTS
+from smd_jax.devices.sharding import row_ways, sampling_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
 from smd_jax.memory.plan import (
@@ -31,7 +32,6 @@ from smd_jax.memory.plan import (
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import row_ways, sampling_ways
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 

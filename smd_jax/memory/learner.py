@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from smd_jax.config import ModelConfig
-from smd_jax.eviction_draws import boundary_count
 from smd_jax.learner.blocks import block_columns
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.masks import Segments
 from smd_jax.memory.sampler import SCORE_COPIES, WIDE, Platform, compute_itemsize
+from smd_jax.message.draws import boundary_count
+from smd_jax.message.masks import Segments
 from smd_jax.model.attention import pays
 from smd_jax.model.decoder import Decoder, Remat
 from smd_kernels.hardware import Hardware, why_not_blocks
@@ -82,7 +82,7 @@ class LearnerPass:
         return self.shape.sliding_windows or (None,) * self.shape.num_layers
 
     def segments_within(self, window: int | None) -> Segments | None:
-        """Those of a layer with this window, as `smd_jax.masks.windowed` makes them."""
+        """Those of a layer with this window, as `smd_jax.message.masks.windowed` makes them."""
         if window is None:
             return self.segments
         if self.segments is None:

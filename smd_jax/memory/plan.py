@@ -30,11 +30,11 @@ from smd_jax.byte_sizes import UNITS
 from smd_jax.byte_sizes import parse_bytes as parse_bytes
 from smd_jax.byte_sizes import show_bytes as show_bytes
 from smd_jax.config import ModelConfig, check_choice
+from smd_jax.devices.sharding import row_ways, sampling_ways, sequence_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import followed_params, trained_params
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.masks import dense_mask
 from smd_jax.memory.learner import LearnerPass
 from smd_jax.memory.sampler import (
     Platform,
@@ -48,13 +48,13 @@ from smd_jax.memory.sampler import (
     trajectory_bytes,
     tree_bytes,
 )
+from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
-from smd_jax.sharding import row_ways, sampling_ways, sequence_ways
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 
 # More than any device has: such a number is a slip of the unit.

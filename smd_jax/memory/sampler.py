@@ -21,17 +21,17 @@ from jax.sharding import AbstractMesh, Mesh
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.row_parts import rows_at_once
 from smd_jax.config import ModelConfig
+from smd_jax.devices.sharding import tree_shardings
 from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.eviction.statistics import CacheShape
+from smd_jax.message.quantization import packed_size
+from smd_jax.message.sampling import drawable_form
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.quantization import packed_size
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.params import sampler_params
-from smd_jax.sampling import drawable_form
-from smd_jax.sharding import tree_shardings
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -95,7 +95,7 @@ def _gathered_parts(
         return []
     size = compute_itemsize(config, platform)
 
-    # Matrices alone: vectors are whole on every device anyway (`smd_jax.sharding.param_spec`).
+    # Matrices alone: vectors are whole on every device anyway (`smd_jax.devices.sharding.param_spec`).
     def whole(part: Any) -> int:
         return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
 

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.masks import KeyInterval, LayerMask, to_visible
-from smd_jax.sharding import over_heads, split_heads
+from smd_jax.devices.sharding import over_heads, split_heads
+from smd_jax.message.masks import KeyInterval, LayerMask, to_visible
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.codes import Codes

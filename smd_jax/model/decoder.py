@@ -41,14 +41,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smd_jax.config import ModelConfig, check_choice
-from smd_jax.masks import Mask
+from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
+from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.lora import LORA, variables_of
 from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
-from smd_jax.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_kernels.reference import product_precision
 
 Ropes = tuple[Rope, ...]  # of all layers; or of those that see all, and of those with a window
@@ -242,7 +242,7 @@ class Decoder(nn.Module):
         """Logits in float32 or wider of every token's successor.
 
         Args:
-          tokens: ids. positions: place of each token in its own sequence, see `smd_jax.masks.positions`.
+          tokens: ids. positions: place of each token in its own sequence, see `smd_jax.message.masks.positions`.
           mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
 
         Raises:

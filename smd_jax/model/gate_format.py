@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import ModelConfig
-from smd_jax.gate import EVICTION_GATE, Gate, LinearGate, add_gate
+from smd_jax.message.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape
 from smd_jax.model.stored_tensors import check_finite_weights
 from smd_jax.safetensors_files import write_safetensors

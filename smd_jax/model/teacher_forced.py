@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from smd_jax.masks import LayerMask, Mask, check_mask, layer_mask, windowed
+from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.attention import AttentionConfig, attend
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 
@@ -52,7 +52,7 @@ def hidden_states(
     """The hidden state from which each token's successor is predicted.
 
     Args:
-      tokens: ids. positions: place of each token in its own sequence, see `smd_jax.masks.positions`.
+      tokens: ids. positions: place of each token in its own sequence, see `smd_jax.message.masks.positions`.
       mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
 
     Raises:

@@ -21,7 +21,9 @@ from jax.typing import DTypeLike
 from safetensors import safe_open
 
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.gate import EVICTION_GATE
+from smd_jax.devices.sharding import param_spec
+from smd_jax.disk import check_space, check_writable
+from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.hf_fields import some
 from smd_jax.model.lora import LORA
@@ -38,7 +40,6 @@ from smd_jax.model.tensor_table import Leaf, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
 from smd_jax.safetensors_files import write_safetensors
-from smd_jax.sharding import param_spec
 
 __all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
 
@@ -58,8 +59,8 @@ def load_checkpoint(
     Args:
       directory: a checkpoint directory in Hugging Face's format, of a family in `smd_jax.model.families`.
       dtype: of the returned parameters, and the compute dtype of the returned configuration.
-      mesh: the parameters are laid out on it as `smd_jax.sharding.shard_tree` does. None: on JAX's default device,
-        uncommitted; to keep a big model on the host until it is sharded, call this under
+      mesh: the parameters are laid out on it as `smd_jax.devices.sharding.shard_tree` does. None: on JAX's default
+        device, uncommitted; to keep a big model on the host until it is sharded, call this under
         `jax.default_device(jax.local_devices(backend="cpu")[0])`.
 
     Returns:
@@ -165,6 +166,19 @@ def save_checkpoint(
         hf_config |= write_tokenizer(temporary, source, tokenizer, end_token_ids)
         _write_json(temporary / "config.json", hf_config)
         _write_tensors(temporary, table, flat, dtype, max_shard_bytes)
+
+
+def check_export(directory: str | Path, needed: int) -> None:
+    """Checks, before training, that `save_checkpoint` can write `needed` bytes to `directory`.
+
+    Raises:
+      OSError: `directory` holds other files or is not writable, or its disk has no room.
+    """
+    directory = Path(directory)
+    check_replaceable(directory)
+    # It is written beside the directory whose place it takes.
+    check_writable(directory.parent)
+    check_space(directory.parent, needed, "the exported model")
 
 
 def check_export_source(config: ModelConfig, tokenizer_from: str | Path, tokenizer: Any = None) -> None:

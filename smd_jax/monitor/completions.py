@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table
 from smd_jax.monitor.saved_masks import extract_mask, save_masks
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
-from smd_jax.trajectory import Trajectory
 
 
 @runtime_checkable

@@ -17,9 +17,9 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from smd_jax.masks import ShadowMask
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.text.prompts import Tokenizer
-from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

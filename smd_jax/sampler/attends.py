@@ -17,7 +17,7 @@ from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
-from smd_jax.masks import LayerMask, to_visible
+from smd_jax.message.masks import LayerMask, to_visible
 from smd_jax.model.attention import AttentionConfig, attend, decode, decode_codes
 from smd_jax.model.protocol import ModelShape
 from smd_jax.pytrees import any_leaves
@@ -136,7 +136,7 @@ class DecodeAttend:
             # never read.
             valid = cache.valid
             if layer.window is not None:
-                # A window counts the query's own column, as in `smd_jax.masks.windowed`.
+                # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
             if cache.quantized is None:
                 out, received = decode(q, keys, values, valid, self.attention.decode_impl)

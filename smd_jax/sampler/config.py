@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 from smd_jax.cache.quantized import slot_bytes, table_bytes
 from smd_jax.config import ModelConfig, check_choice, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import ModelShape
-from smd_jax.quantization import QuantConfig
-from smd_jax.sampling import SamplingConfig
 from smd_jax.typed_fields import check_types
 
 MaskStorage = Literal["compact", "boolean"]

@@ -31,7 +31,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
+from smd_jax.devices.sharding import batch_sharding, check_rows, constrain_rows, gathered_tree, row_ways
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.host_records import HostRecords
@@ -42,10 +44,8 @@ from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import batch_sharding, check_rows, constrain_rows, gathered_tree, row_ways
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
-from smd_jax.trajectory import Trajectory
 
 PACE = 8  # segments from which the time left is estimated
 

@@ -16,7 +16,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
+from smd_jax.devices.sharding import gathered_tree
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
@@ -29,10 +31,8 @@ from smd_jax.sampler.records import no_records, segment_count, to_trajectory
 from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import gathered_tree
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
-from smd_jax.trajectory import Trajectory, check_finite
 
 
 def rollout(
@@ -69,8 +69,8 @@ def rollout(
         for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
         1 … max_new_tokens; for a group_size below 1, stop strings of another vocabulary, and keys that are not
         threefry's.
-      NonFiniteLogitsError: if the model's logits were NaN or infinite, see `smd_jax.trajectory.check_finite`. The call
-        waits for the result.
+      NonFiniteLogitsError: if the model's logits were NaN or infinite, see `smd_jax.message.trajectory.check_finite`.
+        The call waits for the result.
 
     Inside a jitted function there are no values to look at: prompts, limits and logits are not checked there.
     """

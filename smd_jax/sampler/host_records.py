@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.sampler.prefill import PromptRecord
 from smd_jax.sampler.records import no_records, to_trajectory
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, repeat_prompts
-from smd_jax.trajectory import Trajectory, check_finite
 
 
 class _PromptsOnDevice(NamedTuple):

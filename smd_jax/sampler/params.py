@@ -6,8 +6,8 @@ from functools import partial
 
 import jax
 
+from smd_jax.devices.sharding import constrain_tree
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.sharding import constrain_tree
 
 
 def sampler_params(model: LanguageModel, params: Params) -> Params:

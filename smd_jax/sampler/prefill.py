@@ -20,12 +20,12 @@ from smd_jax.cache.compression import RowProgress
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.eviction_draws import STAYED, record_order
-from smd_jax.masks import NEVER, dense_mask, positions, record_evictions
+from smd_jax.message.draws import STAYED, record_order
+from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
+from smd_jax.message.quantization import Parity
 from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
-from smd_jax.quantization import Parity
 from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer, decode_layers
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.keys import eviction_keys
@@ -41,7 +41,7 @@ class PromptRecord(struct.PyTreeNode):
       evicted_at: `[prompts, kv_heads, P]` of the shadow mask.
       parity: of a quantised cache, `[prompts, kv_heads, P, bytes]`; None without one.
       order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]`, of the draws that evicted keys, see
-        `smd_jax.eviction_draws`; None where evictions are none.
+        `smd_jax.message.draws`; None where evictions are none.
     """
 
     evicted_at: Int[Array, "prompts kv_heads P"]

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.cache.slots import EMPTY
-from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction_draws import STAYED, EvictionDraws, boundary_count, record_order
-from smd_jax.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.message.drawable_tokens import DrawableTokens
+from smd_jax.message.draws import STAYED, EvictionDraws, boundary_count, record_order
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.message.quantization import Parity, QuantizedReplay
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import cost
-from smd_jax.quantization import Parity, QuantizedReplay
 from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
 from smd_jax.sampler.prefill import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
 
 
 def segment_count(sampler: Sampler) -> int:

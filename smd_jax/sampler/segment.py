@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
+from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.text.stop_strings import StopTable, advance
 
 

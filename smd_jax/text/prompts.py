@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from smd_jax.process_rows import rows_here
+from smd_jax.devices.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
 
 MOST_UNKNOWN = 0.1  # of a batch's sampled ids, without a token

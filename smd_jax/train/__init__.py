@@ -1,4 +1,4 @@
-"""Training loops for GRPO, PPO and online DPO, and what surrounds a run: checkpoints, resume."""
+"""Training loops for GRPO, PPO and online DPO."""
 
 from smd_jax.train.loop import Loop as Loop
 from smd_jax.train.loop_config import LoopConfig as LoopConfig
@@ -7,7 +7,6 @@ from smd_jax.train.decoding import parse_decode as parse_decode
 from smd_jax.train.decoding import parse_decodes as parse_decodes
 from smd_jax.train.evaluation import EvaluationConfig as EvaluationConfig
 from smd_jax.train.evaluation import Evaluator as Evaluator
-from smd_jax.train.objective import Objective as Objective
 from smd_jax.train.grpo import GRPOConfig as GRPOConfig
 from smd_jax.train.grpo import GRPOLoop as GRPOLoop
 from smd_jax.train.ppo import PPOConfig as PPOConfig

@@ -14,9 +14,9 @@ from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.named import PATTERN, POLICIES, parse_policy
 from smd_jax.eviction.policies import Dense
-from smd_jax.quantization import QuantConfig
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampling import SamplingConfig
 from smd_jax.typed_fields import check_types
 
 # A name becomes a part of metrics' names, of which loggers take no other characters.

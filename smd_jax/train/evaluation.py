@@ -26,14 +26,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from smd_jax.config import check_seed, check_whole
+from smd_jax.devices.process_rows import Place
+from smd_jax.devices.processes import all_or_none, gather_json
+from smd_jax.devices.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
 from smd_jax.learner.state import TrainState
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.process_rows import Place
-from smd_jax.processes import all_or_none, gather_json
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
-from smd_jax.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
 from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Prompt, Row, Task
@@ -43,7 +44,6 @@ from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop import Loop
 from smd_jax.train.responder import sampler_copy
-from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.learner.state import Metrics
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.tasks.graded import Graded
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, encode_prompts, wants_special_tokens
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.trajectory import Trajectory
 
 
 def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:

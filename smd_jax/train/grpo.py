@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.config import check_choice
+from smd_jax.devices.processes import on_host
+from smd_jax.devices.sharding import shard_batch
 from smd_jax.learner.config import takes_sampler_for_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, groups_with_signal, leave_one_out
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import Params
-from smd_jax.processes import on_host
-from smd_jax.sharding import shard_batch
+from smd_jax.train.async_rollout import Ahead, copied
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
-from smd_jax.train.rollout_ahead import Ahead, copied
 from smd_jax.train.samples import ROLLOUTS, Samples
-from smd_jax.trajectory import Trajectory
 
 Estimator = Literal["group_relative", "leave_one_out"]
 
@@ -43,7 +43,7 @@ class GRPOConfig(PolicyConfig):
         them only; None keeps them, as in TRL. A step that needs fewer rollouts than it may draw leaves out the prompts
         of the others.
       rollouts_ahead: 1: the next rollout is drawn while the learner takes its steps on this one, with the parameters
-        before them, see `smd_jax.train.rollout_ahead`; it takes room for the parameters once more. The ratio of the
+        before them, see `smd_jax.train.async_rollout`; it takes room for the parameters once more. The ratio of the
         loss, with its clipping, corrects what is off-policy by age; what is off-policy by eviction stays exact under
         the shadow mask. Rewards that have processes of their own are computed ahead, too; others when the rollout is
         taken, in the thread that takes it. 0: every rollout is drawn with the newest parameters.

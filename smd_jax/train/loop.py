@@ -24,19 +24,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from smd_jax.learner.forward import ReplayFunction
-from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
-from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.masks import ShadowMask
-from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
-from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.process_rows import (
+from smd_jax.devices.process_rows import (
     check_prompts_divide,
 )
-from smd_jax.processes import all_or_none, is_first, on_host
-from smd_jax.sampler.engine import Progress
-from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import (
+from smd_jax.devices.processes import all_or_none, is_first, on_host
+from smd_jax.devices.sharding import (
     check_rows,
     check_sampled_rows,
     check_sequence,
@@ -48,6 +40,15 @@ from smd_jax.sharding import (
     shard_tree,
     tree_shardings,
 )
+from smd_jax.learner.forward import ReplayFunction
+from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
+from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.engine import Progress
+from smd_jax.sampler.static import Sampler
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, rows_of_step
 from smd_jax.text.prompts import (
@@ -55,15 +56,14 @@ from smd_jax.text.prompts import (
     check_vocabulary,
     repeat_each,
 )
-from smd_jax.train.ahead import compiling, rows_on
+from smd_jax.train.bucketing import response_widths, shortened
+from smd_jax.train.compile_ahead import compiling, rows_on
+from smd_jax.train.debug_dump import never_finite, not_one_policy
 from smd_jax.train.grading import part_metrics, reward_columns
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import order_of_pass
-from smd_jax.train.refused import never_finite, not_one_policy
 from smd_jax.train.responder import Drawn, Responder
 from smd_jax.train.samples import ROLLOUTS, Samples
-from smd_jax.train.widths import response_widths, shortened
-from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

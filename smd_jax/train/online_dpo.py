@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from smd_jax.devices.processes import all_or_none, gather_json, on_host
+from smd_jax.devices.sharding import check_rows, shard_batch
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
@@ -24,15 +26,13 @@ from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.step import check_sync
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params
-from smd_jax.processes import all_or_none, gather_json, on_host
-from smd_jax.sharding import check_rows, shard_batch
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import over_steps
 from smd_jax.train.samples import Samples
-from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

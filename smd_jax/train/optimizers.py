@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from smd_jax.config import check_choice
-from smd_jax.gate import EVICTION_GATE
+from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.protocol import Params
 from smd_jax.typed_fields import check_types
 
@@ -60,8 +60,8 @@ class OptimizerConfig:
       adam_beta1, adam_beta2, adam_epsilon: of AdamW.
       momentum_dtype: what AdamW keeps its momentum in.
       max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
-      gate_speed: learning rate of a gate of evictions (`smd_jax.gate`) over that of the model, where the parameters
-        have one: it begins with zeros and has to come to logits of about one.
+      gate_speed: learning rate of a gate of evictions (`smd_jax.message.gate`) over that of the model, where the
+        parameters have one: it begins with zeros and has to come to logits of about one.
     """
 
     optim: Optim = "adamw"

@@ -9,6 +9,8 @@ from functools import cached_property
 import jax
 from jaxtyping import Array, Float
 
+from smd_jax.devices.processes import on_host
+from smd_jax.devices.sharding import check_rows, check_sequence
 from smd_jax.learner.config import UpdateConfig, Visibility, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
@@ -21,16 +23,14 @@ from smd_jax.learner.update import Update, make_update
 from smd_jax.losses.distillation import has_whole_share
 from smd_jax.losses.kl import kl_penalty
 from smd_jax.losses.weighting import FixedLength
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import Params
-from smd_jax.processes import on_host
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sharding import check_rows, check_sequence
+from smd_jax.train.async_rollout import staleness_metrics
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import over_steps
-from smd_jax.train.rollout_ahead import staleness_metrics
-from smd_jax.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

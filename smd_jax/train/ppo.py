@@ -27,12 +27,12 @@ from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
 from smd_jax.losses.value import ValueConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.train.samples import Samples
-from smd_jax.trajectory import Trajectory
 
 # (params, trajectory, rewards [batch], counted_rows [batch] or None, penalty [batch, R] or None, the default)
 #     -> (batch, metrics of the critic)

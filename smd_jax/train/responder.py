@@ -18,23 +18,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from smd_jax.devices.process_rows import Place, local_key
+from smd_jax.devices.sharding import row_ways, shard_batch
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.process_rows import Place, local_key
 from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import converted
-from smd_jax.sharding import row_ways, shard_batch
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import PromptBatch, Tokenizer, repeat_each, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, stop_table
-from smd_jax.train.ahead import rows_on
+from smd_jax.train.compile_ahead import rows_on
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.sharing import Told, shared
-from smd_jax.trajectory import Trajectory
+from smd_jax.train.multihost import Told, shared
 
 
 def sampler_copy(model: LanguageModel, params: Params, place: Place) -> Params:

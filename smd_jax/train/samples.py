@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.tasks.task import Row
-from smd_jax.trajectory import Trajectory
 
 # In `Samples.metrics`: rollouts that they come from, where there may be several.
 ROLLOUTS = "dynamic_sampling/rollouts"

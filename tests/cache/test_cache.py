@@ -23,9 +23,9 @@ from smd_jax.cache.slots import (
     visible,
     write,
 )
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.statistics import NewestQueries, Observation, ReceivedAttention
-from smd_jax.masks import NEVER, record_evictions
-from smd_jax.sharding import make_mesh
+from smd_jax.message.masks import NEVER, record_evictions
 
 
 def layer(

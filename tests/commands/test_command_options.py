@@ -26,7 +26,7 @@ from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import loggers, main
 from smd_jax.eviction.policies import H2O
 from smd_jax.eviction.wrappers import Pyramid
-from smd_jax.masks import ShadowMask
+from smd_jax.message.masks import ShadowMask
 from smd_jax.metrics import evicted_share
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config

@@ -44,9 +44,9 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.memory.plan import show_bytes
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.runs import checkpoint
 from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
-from smd_jax.train import checkpoint
 from smd_jax.train.evaluation import Evaluated
 from smd_jax.train.policy_loop import PolicyLoop
 from tests.command_errors import error_of

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from smd_jax import corrections
+from smd_jax.devices.sharding import AXES, make_mesh
 from smd_jax.eviction import policies
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.gate import LinearGate, add_gate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.objective import make_objective
@@ -39,13 +39,13 @@ from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.value import ValueConfig
 from smd_jax.losses.weighting import FixedLength, SequenceMean
+from smd_jax.message.gate import LinearGate, add_gate
+from smd_jax.message.quantization import QuantConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.value_head import add_value_head
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout_program
-from smd_jax.sharding import AXES, make_mesh
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch

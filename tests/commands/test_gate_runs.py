@@ -18,12 +18,12 @@ from smd_jax.commands.export import main as export
 from smd_jax.commands.train import main
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import Random
-from smd_jax.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.state import init_state
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import plan_memory, workload_of
+from smd_jax.message.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import GATE_FILE, load_gate, save_gate
 from smd_jax.model.weights import load_checkpoint

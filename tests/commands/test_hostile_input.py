@@ -12,7 +12,7 @@ import pytest
 
 from smd_jax.commands import bounded_yaml
 from smd_jax.commands.errors import shortened
-from smd_jax.train.stop import StopSignals
+from smd_jax.runs.stop import StopSignals
 from tests.command_errors import error_of
 
 GOOD = "algorithm: grpo\nmodel: nowhere\ndataset: gsm8k\n"

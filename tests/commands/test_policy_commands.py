@@ -19,7 +19,7 @@ from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.gate import LinearGate
+from smd_jax.message.gate import LinearGate
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of

@@ -19,20 +19,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from smd_jax import processes
 from smd_jax.commands import launch
 from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.train import kept_config
+from smd_jax.devices import processes
+from smd_jax.devices.process_rows import Feeders, feeders, sampling_mesh
+from smd_jax.devices.sharding import make_mesh
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
-from smd_jax.process_rows import Feeders, feeders, sampling_mesh
-from smd_jax.sharding import make_mesh
+from smd_jax.runs import checkpoint
+from smd_jax.runs.machine import machine
 from smd_jax.tasks.graded import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.train import checkpoint, sharing
-from smd_jax.train.machine import machine
-from smd_jax.trajectory import Trajectory
+from smd_jax.train import multihost as sharing
 from tests import joined
 from tests.paths import ROOT
 
@@ -365,7 +366,7 @@ def test_a_run_does_not_keep_who_took_part():
 
 JOINS = """
 import jax
-from smd_jax import processes
+from smd_jax.devices import processes
 processes.join()
 print(jax.process_count(), jax._src.xla_bridge.CUDA_VISIBLE_DEVICES.value)
 """

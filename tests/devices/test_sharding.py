@@ -11,17 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from smd_jax.eviction.policies import H2O
-from smd_jax.learner import blocks
-from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import make_replay
-from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.update import make_update
-from smd_jax.losses.distillation import DistillConfig
-from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import (
+from smd_jax.devices.sharding import (
     constrain,
     constrain_tree,
     gathered_shardings,
@@ -34,8 +24,18 @@ from smd_jax.sharding import (
     shard_tree,
     tree_shardings,
 )
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner import blocks
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import make_replay
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.distillation import DistillConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
-from smd_jax.trajectory import Trajectory
 from tests.under_test import left_padded
 
 ROWS, WIDTH, LENGTH = 8, 8, 10

@@ -19,7 +19,8 @@ from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget, check
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.masks import NEVER
+from smd_jax.message.masks import NEVER
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
@@ -28,7 +29,6 @@ from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch, repeat_prompts
-from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params

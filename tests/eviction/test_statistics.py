@@ -18,15 +18,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from smd_jax.cache import slots as kv_cache
+from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.eviction.policies import H2O
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, Observation, ReceivedAttention, Statistic
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.forward import replay
-from smd_jax.masks import NEVER
 from smd_jax.memory.sampler import SamplerPass, tree_bytes
+from smd_jax.message.masks import NEVER
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler import engine as engine_module
 from smd_jax.sampler.config import cache_bytes
 from smd_jax.sampler.engine import Engine
@@ -35,9 +37,7 @@ from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
-from smd_jax.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.testing import tiny_model_config
-from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder
 from tests.under_test import eviction_times, left_padded, make_params
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from smd_jax.masks import Segments
+from smd_jax.message.masks import Segments
 from smd_jax.testing import random_evictions, tiny_model_config, write_random_checkpoint
 from tests.paths import ROOT
 

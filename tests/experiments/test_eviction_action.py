@@ -10,7 +10,7 @@ import pytest
 
 import eviction_action
 from eviction_action import GATE_ARMS, GATE_SPEED, cells, speed_jobs
-from smd_jax.gate import EVICTION_GATE
+from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.decoder import Decoder
 
 pytestmark = pytest.mark.study

@@ -18,7 +18,7 @@ from real.execute import execute
 from real.job import Base, Job, Sizes, is_finished, keep_row, kept
 from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
 from real_model import ARMS, PILOT_SEED, Study
-from smd_jax.masks import NEVER
+from smd_jax.message.masks import NEVER
 from smd_jax.metrics import evicted_share
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from study.arms import arms_of

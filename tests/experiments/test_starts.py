@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import provenance
+from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params
-from smd_jax.train import checkpoint
 from study.arms import arms_of
 from study.command import add_rows
 from study.files import write_rows

@@ -25,7 +25,6 @@ from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.eviction import policies
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.gate import LinearGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.dpo_update import DPOUpdateConfig
@@ -38,22 +37,23 @@ from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.value import ValueConfig
 from smd_jax.losses.weighting import FixedLength
+from smd_jax.message.gate import LinearGate
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.lora import LoraConfig
 from smd_jax.monitor.metrics_log import read_metrics
-from smd_jax.quantization import QuantConfig
+from smd_jax.runs.jsonable import config_differences, to_jsonable
+from smd_jax.runs.objective import Objective
+from smd_jax.runs.run_config import RunConfig
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampling import SamplingConfig
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
 from smd_jax.train.decoding import Decode, parse_decode, policy_text
 from smd_jax.train.grpo import GRPOConfig
-from smd_jax.train.jsonable import config_differences, to_jsonable
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.objective import Objective
 from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.optimizers import OptimizerConfig
 from smd_jax.train.ppo import PPOConfig
-from smd_jax.train.run_config import RunConfig
 from smd_jax.typed_fields import check_types
 from tests.drawn_cases import TIMES, cases, without_jaxtyping  # noqa: F401 - a fixture
 

@@ -21,13 +21,13 @@ from smd_jax.config import ModelConfig
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.monitor import progress
 from smd_jax.monitor.saved_masks import load_masks
+from smd_jax.runs import checkpoint
 from smd_jax.tasks import evaluated_answers
 from smd_jax.tasks.graded import Failure
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.reward_calls import packed, unpacked
 from smd_jax.tasks.reward_functions import math_answer
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train import checkpoint
 from tests.paths import ROOT
 
 OURS = sorted(

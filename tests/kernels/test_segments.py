@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import export
 
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
 from smd_kernels import reference
 from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks
 from smd_kernels.gpu import MosaicGpuKernel

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.learner import blocks
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.config import UpdateConfig
@@ -19,11 +20,10 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.masks import Segments, ShadowMask
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.sharding import make_mesh
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.trajectory import Trajectory
 from tests.tiny_update import (
     LENGTH,
     MODEL,

@@ -16,12 +16,12 @@ from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_upda
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from tests.tiny_update import RECORD, distance, spread_params

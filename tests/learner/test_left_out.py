@@ -18,8 +18,8 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.value_head import add_value_head
-from smd_jax.trajectory import Trajectory
 from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics_and_gradients, trajectory
 
 COUNTED = np.arange(ROWS) != 2

@@ -19,9 +19,9 @@ from smd_jax.learner.state import init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.masks import Segments, ShadowMask
-from smd_jax.quantization import QuantConfig
-from smd_jax.sampling import SamplingConfig
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from tests import toy_loop
 from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, REFERENCE, ROWS, WIDTH, batch, trajectory
 from tests.train import test_ppo

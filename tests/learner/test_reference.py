@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.reference import ReferenceSync, follow
 from smd_jax.learner.state import init_state
@@ -17,9 +18,8 @@ from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.sharding import make_mesh, shard_tree
+from smd_jax.runs import checkpoint
 from smd_jax.testing import count_compilations
-from smd_jax.train import checkpoint
 from tests import bigram_update, tiny_update
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, run, warm_params

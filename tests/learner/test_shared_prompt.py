@@ -9,6 +9,7 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.corrections.importance import TIS
+from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.learner.accumulation import merge, split
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
@@ -17,11 +18,10 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.shared_prompt import SharedAttend, SharedPrompt, shared_prompt
-from smd_jax.quantization import QuantConfig
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from tests import toy_loop

@@ -20,10 +20,10 @@ from smd_jax.losses.named import grpo
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.weighting import SequenceMean
-from smd_jax.masks import Segments
+from smd_jax.message.masks import Segments
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.testing import count_compilations, random_evictions, random_params, tiny_model_config
-from smd_jax.trajectory import Trajectory
 from tests.tiny_update import (
     ADVANTAGES,
     LENGTH,

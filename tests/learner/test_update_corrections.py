@@ -32,7 +32,7 @@ from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
-from smd_jax.masks import ShadowMask
+from smd_jax.message.masks import ShadowMask
 from tests import tiny_update
 from tests.bigram_update import (
     PARAMS,

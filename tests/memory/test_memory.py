@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from smd_jax.cache import row_parts
 from smd_jax.config import ModelConfig
+from smd_jax.devices.sharding import AXES, make_mesh, shard_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, Dense, StreamingLLM
 from smd_jax.learner.config import UpdateConfig
@@ -26,7 +27,6 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.masks import Segments, ShadowMask
 from smd_jax.memory import plan as memory
 from smd_jax.memory.plan import (
     MemoryPlan,
@@ -38,19 +38,19 @@ from smd_jax.memory.plan import (
     show_bytes,
 )
 from smd_jax.memory.sampler import SamplerPass, cast_bytes, tree_bytes
+from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.families import FAMILIES
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler import engine
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
 from smd_jax.sampler.fixed_batch import rollout_program
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import AXES, make_mesh, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
 
 SHAPE = tiny_model_config(
     vocab_size=256, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=4, head_dim=32, max_positions=8192

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import pytest
 
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O, RKV, Dense
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory import fit
 from smd_jax.memory.fit import fit_decode_rows, fit_evaluation, fit_loop, usable_memory
 from smd_jax.memory.plan import Workload, check_memory, parse_bytes, plan_memory, show_bytes, workload_of
-from smd_jax.sharding import make_mesh
 from tests.memory.test_memory import MODEL, SIZES, WORK, FakeDevice, param_shapes
 from tests.toy_loop import CONFIG as LOOP
 from tests.toy_loop import MODEL as LOOP_MODEL

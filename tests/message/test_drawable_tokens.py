@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Shadow
-from smd_jax.drawable_tokens import OUTSIDE, DrawableTokens
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
@@ -23,19 +23,19 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.message.drawable_tokens import OUTSIDE, DrawableTokens
+from smd_jax.message.quantization import pack
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import add_value_head
-from smd_jax.quantization import pack
 from smd_jax.ratios import overlap
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.testing import tiny_model_config
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, make_train_batch
-from smd_jax.trajectory import Trajectory
 from tests import toy_loop
 from tests.tiny_update import RECORD, distance, spread_params
 from tests.under_test import left_padded

@@ -20,24 +20,24 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, Random
 from smd_jax.eviction.wrappers import Protect
-from smd_jax.eviction_draws import STAYED, ordered_logprob
-from smd_jax.gate import EVICTION_GATE, LinearGate, add_gate, drop_gate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.evictions import eviction_loss, eviction_weights
-from smd_jax.masks import NEVER
+from smd_jax.message.draws import STAYED, ordered_logprob
+from smd_jax.message.gate import EVICTION_GATE, LinearGate, add_gate, drop_gate
+from smd_jax.message.masks import NEVER
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import attend
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.model.weights import save_checkpoint
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import repeat_prompts
-from smd_jax.trajectory import Trajectory
 from tests.tiny_update import distance, metrics_and_gradients
 from tests.under_test import SHAPES, left_padded, make_params
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.eviction.policies import Random
-from smd_jax.foreign import Compression
-from smd_jax.foreign_tokens import unpad
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
-from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.foreign import Compression
+from smd_jax.message.foreign_tokens import unpad
+from smd_jax.message.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
-from smd_jax.trajectory import Trajectory
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
 from tests.under_test import left_padded

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from smd_jax.masks import (
+from smd_jax.message.masks import (
     NEVER,
     KeyInterval,
     ShadowMask,

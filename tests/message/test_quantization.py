@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, LayerCache, full_precision, gather, quantize, select, write
-from smd_jax.masks import NEVER, KeyInterval, Segments
-from smd_jax.model.attention import attend
-from smd_jax.quantization import (
+from smd_jax.devices.sharding import make_mesh
+from smd_jax.message.masks import NEVER, KeyInterval, Segments
+from smd_jax.message.quantization import (
     Parity,
     QuantConfig,
     QuantizedReplay,
@@ -34,8 +34,8 @@ from smd_jax.quantization import (
     unpack,
     value_ranges,
 )
-from smd_jax.quantization import quantize as to_codes
-from smd_jax.sharding import make_mesh
+from smd_jax.message.quantization import quantize as to_codes
+from smd_jax.model.attention import attend
 
 EVERY_BITS = pytest.mark.parametrize("bits", [8, 4, 2])
 

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from smd_jax.masks import NEVER, KeyInterval, Segments
+from smd_jax.devices.sharding import make_mesh
+from smd_jax.message.masks import NEVER, KeyInterval, Segments
 from smd_jax.model import attention
 from smd_jax.model.attention import attend, best, best_decode, decode, pays, why_not
-from smd_jax.sharding import make_mesh
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.observed import attend_and_observe

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 
 from smd_jax.config import LinearRope, ModelConfig
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.forward import replay
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model import stored_tensors
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.families import model_type_of
@@ -29,9 +31,7 @@ from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
-from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.testing import random_params, write_random_checkpoint
-from smd_jax.trajectory import Trajectory
 from tests.families import FAMILY_CONFIGS, GEMMA3, PLAIN
 from tests.under_test import POLICIES, left_padded
 

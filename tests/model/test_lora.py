@@ -14,6 +14,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
+from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dpo_update import make_dpo_update
@@ -27,6 +28,7 @@ from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.memory.plan import param_shapes, plan_memory
 from smd_jax.memory.sampler import tree_bytes
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of
 from smd_jax.model.protocol import Params
@@ -34,8 +36,6 @@ from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
 from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
 from tests.bitwise import assert_bitwise_equal

@@ -18,7 +18,7 @@ from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, base_params, by_module, merge_lora
 from smd_jax.model.peft_format import load_peft, save_peft

@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from smd_jax.config import check_model_sizes
-from smd_jax.masks import NEVER, Mask, ShadowMask, dense_mask, positions
+from smd_jax.message.masks import NEVER, Mask, ShadowMask, dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import count_compilations, tiny_model_config

@@ -18,20 +18,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from experiments.outside_model import OutsideModel
+from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
-from smd_jax.masks import NEVER, ShadowMask, dense_mask, positions
+from smd_jax.message.masks import NEVER, ShadowMask, dense_mask, positions
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.teacher_forced import apply_model
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
-from smd_jax.sharding import make_mesh, param_spec, shard_batch, shard_tree
-from smd_jax.trajectory import Trajectory
 from tests.numpy_outside import outside_logits
 from tests.tiny_update import RECORD, distance
 from tests.under_test import POLICIES, eviction_times, left_padded

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, LoraConfig, base_params, by_module, merge_lora
 from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head, values
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
-from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.testing import random_params, tiny_model_config
 from tests import paths
 

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from smd_jax.masks import NEVER, ShadowMask, dense_mask
+from smd_jax.message.masks import NEVER, ShadowMask, dense_mask
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.completions import CompletionsLog, print_completions, shortened_text
 from smd_jax.monitor.saved_masks import extract_mask, load_masks, save_masks, token_pieces
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.samples import Samples
-from smd_jax.trajectory import Trajectory
 
 TOKENIZER = byte_tokenizer(chat=False)
 EOS, PAD = 258, 256
@@ -164,7 +164,7 @@ def test_long_texts_lose_their_middle():
 
 # --- shadow masks
 
-# The picture of `smd_jax.masks`: key 0 is padding, key 2 was evicted after query 3; head 1 never evicts.
+# The picture of `smd_jax.message.masks`: key 0 is padding, key 2 was evicted after query 3; head 1 never evicts.
 EVICTED_AT = jnp.array([[[[0, NEVER, 4, NEVER, NEVER, NEVER, NEVER], [0, *[NEVER] * 6]]]], jnp.int32)
 
 

@@ -226,6 +226,6 @@ def test_missing_extra_is_named():
 def test_the_library_itself_needs_neither():
     """Also not to train, and to keep the run."""
     extras = {"rich.progress", "matplotlib", "smd_jax.monitor.run_plots", "smd_jax.monitor.rich_output"}
-    code = f"import smd_jax, smd_jax.train.run, sys; found = {extras} & set(sys.modules); assert not found, found"
+    code = f"import smd_jax, smd_jax.runs.run, sys; found = {extras} & set(sys.modules); assert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

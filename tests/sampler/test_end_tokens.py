@@ -14,13 +14,13 @@ import pytest
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.model_source import end_token_ids, shown_tokens
 from smd_jax.commands.train import main
-from smd_jax.drawable_tokens import DrawableTokens
 from smd_jax.eviction.policies import Knorm
+from smd_jax.message.drawable_tokens import DrawableTokens
+from smd_jax.message.sampling import forbid
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
-from smd_jax.sampling import forbid
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
 from tests.under_test import left_padded, make_params

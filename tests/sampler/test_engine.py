@@ -16,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm
 from smd_jax.learner.forward import replay
-from smd_jax.masks import ShadowMask
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler import engine as engine_module
 from smd_jax.sampler.config import cache_bytes
 from smd_jax.sampler.engine import Engine, Progress, Rollout
@@ -31,12 +34,9 @@ from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.prompt_queue import buckets
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.text.stop_strings import StopTable
-from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, eviction_times, left_padded, make_params
 
 SHAPE = tiny_model_config(vocab_size=40, num_layers=1, tie_embeddings=False)

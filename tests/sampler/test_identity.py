@@ -21,12 +21,12 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.learner.forward import replay
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.sampling import SamplingConfig
-from smd_jax.trajectory import Trajectory
 from tests.under_test import (
     POLICIES,
     POLISHED,

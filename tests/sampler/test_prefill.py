@@ -14,9 +14,10 @@ import pytest
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm, SnapKV
 from smd_jax.learner.forward import replay
-from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import prefill
@@ -25,7 +26,6 @@ from smd_jax.sampler.records import segments_of
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, eviction_times, left_padded, make_params
 
 SHAPE = tiny_model_config(vocab_size=64, num_layers=1, tie_embeddings=False, max_positions=16_384)

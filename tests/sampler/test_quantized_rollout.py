@@ -21,16 +21,16 @@ from smd_jax.learner.forward import make_replay, replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
-from smd_jax.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rollout_program
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import SamplingConfig
 from smd_jax.testing import tiny_model_config
-from smd_jax.trajectory import Trajectory
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, polished_rollout, to_prompts
 
 WIDTH, RESPONSE = 12, 80

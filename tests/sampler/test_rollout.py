@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.devices.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import NonFiniteLogitsError, Trajectory, check_finite
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import check_limits
 from smd_jax.sampler.engine import Engine
@@ -23,11 +26,8 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_pr
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.seats import begin
 from smd_jax.sampler.static import Sampler
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.trajectory import NonFiniteLogitsError, Trajectory, check_finite
 from tests.under_test import eviction_times, left_padded, make_params, to_prompts
 
 SHAPE = tiny_model_config(num_layers=1, tie_embeddings=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.masks import dense_mask
+from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.params import sampler_params

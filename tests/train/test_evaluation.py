@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.state import TrainState
 from smd_jax.memory.fit import fit_evaluator
 from smd_jax.memory.plan import Workload, plan_memory
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.monitor.metrics_log import METRICS, meaning
-from smd_jax.quantization import QuantConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import make_mesh
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
 from smd_jax.train.decoding import Decode, as_trained, parse_decode, parse_decodes

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
+from smd_jax.devices.sharding import shard_batch
 from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
@@ -21,21 +22,20 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
-from smd_jax.masks import Mask
+from smd_jax.message.masks import Mask
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
-from smd_jax.sampling import SamplingConfig
-from smd_jax.sharding import shard_batch
+from smd_jax.runs import checkpoint
 from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
-from smd_jax.train import checkpoint
+from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grading import encode_rows
 from smd_jax.train.grpo import GRPOLoop
-from smd_jax.train.rollout_ahead import STALENESS
-from smd_jax.trajectory import Trajectory
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
     CONFIG,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Naive
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.dpo_update import DPOUpdateConfig, make_dpo_update
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.pairs import Judge
 from smd_jax.monitor.metrics_log import METRICS
-from smd_jax.sharding import make_mesh, shard_tree
 from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop

@@ -13,8 +13,9 @@ from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
 from smd_jax.memory.sampler import tree_bytes
 from smd_jax.model.value_head import add_value_head
+from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params, tiny_model_config
-from smd_jax.train import checkpoint, optimizers
+from smd_jax.train import optimizers
 from smd_jax.train.optimizers import OptimizerConfig, decayed, learning_rate_schedule, make_optimizer
 from tests import paths
 from tests.bitwise import assert_bitwise_equal

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Shadow
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.state import TrainState, init_state
@@ -22,11 +23,10 @@ from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
 from smd_jax.monitor.metrics_log import METRICS
-from smd_jax.sharding import make_mesh, shard_tree
+from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import Prompt, Task
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import Tokenizer
-from smd_jax.train import checkpoint
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.bitwise import assert_bitwise_equal
 from tests.corrections.test_corrections import CORRECTIONS

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from smd_jax.learner.state import init_state
-from smd_jax.masks import dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config

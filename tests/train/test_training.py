@@ -16,11 +16,11 @@ from smd_jax.learner.state import TrainState
 from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, TIME_METRICS, read_metrics
 from smd_jax.monitor.saved_masks import load_masks
-from smd_jax.train import checkpoint
+from smd_jax.runs import checkpoint
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_folder import check_directory
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.run import train
-from smd_jax.train.run_config import RunConfig
-from smd_jax.train.run_folder import check_directory
 from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, DISTILLED, new_loop, new_state, share_programs

@@ -262,10 +262,10 @@ def update_row(
     from smd_jax.learner.config import UpdateConfig
     from smd_jax.learner.state import TrainBatch, init_state
     from smd_jax.learner.update import make_update
-    from smd_jax.masks import Segments
+    from smd_jax.message.masks import Segments
+    from smd_jax.message.trajectory import Trajectory
     from smd_jax.model.decoder import Decoder
     from smd_jax.testing import random_evictions
-    from smd_jax.trajectory import Trajectory
 
     rng = np.random.default_rng(0)
     drawn = jnp.asarray(rng.integers(1, config.vocab_size, (sequences, tokens)), jnp.int32)

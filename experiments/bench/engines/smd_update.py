@@ -35,13 +35,13 @@ from smd_jax.learner.forward import (  # noqa: E402
 )
 from smd_jax.learner.state import TrainBatch, TrainState, init_state  # noqa: E402
 from smd_jax.learner.update import make_update  # noqa: E402
-from smd_jax.masks import Segments, dense_mask, layer_mask  # noqa: E402
+from smd_jax.message.masks import Segments, dense_mask, layer_mask  # noqa: E402
+from smd_jax.message.trajectory import Trajectory  # noqa: E402
 from smd_jax.model.attention import attend  # noqa: E402
 from smd_jax.model.decoder import MLP, RMSNorm  # noqa: E402
 from smd_jax.model.rope import rope_tables, rotate  # noqa: E402
 from smd_jax.testing import random_evictions, random_params  # noqa: E402
-from smd_jax.train.ahead import return_freed_memory  # noqa: E402
-from smd_jax.trajectory import Trajectory  # noqa: E402
+from smd_jax.train.compile_ahead import return_freed_memory  # noqa: E402
 
 
 def random_batch(args: argparse.Namespace) -> TrainBatch:

@@ -1,0 +1,5 @@
+"""Meshes and shardings of one host or many, and collectives between processes."""
+
+from smd_jax.devices.sharding import make_mesh as make_mesh
+from smd_jax.devices.sharding import batch_sharding as batch_sharding
+from smd_jax.devices.sharding import shard_batch as shard_batch

@@ -1,0 +1,190 @@
+"""Which rows of a batch a process feeds, and how its rows and the batch on all devices become each other.
+
+A batch is sampled in blocks, one for each place of a mesh on data, fsdp and sequence: devices that share the columns of
+a row in the learner have rows of their own in the sampler, where a token has one column. A process feeds the blocks
+that its devices hold:
+
+    mesh (data 2, fsdp 2), two processes                rows  0 1 │ 2 3 │ 4 5 │ 6 7
+                                                    device  0 │  1  │  2  │  3
+                                                   process       0      │      1
+
+It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where a tensor
+axis is longer than a process has devices, several processes hold the same blocks; they sample them together, and what
+the first of them says of the rows counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from smd_jax.devices.sharding import (
+    batch_sharding,
+    check_rows,
+    gathered_shardings,
+    make_mesh,
+    sampled_sharding,
+    sampling_ways,
+    sequence_ways,
+    shard_batch,
+)
+
+
+class Feeders(NamedTuple):
+    """Who feeds a mesh.
+
+    Attributes:
+      teams: of processes that hold the same blocks, in the order of their rows; each has as many blocks.
+      own: place of this process's team.
+    """
+
+    teams: tuple[tuple[int, ...], ...]
+    own: int
+
+    def part(self, rows: int) -> slice:
+        """The rows of a batch that this process feeds."""
+        share = rows // len(self.teams)
+        return slice(self.own * share, (self.own + 1) * share)
+
+    def of_teams(self, by_process: list[Any]) -> list[Any]:
+        """What the first process of every team says, in the order of the rows."""
+        return [by_process[team[0]] for team in self.teams]
+
+
+def feeders(mesh: Mesh) -> Feeders:
+    """Who feeds this mesh.
+
+    Raises:
+      ValueError: processes without a part in it, or whose parts are no blocks of rows next to each other.
+    """
+    blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
+    owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
+    teams = tuple(dict.fromkeys(owners))
+    members = sorted(process for team in teams for process in team)
+    in_order = owners == [team for team in teams for _ in range(len(owners) // len(teams))]
+    if members != list(range(jax.process_count())) or not in_order:
+        raise ValueError(
+            f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of rows "
+            f"next to each other, as those of make_mesh over all devices; got the processes {owners} for the blocks "
+            f"of {dict(mesh.shape)}"
+        )
+    return Feeders(teams, next(i for i, team in enumerate(teams) if jax.process_index() in team))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process samples its rows of a mesh. Where that is the mesh itself, its methods give back what they are
+    given."""
+
+    mesh: Mesh
+
+    @cached_property
+    def feeders(self) -> Feeders:
+        """Which process feeds which rows."""
+        return feeders(self.mesh)
+
+    @cached_property
+    def own_mesh(self) -> Mesh:
+        """Where this process samples; `mesh` itself for one process whose devices share no columns."""
+        return sampling_mesh(self.mesh)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process samples on another mesh than the learner's."""
+        return self.own_mesh is not self.mesh
+
+    def params(self, params: Any) -> Any:
+        """Parameters on the mesh as the sampler reads them; all processes must call it."""
+        return sampling_copy(params, self.mesh, self.own_mesh)
+
+    def own(self, tree: Any) -> Any:
+        """The rows of this process; one of several has them on its host."""
+        return tree if jax.process_count() == 1 else rows_here(tree)
+
+    def whole(self, own: Any) -> Any:
+        """The batch on the mesh, from the rows of every process."""
+        if jax.process_count() > 1:
+            return to_batch(own, self.mesh)
+        return shard_batch(own, self.mesh) if self.elsewhere else own
+
+
+def check_prompts_divide(prompts: int, who: Feeders) -> None:
+    """Raises ValueError for prompts that do not divide over those that feed them."""
+    if prompts % len(who.teams):
+        raise ValueError(
+            f"expected prompts_per_step that divide over {len(who.teams)} processes, because all completions of a "
+            f"prompt are sampled by one; got {prompts} prompts"
+        )
+
+
+def sampling_mesh(mesh: Mesh) -> Mesh:
+    """Where this process samples: the mesh itself with one process and no sequence axis, else the blocks that it feeds.
+    There the weights are whole but for the tensor axis."""
+    if jax.process_count() == 1 and sequence_ways(mesh) == 1:
+        return mesh
+    ways = sampling_ways(mesh)
+    blocks = mesh.devices.reshape(ways, -1)[feeders(mesh).part(ways)]
+    return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
+
+
+def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:
+    """Parameters that lie on `mesh` as they lie on a process's `sampling_mesh`: gathered from fsdp, once a rollout and
+    not at every token. All processes must call it.
+
+    Bytes that a device receives: (fsdp - 1) / fsdp of the matrices' part that the tensor axis leaves it.
+    """
+    if mesh is onto:
+        return params
+
+    def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        # The same buffers, as an array that knows nothing of other processes' devices.
+        parts = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(onto, sharding.spec), parts)
+
+    shardings = gathered_shardings(params, mesh)
+    return jax.tree.map(here, jax.device_put(params, shardings), shardings)
+
+
+def rows_here(tree: Any) -> Any:
+    """Arrays `[rows, ...]`, on the host, with those rows alone that lie on this process's devices."""
+    return jax.tree.map(_rows_here, tree)
+
+
+def _rows_here(x: jax.Array | np.ndarray) -> np.ndarray:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)
+    assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)
+    # A compiler may have split other axes than the rows, or nothing.
+    by_rows: jax.Array = jax.device_put(x, batch_sharding(x.sharding.mesh))
+    parts = {shard.index[0].start or 0: shard.data for shard in by_rows.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def to_batch(tree: Any, mesh: Mesh) -> Any:
+    """Arrays `[rows of this process, ...]` on the host to the batch `[rows, ...]` on the mesh.
+
+    Raises:
+      ValueError: rows that do not divide over the blocks of this process.
+    """
+    teams = len(feeders(mesh).teams)
+
+    def whole(x: np.ndarray) -> jax.Array:
+        rows = x.shape[0] * teams
+        check_rows(rows, mesh)
+        sampled = jax.make_array_from_process_local_data(sampled_sharding(mesh), x, (rows, *x.shape[1:]))
+        # What devices that share columns have sampled apart goes to all of them.
+        return jax.device_put(sampled, batch_sharding(mesh)) if sequence_ways(mesh) > 1 else sampled
+
+    return jax.tree.map(whole, tree)
+
+
+def local_key(key: jax.Array) -> jax.Array:
+    """A key that lies on all devices of a mesh, for programs of this process alone."""
+    data = jnp.asarray(np.asarray(jax.random.key_data(key)))
+    return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(key)))

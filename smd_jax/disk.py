@@ -1,0 +1,125 @@
+"""The disk of a run: whether it can be written, and has room, before anything expensive; and one line when it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from smd_jax.byte_sizes import show_bytes
+
+# How TensorStore gives the system's reason, at the end of a page of text.
+OS_ERROR = "os_error_code="
+# Free file handles that a save needs. Orbax opens a few for each of its threads.
+HANDLES = 32
+
+
+def check_writable(directory: str | Path) -> None:
+    """Raises OSError if no file can be made in `directory`, or in the folder in which it would be made. Leaves nothing
+    behind."""
+    directory = Path(directory)
+    there = nearest(directory)
+    if not there.is_dir():
+        raise NotADirectoryError(f"expected a directory, or nothing, at {directory}; got the file {there}")
+    try:
+        # Tried rather than asked for: permissions say yes to root, and on file systems that are read-only.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise PermissionError(f"expected a directory that can be written at {directory}; got {error}") from error
+
+
+def check_space(directory: str | Path, needed: int, what: str, deleted_before: int = 0) -> None:
+    """Raises OSError if the disk of `directory` has less than `needed` bytes free.
+
+    Args:
+      what: what they are for, as in "4 checkpoints of 1.5 GiB".
+      deleted_before: bytes there that are given back before these are taken.
+    """
+    free = shutil.disk_usage(nearest(Path(directory))).free + deleted_before
+    if free < needed:
+        raise OSError(
+            f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "
+            "room, keep fewer checkpoints (keep, keep_best), or name another directory"
+        )
+
+
+def check_handles() -> None:
+    """Raises OSError if this process cannot open the files of a checkpoint at once. Without handles, the event loops of
+    orbax's threads would print tracebacks of their own."""
+    handles = list[int]()
+    try:
+        for _ in range(HANDLES):
+            handles.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"expected {HANDLES} free file handles, for a checkpoint; got {len(handles)} ({error.strerror}). Raise the "
+            "limit, as by `ulimit -n 4096`",
+        ) from error
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def stored_bytes(tree: Any) -> int:
+    """Bytes that the arrays of a pytree take on disk, of a whole state or of parameters; shapes
+    (`jax.ShapeDtypeStruct`) do as well."""
+    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Around what writes to `path`: an error of the disk says where, and how much is free, in one line."""
+    try:
+        yield
+    # A file that must not be there is no failure of the disk.
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(failure(str(path), path, error)) from error
+
+
+def failure(what: str, place: str | Path, error: Exception) -> str:
+    """One line on why something could not be written to the disk of `place`."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if code := _code_in(error):
+        reason = os.strerror(code)
+    free = show_bytes(shutil.disk_usage(nearest(Path(place))).free)
+    return f"{what} could not be written ({free} free on the disk): {reason}"
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether reading failed for a reason that has nothing to do with what a file holds: the disk, the network below
+    it, a permission, too many open files. A file that is not there is none of these."""
+    if isinstance(error, TimeoutError):
+        return True
+    code = error.errno if isinstance(error, OSError) else _code_in(error)
+    return code not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+
+def _code_in(error: BaseException) -> int | None:
+    """The system's code in what TensorStore says."""
+    found = re.search(rf"{OS_ERROR}'(\d+)'", str(error))
+    return int(found[1]) if found else None
+
+
+def nearest(path: Path) -> Path:
+    """The path itself if it exists, or else the first of its parents that does."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

@@ -1,0 +1,207 @@
+"""Which keys the queries of somebody else's sampler saw: from what it reports of each row to a shadow mask.
+
+Rows come without padding, and every number that names a token is its position in its own row: prompt 0 … p-1, response
+p … n-1. One layer and KV head of a row with a prompt of 4 and a response of 5:
+
+    position          0 1 2 3 | 4 5 6 7 8
+    after query 5     1 1 . 1   1 .            kept: (5, [0, 1, 3, 4])   or dropped: (5, [2, 5])
+    query 6 sees      1 1 . 1   1 . 1          evicted_at of keys 2 and 5 is 6: query 5 still saw them
+    after query 7     . 1 . 1   . . 1 1        kept: (7, [1, 3, 6, 7])   or dropped: (7, [0, 4])
+    query 8 sees      . 1 . 1   . . 1 1 1
+
+The token 8 was drawn from what query 7 gave. Whether its own key ever entered a cache doesn't matter: no query follows.
+
+Numpy only: nothing here is traced. `Trajectory.from_records` says what may be reported and what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, SupportsIndex
+
+import numpy as np
+
+from smd_jax.message.foreign_tokens import Ints, PaddedRows, whole_numbers
+from smd_jax.message.masks import NEVER, intervals
+
+# The position of the last query that saw what was dropped, and positions of keys, `[layer][kv_head][…]`.
+Compression = tuple[SupportsIndex, Sequence[Sequence[Ints]] | np.ndarray]
+
+
+def evicted_by_row(
+    lengths: np.ndarray,
+    layers: int,
+    kv_heads: int,
+    *,
+    kept: Sequence[Sequence[Compression]] | None,
+    dropped: Sequence[Sequence[Compression]] | None,
+    evicted_at: Sequence[np.ndarray] | None,
+    visible: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
+    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from whichever record there is.
+
+    Args:
+      lengths: `[batch]` tokens of each row. The others: see `Trajectory.from_records`.
+    """
+    if layers < 1 or kv_heads < 1:
+        raise ValueError(f"expected layers >= 1 and kv_heads >= 1; got {layers} and {kv_heads}")
+    records = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at, "visible": visible}
+    given = [name for name, record in records.items() if record is not None]
+    if len(given) != 1:
+        raise ValueError(f"expected exactly one of {', '.join(records)}; got {' and '.join(given) or 'none'}")
+    for name, record in records.items():
+        if record is not None and len(record) != len(lengths):
+            raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(record)}")
+    found = []
+    for row, tokens in enumerate(lengths.tolist()):
+        sizes = _Sizes(row, tokens, layers, kv_heads)
+        if kept is not None:
+            found.append(_from_compressions(kept[row], "kept", sizes))
+        elif dropped is not None:
+            found.append(_from_compressions(dropped[row], "dropped", sizes))
+        elif evicted_at is not None:
+            found.append(_check_evicted_at(evicted_at[row], sizes))
+        elif visible is not None:
+            found.append(_from_visible(visible[row], sizes))
+    return found
+
+
+def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
+    """`evicted_at [batch, layers, kv_heads, T]` by columns, from `[layers, kv_heads, tokens]` by positions.
+
+    A row has no query behind its last token: where padding follows, whatever was left goes there, so that padding sees
+    nothing and a row that ended early keeps to its segments like any other.
+    """
+    columns = rows.tokens.shape[1]
+    found = np.zeros((len(by_row), *by_row[0].shape[:2], columns), np.int32)  # padding: never seen
+    for row, evicted_at in enumerate(by_row):
+        start, length = int(rows.start[row]), int(rows.lengths[row])
+        end = start + length
+        stayed = end if end < columns else NEVER
+        found[row, :, :, start:end] = np.where(evicted_at < length, np.minimum(evicted_at, length) + start, stayed)
+    return found
+
+
+# --- one row: `evicted_at [layers, kv_heads, tokens]`, by positions
+
+
+class _Sizes(NamedTuple):
+    """Of one row: its number in the batch, for messages, its tokens, and the model's layers and KV heads."""
+
+    row: int
+    tokens: int
+    layers: int
+    kv_heads: int
+
+
+def _from_compressions(
+    compressions: Sequence[Compression], kind: Literal["kept", "dropped"], sizes: _Sizes
+) -> np.ndarray:
+    """From compressions in the order of time, of which two may follow the same query."""
+    row, tokens, layers, kv_heads = sizes
+    evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int32)
+    before = 0
+    for number, (after, keys) in enumerate(compressions):
+        last = int(after)
+        where = f"row {row}, compression {number}"
+        if not before <= last < tokens:
+            raise ValueError(
+                f"expected compressions in order, each after one of the queries {before} to {tokens - 1}; got one "
+                f"after query {last} ({where})"
+            )
+        before = last
+        named, there = _rectangle(keys, layers, kv_heads, where)
+        there_were = evicted_at[:, :, : last + 1]  # a view: what is written below lands in `evicted_at`
+        marked = _marked(named, there, there_were, kind, f"{where} after query {last}")
+        alive = there_were == NEVER
+        there_were[alive & (~marked if kind == "kept" else marked)] = last + 1
+    return evicted_at
+
+
+def _rectangle(
+    keys: Sequence[Sequence[Ints]] | np.ndarray, layers: int, kv_heads: int, where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions `[layers, kv_heads, most]`, and where there is one: heads may name different numbers of keys."""
+    if len(keys) != layers:
+        raise ValueError(f"expected keys of {layers} layers; got {len(keys)} ({where})")
+    for layer, heads in enumerate(keys):
+        if len(heads) != kv_heads:
+            raise ValueError(f"expected keys of {kv_heads} KV heads; got {len(heads)} ({where}, layer {layer})")
+    lists = [
+        whole_numbers(keys[layer][head], f"{where}, {_place(layer, head)}")
+        for layer, head in np.ndindex(layers, kv_heads)
+    ]
+    counts = np.array([len(x) for x in lists])
+    there = np.arange(counts.max(initial=0))[None] < counts[:, None]
+    named = np.zeros(there.shape, np.int64)
+    named[there] = np.concatenate(lists)
+    return named.reshape(layers, kv_heads, -1), there.reshape(layers, kv_heads, -1)
+
+
+def _marked(
+    named: np.ndarray, there: np.ndarray, evicted_at: np.ndarray, kind: Literal["kept", "dropped"], where: str
+) -> np.ndarray:
+    """`[layers, kv_heads, keys]` booleans of the keys that are named, each of which must be in the cache, and once.
+
+    Args:
+      named, there: of `_rectangle`. evicted_at: `[layers, kv_heads, keys]` of the keys that there were so far.
+    """
+    keys = evicted_at.shape[-1]
+    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
+    for layer, head, place in np.argwhere(there & ((named < 0) | (named >= keys)))[:1]:
+        raise ValueError(
+            f"expected {kind} keys from 0 to {keys - 1}, those that the query could see; got "
+            f"{named[layer, head, place]} ({where}, {_place(layer, head)})"
+        )
+    heads = np.arange(evicted_at[..., 0].size).reshape(*evicted_at.shape[:2], 1)  # of all layers, numbered through
+    marked = np.bincount((heads * keys + named)[there], minlength=evicted_at.size).reshape(evicted_at.shape)
+    for layer, head, key in np.argwhere((marked > 0) & (evicted_at != NEVER))[:1]:
+        raise ValueError(
+            f"expected {kind} keys that were in the cache, because an evicted key never comes back; got key {key}, "
+            f"which was dropped after query {evicted_at[layer, head, key] - 1} ({where}, {_place(layer, head)})"
+        )
+    for layer, head, key in np.argwhere(marked > 1)[:1]:
+        raise ValueError(
+            f"expected every {kind} key once; got key {key} {marked[layer, head, key]} times "
+            f"({where}, {_place(layer, head)})"
+        )
+    return marked > 0
+
+
+def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
+    """The same, spread out over layers and heads."""
+    row, tokens, layers, kv_heads = sizes
+    found = np.asarray(evicted_at)
+    _check_shape("evicted_at", found.shape, (layers, kv_heads, tokens), row)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"expected whole numbers in evicted_at; got {found.dtype} (row {row})")
+    for layer, head, key in np.argwhere(found <= np.arange(tokens))[:1]:
+        raise ValueError(
+            f"expected evicted_at of at least {key + 1}, because a query sees its own key; got "
+            f"{found[layer, head, key]} (row {row}, {_place(layer, head)}, key {key})"
+        )
+    return np.broadcast_to(np.minimum(found, NEVER), (layers, kv_heads, tokens)).astype(np.int32)
+
+
+def _from_visible(visible: np.ndarray, sizes: _Sizes) -> np.ndarray:
+    """From booleans, query before key."""
+    row, tokens, layers, kv_heads = sizes
+    found = np.asarray(visible)
+    _check_shape("visible", found.shape, (layers, kv_heads, tokens, tokens), row)
+    if found.dtype != bool:
+        raise ValueError(f"expected booleans in visible; got {found.dtype} (row {row})")
+    return _check_evicted_at(intervals(found[None], first_row=row)[0], sizes)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], row: int) -> None:
+    """Layers and KV heads may be 1, for what all of them share."""
+    fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape[:2], expected, strict=False))
+    if not fits or shape[2:] != expected[2:]:
+        raise ValueError(
+            f"expected {name} of row {row} to be {expected} (layers, KV heads, then its tokens, prompt and response); "
+            f"got {shape}"
+        )
+
+
+def _place(layer: SupportsIndex, head: SupportsIndex) -> str:
+    return f"layer {layer}, kv head {head}"

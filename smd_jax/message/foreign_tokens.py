@@ -1,0 +1,139 @@
+"""Tokens and log-probabilities of somebody else's sampler: checked, and padded as a Trajectory has them.
+
+`smd_jax.message.foreign` reads the other half, which keys the queries saw. `Trajectory.from_records` joins both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, SupportsFloat, SupportsIndex
+
+import numpy as np
+
+Ints = Sequence[SupportsIndex] | np.ndarray
+Floats = Sequence[SupportsFloat] | np.ndarray
+
+ROUNDING = 1e-4  # nats above 0 that a log-probability may have where it is a difference of float32 numbers
+MOST_IDS = np.iinfo(np.int32).max
+
+
+class PaddedRows(NamedTuple):
+    """Tokens of a batch as a Trajectory has them: prompts end at column P - 1, responses begin at P.
+
+    Attributes:
+      tokens, valid: `[batch, T]`. logprobs: `[batch, R]` float32, 0 behind the end of a row.
+      start: `[batch]` column of each row's position 0. lengths: `[batch]` its tokens.
+    """
+
+    tokens: np.ndarray
+    valid: np.ndarray
+    logprobs: np.ndarray
+    start: np.ndarray
+    lengths: np.ndarray
+
+
+def unpad(padded: np.ndarray, valid: np.ndarray) -> list[np.ndarray]:
+    """Rows without their padding, from arrays as most engines have them.
+
+    Args:
+      padded: `[batch, width]` tokens or log-probabilities. valid: `[batch, width]` booleans, or ones and zeros.
+
+    Raises:
+      ValueError: two shapes, or `valid` is no mask.
+    """
+    padded, valid = np.asarray(padded), np.asarray(valid)
+    if padded.ndim != 2 or padded.shape != valid.shape:
+        raise ValueError(f"expected two arrays of one shape [batch, width]; got {padded.shape} and {valid.shape}")
+    if not np.isin(valid, (0, 1)).all():
+        raise ValueError(f"expected booleans, or ones and zeros, in `valid`; got {np.unique(valid)[:4]}")
+    return [row[mask] for row, mask in zip(padded, valid.astype(bool), strict=True)]
+
+
+def pad_tokens(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    logprobs: Sequence[Floats],
+    *,
+    vocab_size: int | None,
+    prompt_width: int | None,
+    response_width: int | None,
+    pad_token_id: int,
+) -> PaddedRows:
+    """The rows in one array, prompts padded on the left, responses on the right; see `Trajectory.from_records`."""
+    if not len(prompts) == len(responses) == len(logprobs) or not len(prompts):
+        raise ValueError(
+            "expected as many prompts, responses and rows of log-probabilities, and at least one; got "
+            f"{len(prompts)}, {len(responses)} and {len(logprobs)}"
+        )
+    asked = [_tokens(row, index, "prompt", vocab_size) for index, row in enumerate(prompts)]
+    drawn = [_tokens(row, index, "response", vocab_size) for index, row in enumerate(responses)]
+    known = [_logprobs(row, index, len(drawn[index])) for index, row in enumerate(logprobs)]
+    if not 0 <= pad_token_id < _vocabulary(vocab_size):
+        _refuse_id(pad_token_id, vocab_size, "the pad token")
+    before = _width("prompt_width", prompt_width, asked)
+    behind = _width("response_width", response_width, drawn)
+    tokens = np.full((len(asked), before + behind), pad_token_id, np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    padded = np.zeros((len(asked), behind), np.float32)
+    for row, (prompt, response, of_response) in enumerate(zip(asked, drawn, known, strict=True)):
+        columns = slice(before - len(prompt), before + len(response))
+        tokens[row, columns] = np.concatenate([prompt, response])
+        valid[row, columns] = True
+        padded[row, : len(response)] = of_response
+    start = before - np.array([len(prompt) for prompt in asked])
+    return PaddedRows(tokens, valid, padded, start, valid.sum(axis=1))
+
+
+def _tokens(row: Ints, index: int, what: str, vocab_size: int | None) -> np.ndarray:
+    tokens = whole_numbers(row, f"{what} of row {index}")
+    if not len(tokens):
+        raise ValueError(f"expected at least one token in every {what}; got none in row {index}")
+    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
+    for place in np.flatnonzero((tokens < 0) | (tokens >= _vocabulary(vocab_size)))[:1]:
+        _refuse_id(tokens[place], vocab_size, f"row {index}, {what} token {place}")
+    return tokens
+
+
+def _vocabulary(size: int | None) -> int:
+    """As large as int32 can number them where nobody says."""
+    return MOST_IDS if size is None else size
+
+
+def _refuse_id(token: SupportsIndex, vocab_size: int | None, where: str) -> NoReturn:
+    raise ValueError(f"expected ids from 0 to {_vocabulary(vocab_size) - 1}, the vocabulary; got {token} ({where})")
+
+
+def _logprobs(row: Floats, index: int, tokens: int) -> np.ndarray:
+    found = np.asarray(row, np.float64)
+    if found.shape != (tokens,):
+        raise ValueError(
+            f"expected one log-probability for each of the {tokens} response tokens of row {index}; got an array of "
+            f"shape {found.shape}"
+        )
+    for place in np.flatnonzero(~np.isfinite(found))[:1]:
+        raise ValueError(f"expected finite log-probabilities; got {found[place]} (row {index}, response token {place})")
+    for place in np.flatnonzero(found > ROUNDING)[:1]:
+        raise ValueError(
+            "expected log-probabilities, which are at most 0 (probabilities and negative log-probabilities are other "
+            f"numbers); got {found[place]} (row {index}, response token {place})"
+        )
+    return found.astype(np.float32)
+
+
+def _width(name: str, asked: int | None, rows: list[np.ndarray]) -> int:
+    lengths = [len(row) for row in rows]
+    if asked is not None and max(lengths) > asked:
+        raise ValueError(
+            f"expected {name} of at least {max(lengths)}, the tokens of row {int(np.argmax(lengths))}; got {asked}"
+        )
+    return max(lengths) if asked is None else asked
+
+
+def whole_numbers(numbers: Ints, where: str) -> np.ndarray:
+    """One-dimensional and of whole numbers; an empty list is one, too."""
+    found = np.asarray(numbers)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise ValueError(
+            f"expected whole numbers in a list; got an array of shape {found.shape} and {found.dtype} ({where})"
+        )
+    return found.astype(np.int64)

@@ -1,0 +1,286 @@
+"""Attention masks: the one place that builds, stores and converts them.
+
+Columns number the tokens of a left-padded batch: prompt 0 … P-1, response P … T-1. An evicted key never comes back, so
+what query t may see is an interval per key, and one integer per key says it all:
+
+    visible[b, l, h, t, s]  =  (s <= t)  and  (t < evicted_at[b, l, h, s])
+
+Six tokens; key 0 is padding (evicted_at 0), key 2 was evicted after query 3 (evicted_at 4):
+
+              key  0 1 2 3 4 5
+    query 0        . . . . . .        a query that sees nothing attends to nothing: its output is zero
+    query 1        . 1 . . . .
+    query 2        . 1 1 . . .
+    query 3        . 1 1 1 . .
+    query 4        . 1 . 1 1 .
+    query 5        . 1 . 1 1 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from smd_jax.message.quantization import QuantizedReplay
+from smd_jax.pytrees import any_leaves
+from smd_kernels.reference import interval_mask
+from smd_kernels.segments import Segments
+
+NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
+
+
+@any_leaves
+class KeyInterval(struct.PyTreeNode):
+    """Visibility of one layer: query t sees key s iff `s <= t < evicted_at[s]`.
+
+    Attributes:
+      evicted_at: `[batch, kv_heads, keys]` first column whose query cannot see the key; the first two axes may be 1.
+      segments: as in ShadowMask, of this layer; None if unknown. Static.
+      quantized: as in ShadowMask, of this layer.
+    """
+
+    evicted_at: Int[Array, "batch kv_heads keys"]
+    segments: Segments | None = struct.field(pytree_node=False, default=None)
+    quantized: QuantizedReplay | None = None
+
+    def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
+        return interval_mask(self.evicted_at)
+
+
+@any_leaves
+class ShadowMask(struct.PyTreeNode):
+    """Which keys every query of a rollout could see, per layer and KV head, in one integer per key.
+
+    Attributes:
+      evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
+        for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
+      segments: one for every layer, or one for all: where the sampler compressed its cache, and to how many keys. With
+        it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
+        whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
+      quantized: how a key of a quantised cache looks to queries that come after its segment; None: as it is.
+    """
+
+    evicted_at: Int[Array, "batch layers kv_heads keys"]
+    segments: tuple[Segments, ...] = struct.field(pytree_node=False, default=())
+    quantized: QuantizedReplay | None = None
+
+    def layer(self, index: int) -> KeyInterval:
+        """The mask of one layer."""
+        # Where there is one entry, it stands for all layers.
+        segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
+        quantized = None if self.quantized is None else self.quantized.layer(index)
+        return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments, quantized)
+
+    def first_columns(self, columns: int) -> ShadowMask:
+        """The mask of the first `columns` columns alone, as if nothing had followed them."""
+        quantized = None if self.quantized is None else self.quantized.first_columns(columns)
+        return self.replace(evicted_at=self.evicted_at[..., :columns], quantized=quantized)
+
+    def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
+        """The same mask, promised to keep to these segments; reads the values, so it cannot run under jit.
+
+        Raises:
+          ValueError: if at a boundary more keys are visible than its budget, or there are segments for neither one
+            nor all layers.
+        """
+        layers = self.evicted_at.shape[1]
+        if len(segments) not in (1, layers):
+            raise ValueError(f"expected segments of 1 or {layers} layers; got {len(segments)}")
+        if self.quantized is not None:
+            self.quantized.check_segments(segments)
+        evicted_at = np.asarray(self.evicted_at)
+        for layer in range(max(layers, len(segments))):
+            _check_segments(evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)], layer)
+        return self.replace(segments=segments)
+
+    def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
+        """The explicit mask, `[batch, layers, kv_heads, queries, keys]`: T² bytes per layer and head."""
+        batch, layers, kv_heads, keys = self.evicted_at.shape
+        flat = KeyInterval(self.evicted_at.reshape(batch * layers, kv_heads, keys)).to_boolean()
+        return flat.reshape(batch, layers, kv_heads, keys, keys)
+
+    @classmethod
+    def from_boolean(cls, mask: Bool[Array, "batch layers kv_heads queries keys"]) -> ShadowMask:
+        """Compresses an explicit mask of the eviction kind; reads the values, so it cannot run under jit.
+
+        Raises:
+          ValueError: if a query sees a later key, or an evicted key comes back: such a mask has no interval form, and
+            only the explicit boolean form can carry it.
+        """
+        visible = np.asarray(mask)
+        queries, keys = visible.shape[-2:]
+        if queries != keys:
+            raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
+        return cls(jnp.asarray(intervals(visible)))
+
+
+Mask = ShadowMask | Bool[Array, "#batch #layers #kv_heads queries keys"]
+LayerMask = KeyInterval | Bool[Array, "#batch #kv_heads queries keys"]
+
+
+def intervals(visible: np.ndarray, first_row: int = 0) -> np.ndarray:
+    """`evicted_at [batch, layers, kv_heads, keys]` int32 of `visible [batch, layers, kv_heads, queries, keys]`, which
+    has as many queries as keys.
+
+    Args:
+      first_row: what messages call the first row of the batch.
+
+    Raises:
+      ValueError: see `ShadowMask.from_boolean`.
+    """
+    queries, keys = visible.shape[-2:]
+    # Without gaps, the queries that see a key follow on its own: its column plus their number is the first that does
+    # not. Whether there are gaps shows when the mask is rebuilt from it.
+    evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
+    evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
+    query = np.arange(queries)[:, None]
+    rebuilt = (np.arange(keys) <= query) & (query < evicted_at[..., None, :])
+    _refuse_unequal(visible, rebuilt, first_row)
+    return evicted_at
+
+
+def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray, first_row: int) -> None:
+    """Raises where `given` is not what its interval form would replay."""
+    wrong = np.argwhere(given != rebuilt)
+    if not len(wrong):
+        return
+    batch, layer, head, query, key = wrong[0]
+    where = f"batch {first_row + batch}, layer {layer}, kv head {head}, key {key}"
+    if key > query:
+        raise ValueError(f"expected a causal mask; got query {query} seeing the later key ({where})")
+    seen = np.flatnonzero(given[batch, layer, head, :, key])
+    raise ValueError(
+        "expected every key to be visible from its own query on without a gap, because an evicted key never comes "
+        f"back; got queries {_runs(seen)} seeing it ({where}). Keep such a mask in its boolean form."
+    )
+
+
+def _check_segments(evicted_at: np.ndarray, segments: Segments, layer: int) -> None:
+    """Raises where more keys than the budget are visible across a boundary."""
+    for column in range(segments.first, evicted_at.shape[-1], segments.length):
+        # The query at the boundary sees a key only if `column < evicted_at`: a key that goes right there does not
+        # count.
+        visible = (evicted_at[..., :column] > column).sum(-1)
+        if (visible > segments.budget).any():
+            batch, head = np.argwhere(visible > segments.budget)[0]
+            raise ValueError(
+                f"expected at most {segments.budget} earlier keys visible at column {column} for {segments}; got "
+                f"{visible[batch, head]} (batch {batch}, layer {layer}, kv head {head})"
+            )
+
+
+def _runs(indices: np.ndarray) -> str:
+    """`[3, 4, 5, 9]` -> `3-5, 9`."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
+    """The mask without eviction: causal, padding invisible; shared by all layers and heads."""
+    return ShadowMask(jnp.where(valid, NEVER, 0).astype(jnp.int32)[:, None, None, :])
+
+
+def record_evictions(
+    evicted_at: Int[Array, "batch kv_heads columns"],
+    dropped: Int[Array, "batch kv_heads slots"],
+    now: Int[Array, "#batch #kv_heads #slots"],
+) -> Int[Array, "batch kv_heads columns"]:
+    """Notes in a layer's shadow mask that the keys of the columns `dropped` are invisible from column `now` on; a
+    negative column notes nothing."""
+    outside = evicted_at.shape[-1]  # where scattered numbers are dropped
+    target = jnp.where(dropped < 0, outside, dropped)
+    batch, kv_heads, _ = target.shape
+    rows = jnp.arange(batch)[:, None, None]
+    heads = jnp.arange(kv_heads)[None, :, None]
+    return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")
+
+
+def layer_mask(mask: Mask, index: int) -> LayerMask:
+    """The mask of one layer, still broadcastable over batch and KV heads."""
+    if isinstance(mask, ShadowMask):
+        return mask.layer(index)
+    return mask[:, min(index, mask.shape[1] - 1)]
+
+
+def windowed(mask: LayerMask, window: int | None) -> LayerMask:
+    """One layer's mask, of which every query sees the `window` newest columns alone, its own included; None: all.
+
+    A sliding window is an eviction known in advance, and has the same form: `evicted_at <= s + window`. So whatever
+    attends under a mask honours windows, too. To apply the same window twice changes nothing.
+
+    Raises:
+      ValueError: for a window that does not even hold the query's own key.
+    """
+    if window is None:
+        return mask
+    if window < 1:
+        raise ValueError(f"expected a window >= 1, because a query always sees its own key; got {window}")
+    key = jnp.arange(mask.evicted_at.shape[-1] if isinstance(mask, KeyInterval) else mask.shape[-1], dtype=jnp.int32)
+    if not isinstance(mask, KeyInterval):
+        query = jnp.arange(mask.shape[-2], dtype=jnp.int32)
+        return mask & (query[None, None, :, None] < key[None, None, None] + window)
+    # Padding stays 0. At a boundary a window shows fewer than `window` earlier keys: segments may be promised less.
+    segments = mask.segments
+    if segments is not None:
+        segments = dataclasses.replace(segments, budget=min(segments.budget, window))
+    # A window alone makes segments of its own. Not where the cache was quantised: its copies have segments already, and
+    # attention takes one set.
+    elif mask.quantized is None:
+        segments = Segments(first=window, length=window, budget=window)
+    evicted_at = jnp.minimum(mask.evicted_at, key[None, None] + window)
+    return mask.replace(evicted_at=evicted_at, segments=segments)
+
+
+def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
+    """One layer's mask as booleans."""
+    return mask.to_boolean() if isinstance(mask, KeyInterval) else mask
+
+
+def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
+    """Raises ValueError unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`."""
+    if isinstance(mask, ShadowMask):
+        shape = mask.evicted_at.shape
+        expected = (batch, layers, kv_heads, columns)
+    else:
+        shape = mask.shape
+        expected = (batch, layers, kv_heads, columns, columns)
+    fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape, expected, strict=True))
+    if not fits or shape[3:] != expected[3:]:
+        raise ValueError(
+            f"expected a mask that broadcasts to {expected} (batch, layers, kv heads, columns); got {tuple(shape)}"
+        )
+    if isinstance(mask, ShadowMask) and mask.quantized is not None and mask.quantized.parity is not None:
+        shape = mask.quantized.parity.keys.shape[:4]
+        expected = (batch, layers, kv_heads, columns)
+        if shape != expected:
+            raise ValueError(f"expected parities {expected} (batch, layers, kv heads, columns); got {tuple(shape)}")
+
+
+def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:
+    """Position of each token in its own sequence: the first valid column of a row is 0, padding before it too."""
+    # argmax of booleans is the first true one.
+    start = jnp.argmax(valid, axis=-1, keepdims=True)
+    column = jnp.arange(valid.shape[-1], dtype=jnp.int32)[None]
+    return jnp.maximum(column - start.astype(jnp.int32), 0)
+
+
+__all__ = [
+    "NEVER",
+    "KeyInterval",
+    "LayerMask",
+    "Mask",
+    "Segments",
+    "ShadowMask",
+    "check_mask",
+    "dense_mask",
+    "intervals",
+    "layer_mask",
+    "positions",
+    "record_evictions",
+    "to_visible",
+    "windowed",
+]

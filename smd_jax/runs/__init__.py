@@ -1,0 +1,5 @@
+"""Training runs in a folder: loop until done, checkpoints, resume, metrics.jsonl, signals."""
+
+from smd_jax.runs.run import train as train
+from smd_jax.runs.run_config import RunConfig as RunConfig
+from smd_jax.runs.objective import Objective as Objective

@@ -1,0 +1,297 @@
+"""What stops a run: a learner that is not the sampler any more, and updates that are not finite."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors
+import safetensors.numpy
+
+from smd_jax.corrections.uncorrected import Naive
+from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.forward import make_replay
+from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, find_parting
+from smd_jax.learner.state import init_state
+from smd_jax.learner.step import take_step
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import ModelShape
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.runs import checkpoint
+from smd_jax.runs.objective import Objective
+from smd_jax.runs.resume_settings import split_settings
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.train.debug_dump import RefusedRolloutError
+from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.samples import Samples
+from tests.bitwise import assert_bitwise_equal
+from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
+
+# --- gradients that are no numbers
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    state = init_state({"w": jnp.ones(3), "b": jnp.ones(2)}, optimizer, jax.random.key(0))
+    state, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)})
+    assert metrics["update/skipped"] == 0
+    after, metrics = take_step(state, optimizer, {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.ones(2)})
+    assert metrics["update/skipped"] == 1
+    assert_bitwise_equal(after, state.replace(step=state.step + 1))
+    # Finite gradients of a loss that is not.
+    after, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)}, sound=jnp.isfinite(bad))
+    assert metrics["update/skipped"] == 1
+    assert_bitwise_equal(after.params, state.params)
+
+
+def test_where_nothing_counts_momentum_moves_nothing_and_nothing_is_called_skipped():
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    state = init_state({"w": jnp.ones(3)}, optimizer, jax.random.key(0))
+    state, _ = take_step(state, optimizer, {"w": jnp.ones(3)})
+    after, metrics = take_step(state, optimizer, {"w": jnp.zeros(3)}, teaches=jnp.bool_(False))
+    assert metrics["update/skipped"] == 0 and metrics["grad_norm"] == 0
+    assert_bitwise_equal(after, state.replace(step=state.step + 1))
+
+
+def test_numbers_too_large_to_square_are_left_out():
+    optimizer = optax.sgd(1.0)
+    state = init_state({"w": jnp.ones(2)}, optimizer, jax.random.key(0))
+    after, metrics = take_step(state, optimizer, {"w": jnp.full(2, 1e30)})
+    assert metrics["update/skipped"] == 1 and after.params["w"].tolist() == [1.0, 1.0]
+
+
+# --- the bound
+
+
+def shape_of(dtype: Any, layers: int) -> ModelShape:
+    return ModelShape(layers, 2, 2, 8, 16, 32, 64, dtype=dtype)
+
+
+def test_bounds_by_dtype_and_depth():
+    # Ten times what was measured: 3.5e-5 and 3.8e-5 nats over 30 layers in float32, 0.28 in bfloat16.
+    assert default_bound(shape_of("float32", 30)) == pytest.approx(1.1e-3)
+    assert default_bound(shape_of("float32", 3)) == pytest.approx(5.6e-4)
+    assert default_bound(shape_of("bfloat16", 30)) == pytest.approx(2.0)
+    assert default_bound(shape_of("bfloat16", 2)) < default_bound(shape_of("bfloat16", 3))
+    assert MismatchGuard(0.25).bound_for(shape_of("float32", 3)) == 0.25
+    for bound in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"expected a bound > 0 nats, or None; got {bound}"):
+            MismatchGuard(bound)
+
+
+def test_matrix_products_of_few_bits_have_the_bound_of_few_bits(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert default_bound(shape_of("float32", 3)) == default_bound(shape_of("bfloat16", 3))
+    with jax.default_matmul_precision("highest"):
+        assert default_bound(shape_of("float32", 3)) == pytest.approx(5.6e-4)
+
+
+# --- where they part
+
+MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def sampled() -> tuple[Any, Trajectory]:
+    params = random_params(MODEL.config)
+    tokens = jax.random.randint(jax.random.key(0), (4, 8), 0, 256)
+    prompts = PromptBatch(tokens=tokens, valid=jnp.arange(8)[None] >= jnp.array([[0], [1], [2], [3]]))
+    config = RolloutConfig(max_new_tokens=16, budget=6, buffer=2)
+    return params, rollout(MODEL, params, prompts, jax.random.key(1), policy=H2O(), config=config)
+
+
+REPLAY = make_replay(MODEL, "shadow")
+
+
+def with_mask(trajectory: Trajectory, change: Callable[[np.ndarray], None]) -> Trajectory:
+    assert isinstance(trajectory.mask, ShadowMask)
+    evicted_at = np.array(trajectory.mask.evicted_at)
+    change(evicted_at)
+    return trajectory.replace(mask=trajectory.mask.replace(evicted_at=jnp.asarray(evicted_at), segments=()))
+
+
+def parting(params: Any, trajectory: Trajectory, bound: float = 1e-4):
+    return find_parting(MODEL, params, trajectory, REPLAY(params, trajectory), bound)
+
+
+def test_what_was_sampled_parts_nowhere(sampled):
+    assert parting(*sampled) is None
+
+
+def never_evicted(evicted_at: np.ndarray, layer: int, head: int) -> None:
+    own = evicted_at[:, layer, head]
+    own[own > 0] = NEVER
+
+
+def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
+    own = evicted_at[:, layer, head]
+    own[(own > 0) & (own < NEVER)] += 1
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_mask_that_is_one_query_late_is_found(sampled, layer, head):
+    params, trajectory = sampled
+    wrong = with_mask(trajectory, lambda x: one_late(x, layer, head))
+    found = parting(params, wrong)
+    delta = np.abs(np.where(trajectory.response_mask, REPLAY(params, wrong) - trajectory.logprobs, 0.0))
+    first = int(np.argmax((delta > 1e-4).any(axis=0)))
+    assert found is not None and (found.layer, found.head) == (layer, head)
+    assert found.explanation == "evicts a query earlier" and found.left < 1e-5
+    # The 8 columns of the prompt have as much padding as the row's number.
+    assert found.position == 8 + first - found.row and abs(found.difference) == pytest.approx(delta[found.row, first])
+    assert f"layer {layer}, KV head {head}" in str(found) and f"position {found.position}" in str(found)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2}])
+def test_a_wrong_mask_is_found_where_weights_and_columns_are_split(sampled, axes):
+    params, trajectory = sampled
+    wrong = with_mask(trajectory, lambda x: one_late(x, 1, 0))
+    one, mesh = parting(params, wrong), make_mesh(**axes)
+    with jax.set_mesh(mesh):
+        split = parting(shard_tree(params, mesh), shard_batch(wrong, mesh))
+    assert one is not None and split is not None
+    assert split._replace(difference=0.0, left=0.0) == one._replace(difference=0.0, left=0.0)
+    assert split.difference == pytest.approx(one.difference, abs=1e-5) and split.left < 1e-5
+
+
+def test_what_no_head_explains_is_said(sampled):
+    params, trajectory = sampled
+    moved = jax.tree.map(lambda x: x * 1.5, params)
+    found = parting(moved, trajectory)
+    assert found is not None and found.layer is None
+    assert "no mask of a single head explains it: other parameters" in str(found)
+
+
+# --- a run
+
+COMPARED = split_settings(CONFIG)[0]
+
+
+class Tampered(GRPOLoop):
+    """Changes its samples before they are learnt from."""
+
+    tamper: Callable[[int, Samples], Samples]
+
+    def collect(self, state: Any, index: int) -> Samples:
+        return self.tamper(index, super().collect(state, index))
+
+
+def tampered(tamper: Callable[[int, Samples], Samples], **options: Any) -> GRPOLoop:
+    whole = new_loop(options.pop("config", CONFIG))
+    loop = Tampered(whole.model, whole.task, whole.tokenizer, whole.optimizer, whole.config, whole.mesh, **options)
+    object.__setattr__(loop, "tamper", tamper)
+    share_programs(loop)
+    return loop
+
+
+def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
+    def tamper(index: int, samples: Samples) -> Samples:
+        return samples._replace(rewards=samples.rewards + (np.inf if first <= index <= last else 0))
+
+    return tamper
+
+
+def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
+    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(4, checkpoint_every=1), tmp_path)
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert [line.split(":")[1] for line in said] == [" rollout 1", " rollout 2"]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["update/skipped"] for row in rows] == [0, 1, 1, 0]
+    before, after = (
+        checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED, step=step).state for step in (2, 3)
+    )
+    assert_bitwise_equal(before.params, after.params)
+    assert_bitwise_equal(before.opt_state, after.opt_state)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params))
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
+    loop = tampered(infinite_from(1, 9), max_skipped=2)
+    with pytest.raises(
+        RefusedRolloutError, match="rollout 2: expected a finite loss .*; got loss nan .* 2 rollouts"
+    ) as e:
+        train(loop, new_state(), RunConfig(9, checkpoint_every=1), tmp_path)
+    assert e.value.file == tmp_path / "refused_2.safetensors" and str(e.value.file) in str(e.value)
+    arrays = safetensors.numpy.load_file(str(e.value.file))
+    assert arrays["tokens"].shape == (8, 14) and np.isinf(arrays["rewards"]).all()
+    with safetensors.safe_open(e.value.file, "np") as file:
+        about = file.metadata()
+    assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    # What made the numbers infinite is mended: the run goes on.
+    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(4), tmp_path, resume=True)
+    assert int(state.step) == 4
+
+
+def without_evictions(index: int, samples: Samples) -> Samples:
+    """From rollout 1 on the recorded mask of the second head is wrong."""
+    if index == 0:
+        return samples
+    return samples._replace(trajectory=with_mask(samples.trajectory, lambda x: never_evicted(x, 0, 1)))
+
+
+@pytest.mark.parametrize("steps", [{}, {"minibatches": 2}, {"num_iterations": 2}])
+def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
+    loop = tampered(without_evictions, config=replace(CONFIG, **steps))
+    state, metrics = loop.step(new_state())
+    assert loop.max_difference == pytest.approx(5.2e-4)
+    assert metrics["sampling/sampling_logp_difference/max"] < 5.2e-4
+    before = jax.tree.map(np.array, state.params)
+    kept = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedRolloutError) as caught:
+        # The parameters that a refused step leaves, which it gives to nobody.
+        patch.setattr(
+            Tampered, "_refuse", lambda self, i, p, *rest: (kept.append(p), GRPOLoop._refuse(self, i, p, *rest))
+        )
+        loop.step(state)
+    assert_bitwise_equal(jax.tree.map(np.array, kept[0]), before)
+    said = str(caught.value)
+    assert re.match(
+        r"rollout 1: expected sampler and learner within 0.00052 nats at every token; got \d\.\d+, first", said
+    )
+    assert re.search(r"first at row \d, position \d+ \(", said)
+
+
+def test_an_objective_that_a_refused_rollout_does_not_have_hides_no_refusal(tmp_path):
+    loop = tampered(lambda index, samples: without_evictions(1, samples), config=replace(CONFIG, minibatches=2))
+    with pytest.raises(RefusedRolloutError, match="expected sampler and learner within"):
+        train(loop, new_state(), RunConfig(2, objective=Objective("entropy")), tmp_path)
+    assert (tmp_path / "refused_0.safetensors").is_file()
+    assert "entropy" not in read_metrics(tmp_path / "metrics.jsonl")[0]
+
+
+def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
+    assert tampered(without_evictions).max_difference is not None
+    assert tampered(without_evictions, guard=None).max_difference is None
+    naive = replace(CONFIG, update=replace(CONFIG.update, visibility="dense", correction=Naive()))
+    assert new_loop(naive).max_difference is None
+
+
+def test_the_file_is_where_the_run_is(tmp_path: Path):
+    with pytest.raises(RefusedRolloutError) as caught:
+        train(tampered(without_evictions), new_state(), RunConfig(3), tmp_path)
+    # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
+    assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; the run goes on with resume"]
+    kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
+    one = train(new_loop(), new_state(), RunConfig(1), tmp_path / "one")
+    assert_bitwise_equal(kept, one.replace(step=one.step + 1))
+    arrays = safetensors.numpy.load_file(tmp_path / "refused_1.safetensors")
+    assert arrays["evicted_at"].shape == (8, 1, 2, 14) and (arrays["evicted_at"][:, 0, 1] == NEVER).any()
+    assert "The rollout is in" in str(caught.value)

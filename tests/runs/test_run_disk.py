@@ -1,0 +1,176 @@
+"""The disk of a run: what is asked before it begins, and what a full or forbidden one leaves."""
+
+from __future__ import annotations
+
+import os
+from collections import namedtuple
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from breaking.disks import files_end_at
+from smd_jax import disk
+from smd_jax.config import ModelConfig
+from smd_jax.message.gate import LinearGate, add_gate
+from smd_jax.model.gate_format import save_gate
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.peft_format import save_peft
+from smd_jax.model.weights import save_checkpoint
+from smd_jax.runs.objective import Objective
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_folder import check_directory, check_room
+from smd_jax.safetensors_files import write_safetensors
+from smd_jax.testing import random_params, tiny_model_config
+from tests.bitwise import assert_bitwise_equal
+from tests.plain_loop import PlainLoop, new_state
+from tests.plain_runs import never, rows, saved, start
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_disk_without_room_is_refused_before_the_first_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 3000))
+    state = new_state(size=250)  # 1,000 bytes, the step and the key
+    assert disk.stored_bytes(state) == 1000 + 4 + 8
+    with pytest.raises(
+        OSError, match=r"expected 3.95 KiB free on the disk of .*run, for 4 checkpoints of 1012 B; got 2"
+    ):
+        start(tmp_path / "run", 9, PlainLoop(begins=never), state, checkpoint_every=1)
+    assert not (tmp_path / "run").exists()
+    start(tmp_path / "run", 9, state=state, checkpoint_every=1, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpoints"),
+    [
+        ({"steps": 9}, 1),
+        ({"steps": 9, "checkpoint_every": 4}, 3),
+        ({"steps": 9, "checkpoint_every": 1}, 4),
+        ({"steps": 9, "checkpoint_every": 1, "keep": 5}, 6),
+        ({"steps": 9, "objective": Objective("reward")}, 3),
+        ({"steps": 9, "objective": Objective("reward", keep_best=False)}, 1),
+    ],
+)
+def test_room_for_all_that_is_there_at_once(tmp_path, monkeypatch, options, checkpoints):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, checkpoints * 100))
+    check_room(tmp_path, 100, RunConfig(**options))
+    with pytest.raises(OSError, match="free on the disk"):
+        check_room(tmp_path, 101, RunConfig(**options))
+
+
+def test_half_a_checkpoint_gives_its_room_back(tmp_path, monkeypatch):
+    start(tmp_path, 2)
+    checkpoints = tmp_path / "checkpoints"
+    for name, size in (("4.orbax-checkpoint-tmp/state", 60), ("deleted/1", 30)):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "d").write_bytes(bytes(size))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 10))
+    check_room(tmp_path, 100, RunConfig(4))
+    with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
+        check_room(tmp_path, 101, RunConfig(4))
+    monkeypatch.undo()
+    start(tmp_path, 4, resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
+
+
+def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
+    start(tmp_path, 5, checkpoint_every=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 100))
+    check_room(tmp_path, 100, RunConfig(9, checkpoint_every=1))
+    with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
+        check_room(tmp_path, 101, RunConfig(9, checkpoint_every=1))
+    check_room(tmp_path, 101, RunConfig(5))  # that run is over
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
+def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, caplog):
+    state = new_state(size=100_000)
+    whole = start(tmp_path / "whole", 4, state=state)
+    run = tmp_path / "run"
+    start(run, 2, state=state)
+    with files_end_at(100_000), pytest.raises(OSError) as caught:
+        start(run, 4, state=state, resume=True)
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint 4 in {run / 'checkpoints'} could not be written (")
+    assert message.endswith(" free on the disk): File too large. Checkpoints [2] are as they were")
+    assert not caplog.records, "nobody else says it, with a traceback"
+    assert saved(run) == [2]
+    assert_bitwise_equal(start(run, 4, state=state, resume=True), whole)
+    # TensorStore's threads may have written on behind the deletion of what was half written; now it is gone.
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4"]
+    assert rows(run) == rows(tmp_path / "whole")
+
+
+def test_a_metrics_file_that_cannot_grow(tmp_path):
+    loop = PlainLoop(metrics=lambda number: {"reward": 0.1} | {f"metric {i}": 1 / 3 for i in range(100)})
+    with (
+        files_end_at(5000),
+        pytest.raises(OSError, match=r"metrics.jsonl could not be written \(.* free on the disk\): .*too large"),
+    ):
+        start(tmp_path, 4, loop)
+    assert len(rows(tmp_path)) == 1  # the second one was cut off
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"expected a directory, or nothing, at .*run; got the file .*file"):
+        check_directory(tmp_path / "file" / "run", resume=False)
+    # Where nobody makes files, root neither.
+    with pytest.raises(PermissionError, match="expected a directory that can be written at /proc/runs; got "):
+        check_directory("/proc/runs", resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_where_an_export_will_be_refused(tmp_path, monkeypatch):
+    disk.check_export(tmp_path / "model", 100)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="it also holds notes.txt"):
+        disk.check_export(tmp_path / "model", 100)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 100))
+    with pytest.raises(OSError, match="expected 101 B free on the disk of .*for the exported model; got 100 B"):
+        disk.check_export(tmp_path / "other", 101)
+    with pytest.raises(PermissionError, match="can be written"):
+        disk.check_export("/proc/model", 1)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[ModelConfig, dict[str, Any]]:
+    config = tiny_model_config(num_layers=1)
+    return config, random_params(config)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_exported_files_have_the_mode_of_the_umask(tmp_path, trained, umask, mode):
+    config, params = trained
+    sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    gate = LinearGate()
+    before = os.umask(umask)
+    try:
+        save_checkpoint(tmp_path / "model", params, config)
+        save_peft(tmp_path / "adapter", add_lora(params, LoraConfig(2), jax.random.key(0)), config)
+        save_gate(tmp_path / "gate", add_gate(params, gate, **sizes), gate)
+        write_safetensors(tmp_path / "gate" / "refused_0.safetensors", {"x": np.zeros(2)}, {})
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 6 and {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+def test_an_export_to_a_disk_that_is_full_leaves_what_was_there(tmp_path, trained):
+    config, params = trained
+    save_checkpoint(tmp_path / "model", params, config)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with files_end_at(2000), pytest.raises(OSError, match="model.safetensors could not be written: .*too large"):
+        save_checkpoint(tmp_path / "model", params, config, dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_stored_bytes_of_shapes():
+    state = new_state(size=10)
+    assert disk.stored_bytes(jax.eval_shape(lambda: state)) == disk.stored_bytes(state) == 40 + 4 + 8
+    assert disk.stored_bytes({"a": np.zeros((2, 3), np.int64)}) == 48

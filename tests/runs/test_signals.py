@@ -1,0 +1,217 @@
+"""Signals: a run that is told to stop saves, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smd_jax.runs.stop import RunStoppedError, StopSignals
+from tests.bitwise import assert_bitwise_equal
+from tests.plain_loop import PlainLoop
+from tests.plain_runs import CURVE, DENSE, Evaluations, rows, saved, start
+
+pytestmark = pytest.mark.multiprocess
+
+
+@contextmanager
+def run_in_a_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.plain_loop", str(directory), str(steps)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Reads its output up to a line that has `text`."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    pytest.fail(f"expected {text!r}; got {''.join(seen)}")
+
+
+def end_rollout(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_ctrl_c_saves_the_rollout_under_way_and_the_run_goes_on(tmp_path):
+    parts = tmp_path / "parts"
+    with run_in_a_process(parts, 5) as process:
+        wait_for(process, "rollout 0")
+        end_rollout(process)
+        wait_for(process, "rollout 1")
+        process.send_signal(signal.SIGINT)
+        # Said while the rollout goes on, which ends only when it is told to.
+        wait_for(process, "SIGINT: stops when this rollout is finished and saved; once more ends at once")
+        end_rollout(process)
+        wait_for(process, f"SIGINT stopped the run after 2 of 5 rollouts; saved in {parts}")
+        assert process.wait() == 130
+    assert saved(parts) == [2] and [row["step"] for row in rows(parts)] == [0, 1]
+    state = start(parts, 5, resume=True)
+    assert_bitwise_equal(state, start(tmp_path / "whole", 5))
+    assert rows(parts) == rows(tmp_path / "whole")
+
+
+def test_the_second_signal_ends_at_once(tmp_path):
+    with run_in_a_process(tmp_path, 5) as process:
+        wait_for(process, "rollout 0")
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "SIGTERM: stops")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, "ended without saving")
+        # In the middle of a rollout that nobody ends; and the code is that of the second signal.
+        assert process.wait() == 130
+    assert saved(tmp_path) == [] and rows(tmp_path) == []
+
+
+def test_a_terminal_that_is_closed_stops_the_run_however_often_it_says_so(tmp_path):
+    with run_in_a_process(tmp_path, 5) as process:
+        wait_for(process, "rollout 0")
+        process.send_signal(signal.SIGHUP)
+        wait_for(process, "SIGHUP: stops when")
+        process.send_signal(signal.SIGHUP)
+        end_rollout(process)
+        wait_for(process, "SIGHUP stopped the run after 1 of 5 rollouts")
+        assert process.wait() == 129
+    assert saved(tmp_path) == [1]
+
+
+# A process takes its terminal by itself: where subprocess would do it, after a fork, JAX's threads are gone.
+ON_A_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+runpy.run_module("tests.plain_loop", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_a_terminal_that_is_gone_takes_nothing_with_it(tmp_path: Path, first: signal.Signals | None):
+    """The bar, a line in the middle of a rollout and the last words all go to a terminal that takes them no more."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path), "1000"],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+        text=True,
+    )
+    os.close(theirs)
+    try:
+        read_up_to(ours, "rollout 0")
+        if first is not None:
+            process.send_signal(first)
+            read_up_to(ours, "SIGTERM: stops when")
+        os.close(ours)  # the system sends SIGHUP
+        # Rollouts end until the signal is heard.
+        while process.poll() is None:
+            with suppress(BrokenPipeError):
+                end_rollout(process)
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == (129 if first is None else 143)
+    done = len(rows(tmp_path))
+    assert 0 < done < 1000 and saved(tmp_path) == [done]
+    assert [row["step"] for row in rows(tmp_path)] == list(range(done))
+
+
+def read_up_to(terminal: int, text: str) -> None:
+    seen = b""
+    while text.encode() not in seen:
+        seen += os.read(terminal, 1024)
+
+
+def test_under_nohup_a_run_goes_on(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        start(tmp_path, 3, PlainLoop(begins=lambda number: os.kill(os.getpid(), signal.SIGHUP)))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert saved(tmp_path) == [3]
+
+
+def test_a_signal_before_the_first_rollout_has_nothing_to_save(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    heard = threading.Event()
+
+    def evaluate(state: Any) -> dict[str, float]:
+        signal.raise_signal(signal.SIGTERM)
+        heard.wait()  # for the thread that listens
+        return {DENSE: 0.5}
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunStoppedError, match="after 0 of 5.*nothing to") as e:
+        patch.setattr("smd_jax.runs.stop._say", lambda line: heard.set())
+        start(tmp_path, 5, evaluate_every=2, evaluate=evaluate)
+    assert (e.value.exit_code, e.value.done) == (143, 0)
+    assert saved(tmp_path) == [] and rows(tmp_path, "evaluations.jsonl") == [{"step": 0, DENSE: 0.5}]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_beside_the_main_thread_there_are_no_signals_to_hear(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    handlers = list[Any]()
+    loop = PlainLoop(begins=lambda number: handlers.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=start, args=(tmp_path, 2, loop))
+    thread.start()
+    thread.join()
+    assert saved(tmp_path) == [2] and handlers == [before, before]
+
+
+class Told(StopSignals):
+    """Hears no signals, and has received one when a test says so."""
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_who_is_told_to_stop_evaluates_when_the_run_goes_on(tmp_path, monkeypatch):
+    stops = [Told()]
+    monkeypatch.setattr("smd_jax.runs.run.StopSignals", lambda: stops[-1])
+
+    def told(number: int) -> None:
+        stops[-1].received = signal.SIGTERM if number == 3 else None
+
+    def metrics(number: int) -> dict[str, float]:
+        return {"reward": float("nan") if number == 3 else float(number)}
+
+    options: dict[str, Any] = {"evaluate_every": 2, "evaluate": Evaluations(CURVE)}
+    start(tmp_path / "whole", 6, PlainLoop(metrics=metrics), **options)
+    parts = tmp_path / "parts"
+    evaluate = Evaluations(CURVE)
+    with pytest.raises(RunStoppedError, match="after 4 of 6 rollouts; saved"):
+        start(parts, 6, PlainLoop(begins=told, metrics=metrics), **options | {"evaluate": evaluate})
+    assert evaluate.asked == [0, 2] and saved(parts) == [4]
+    stops.append(Told())
+    start(parts, 6, PlainLoop(metrics=metrics), resume=True, **options | {"evaluate": evaluate})
+    assert evaluate.asked == [0, 2, 4, 6]
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        np.testing.assert_equal(rows(parts, name), rows(tmp_path / "whole", name))

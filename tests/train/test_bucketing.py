@@ -1,0 +1,113 @@
+"""The learner over the columns that a rollout needs: fewer of them, and the same step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.eviction.policies import H2O
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import replay
+from smd_jax.learner.state import TrainState, init_state
+from smd_jax.losses.named import dr_grpo
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.monitor.metrics_log import MACHINE_METRICS
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.train.bucketing import LEAST_STEP, response_widths, shortened
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.samples import Samples
+from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, warm_params
+from tests.under_test import left_padded
+
+LONG = 3 * LEAST_STEP
+MODEL_LONG = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, max_positions=256))
+WIDTH = 9
+# Two sizes of update, of which the responses below need the shorter one.
+SIZES = RolloutConfig(LONG, 16, 8, EOS, PAD, sampling=SamplingConfig(top_k=12), min_new_tokens=LEAST_STEP)
+OPTIMIZER = optax.sgd(1.0)
+LIMITS = np.array([20, 31, 7, LEAST_STEP])
+
+
+def sampled(config: RolloutConfig) -> Trajectory:
+    """Four responses, the longest exactly as long as the least width."""
+    prompts = left_padded([9, 4, 7, 9], WIDTH, MODEL.config.vocab_size)
+    key = jax.random.key(3)
+    return rollout(MODEL_LONG, warm_params(), prompts, key, policy=H2O(), config=config, limits=LIMITS)
+
+
+def given(trajectory: Trajectory, rewards: np.ndarray, config: GRPOConfig) -> GRPOLoop:
+    """A loop whose only rollout is this one."""
+
+    class Given(GRPOLoop):
+        def collect(self, state: TrainState, index: int) -> Samples:
+            return Samples(trajectory, rewards, [], [], None, {})
+
+    # Plain steps, which are as near to each other as the gradients are.
+    return Given(MODEL_LONG, TASK, TOKENIZER, OPTIMIZER, config)
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes", "expected"),
+    [
+        (256, 4, (64, 128, 192, 256)),
+        (100, 3, (34, 67, 100)),
+        (100, 8, (34, 67, 100)),  # no smaller steps than LEAST_STEP
+        (256, 1, (256,)),
+        (9, 4, (9,)),
+    ],
+)
+def test_bucketing(longest: int, sizes: int, expected: tuple[int, ...]):
+    assert response_widths(longest, sizes) == expected
+
+
+def test_the_least_width_that_holds_the_longest_response():
+    trajectory = sampled(SIZES)
+    assert int(trajectory.lengths().max()) == LEAST_STEP
+    for widths, expected in [((LEAST_STEP, LONG), LEAST_STEP), ((LEAST_STEP - 1, LONG), LONG), ((LONG,), LONG)]:
+        assert shortened(trajectory, widths).response.shape[1] == expected
+    # Nothing is made anew where all columns stay.
+    assert shortened(trajectory, (LONG,)) is trajectory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mask_storage": "boolean"}, {"quant": QuantConfig(4, group=8), "sampling": SamplingConfig()}],
+    ids=["compact, filtered", "booleans", "quantised"],
+)
+def test_the_same_log_probabilities(changes: dict):
+    """The replay of the shorter trajectory is the longer one's, column by column."""
+    trajectory = sampled(dataclasses.replace(SIZES, **changes))
+    short = shortened(trajectory, (LEAST_STEP, LONG))
+    assert isinstance(short.mask, ShadowMask) == ("mask_storage" not in changes)
+    np.testing.assert_array_equal(short.response_mask, trajectory.response_mask[:, :LEAST_STEP])
+    whole, part = (jax.jit(replay, static_argnums=0)(MODEL_LONG, warm_params(), x) for x in (trajectory, short))
+    mask = np.asarray(short.response_mask)
+    for name in ("logprobs", "entropy"):
+        expected = np.asarray(getattr(whole, name))[:, :LEAST_STEP]
+        np.testing.assert_allclose(np.asarray(getattr(part, name))[mask], expected[mask], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(part.logprobs)[mask], np.asarray(short.logprobs)[mask], atol=5e-5)
+
+
+def test_a_step_is_the_same_over_fewer_columns():
+    """Dr. GRPO, whose denominator is the longest response allowed: it must not become the longest one drawn."""
+    config = dataclasses.replace(CONFIG, rollout=SIZES, group_size=2, update=UpdateConfig(loss=dr_grpo()))
+    trajectory = sampled(SIZES)
+    rewards = np.array([1.0, 0.0, 0.5, 2.0], np.float32)
+    found = []
+    for sizes, width in ((4, LEAST_STEP), (1, LONG)):
+        loop = given(trajectory, rewards, dataclasses.replace(config, update_widths=sizes))
+        assert loop.response_widths[0] == width
+        found.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
+    (short, of_short), (whole, of_whole) = found
+    for name in of_whole.keys() - MACHINE_METRICS.keys() - {"update/padding"}:
+        np.testing.assert_allclose(of_short[name], of_whole[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert of_short["update/padding"] < of_whole["update/padding"]
+    assert of_whole["loss"] != 0 and of_whole["grad_norm"] > 0
+    for x, y in zip(jax.tree.leaves(short.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)

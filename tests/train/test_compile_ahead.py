@@ -1,0 +1,81 @@
+"""Programs that are compiled ahead of their first call: found by it, and as large as the compiler says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from smd_jax.devices.sharding import make_mesh
+from smd_jax.learner.state import init_state
+from smd_jax.memory.compiled import loop_memory
+from smd_jax.memory.plan import plan_memory, workload_of
+from smd_jax.testing import count_compilations
+from smd_jax.train.compile_ahead import compiling
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
+from tests import toy_loop
+from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_state, optimizer, own_loop, warm_params
+
+SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def cube(x: jax.Array) -> jax.Array:
+    return x**3
+
+
+def test_a_program_is_found_under_the_mesh():
+    mesh = make_mesh(1, 1, 1)
+    cubed = jax.jit(cube)
+    numbers = jnp.arange(3.0)
+    with count_compilations() as counts, jax.set_mesh(mesh):
+        with compiling(cubed.lower(SHAPE), mesh):
+            pass
+        assert cubed(numbers).tolist() == [0, 1, 8]
+    assert counts["cube"] == 1
+
+
+def test_what_the_compiler_says_is_raised():
+    refused = jax.jit(cube, compiler_options={"xla_no_such_option": True}).lower(SHAPE)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"), compiling(refused, make_mesh(1, 1, 1)):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"minibatches": 2, "dynamic_sampling": 0}, {"group_size": 2, "num_iterations": 2}],
+    ids=["minibatches, some rows dropped", "two passes"],
+)
+def test_steps_call_the_update_that_was_compiled(changes: dict):
+    loop = own_loop(dataclasses.replace(CONFIG, **changes), sizes=(1, 2, 1))
+    state = new_state()
+    with jax.set_mesh(loop.mesh):
+        loop.lower_update(state).compile()
+    with count_compilations() as counts:
+        toy_loop.run(loop, state, 2)
+    assert counts["update"] == 0 and counts["rollout_program"] == 1
+
+
+@pytest.mark.slow
+def test_pairs_too():
+    config = OnlineDPOConfig(2, 4, 9, CONFIG.policy, toy_loop.ROLLOUT)
+    loop = OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
+    state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(0), warm_params())
+    with jax.set_mesh(loop.mesh):
+        loop.lower_update(state).compile()
+    with count_compilations() as counts:
+        loop.step(state)
+    assert counts["update"] == 0
+
+
+@pytest.mark.parametrize("decode_rows", [None, 4])
+def test_the_compilers_figures_lie_beside_the_plan(decode_rows: int | None):
+    """How near the plan comes is the matter of tests/memory/test_memory.py; here, that both speak of the same."""
+    loop = own_loop(dataclasses.replace(CONFIG, decode_rows=decode_rows))
+    found = loop_memory(loop, new_state())
+    plan = plan_memory(workload_of(loop), warm_params(), decode_rows)
+    for compiled, planned in ((found.rollout, plan.rollout), (found.update, plan.update)):
+        held = plan.weights + plan.optimizer
+        assert held < compiled
+        assert 0.5 < compiled / planned < 2
+    assert [len(row) for row in found.rows()] == [len(row) for row in plan.rows()[:1]]
