@@ -351,7 +351,15 @@ def test_the_order_depends_on_step_and_seed_alone():
     assert batch_indices(1000, 1000, 0, 5).tolist() != batch_indices(1000, 1000, 1, 5).tolist()
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 0, 0), (1, 0, 0, 0), (1, 1, -1, 0), (1, 1, 0, -1)])
-def test_bad_positions(arguments):
-    with pytest.raises(ValueError, match=f"step >= 0 and seed >= 0; got {', '.join(map(str, arguments[:3]))} and"):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((0, 1, 0, 0), "step >= 0; got 0, 1 and 0"),
+        ((1, 0, 0, 0), "step >= 0; got 1, 0 and 0"),
+        ((1, 1, -1, 0), "step >= 0; got 1, 1 and -1"),
+        ((1, 1, 0, -1), "seed >= 0, a whole number; got -1"),
+    ],
+)
+def test_bad_positions(arguments, said):
+    with pytest.raises(ValueError, match=said):
         batch_indices(*arguments)
