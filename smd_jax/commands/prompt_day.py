@@ -9,7 +9,7 @@ from dataclasses import replace
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.model_source import load_tokenizer, model_directory
-from smd_jax.text.template_day import NAME, reads_day
+from smd_jax.text.chat_template import DAY, reads_day
 
 
 def with_prompt_day(args: Common) -> Common:
@@ -26,9 +26,9 @@ def with_prompt_day(args: Common) -> Common:
         named = args.model
         directory = model_directory(named.model, named.model_revision)
         template = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision).chat_template
-        days = [f"{NAME}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
+        days = [f"{DAY}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
     return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
 
 
 def _days(given: Sequence[object]) -> list[str]:
-    return [str(text) for text in given if str(text).partition("=")[0] == NAME]
+    return [str(text) for text in given if str(text).partition("=")[0] == DAY]

@@ -18,17 +18,15 @@ import numpy as np
 from jaxtyping import Int
 
 from smd_jax.config import check_seed
-from smd_jax.tasks.reward_calls import Caught
+from smd_jax.text.chat_template import RESERVED_VARIABLES, TemplateError, render_messages
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
-from smd_jax.text.template_day import NAME as DAY
-from smd_jax.text.template_day import day_of, first_day, reads_day, with_day
 from smd_jax.text.visible_text import one_line
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
 Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
 Row = dict[str, Any]  # at least "prompt"
 
-TEMPLATE_KWARGS = "chat_template_kwargs"  # the column, named as in TRL, of what a row's chat template is told
+TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with variables for a row's chat template, named as in TRL
 
 
 @runtime_checkable
@@ -95,62 +93,54 @@ def missing_extra(package: str) -> MissingExtraError:
 
 
 def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
-    """What a row tells its chat template, as {"enable_thinking": False}; without those that are None, which data sets
-    fill in for what other rows have.
+    """The variables that a row gives its chat template, such as {"enable_thinking": False}.
+
+    Those that are None are left out: `datasets` fills in None for variables of other rows.
 
     Args:
       where: names the row in errors.
 
     Raises:
-      ValueError: no dict; a name that is not the row's to say.
+      ValueError: no dict, or a reserved name.
     """
     values = row.get(TEMPLATE_KWARGS)
     if values is None:
         return {}
-    taken = ("conversation", "tokenize", "add_generation_prompt", "chat_template")
-    if not isinstance(values, dict) or any(name in values for name in taken):
+    if not isinstance(values, dict) or any(name in values for name in RESERVED_VARIABLES):
         raise ValueError(
             f'{where}: expected {TEMPLATE_KWARGS} as a dict, such as {{"enable_thinking": False}}, without '
-            f"{list(taken)}; got {values!r:.80}"
+            f"{list(RESERVED_VARIABLES)}; got {values!r:.80}"
         )
     return {name: value for name, value in values.items() if value is not None}
 
 
 def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
-    """The text that a prompt becomes: through the chat template if the tokenizer has one, else as it is.
+    """The text of a row's prompt, written by the chat template if the tokenizer has one.
 
     Raises:
-      ValueError: chat messages for a tokenizer that has no chat template; messages that its template refuses, as
-        Gemma's does a system prompt, or fails on; a row with chat_template_kwargs that are no dict.
+      ValueError: chat messages for a tokenizer without a chat template; messages that its template refuses, as Gemma's
+        refuses a system prompt; a template that fails or exceeds its limits; chat_template_kwargs that are no dict.
     """
     prompt: Prompt = row["prompt"]
-    kwargs = template_kwargs_of(row, "a row")
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        with Caught() as caught:  # a template of a stranger may raise anything
-            text = _rendered(messages, tokenizer, kwargs)
-            text.encode()
-            return text
+    variables = template_kwargs_of(row, "a row")
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"expected a plain string, because the tokenizer has no chat template; got messages {prompt!r:.80}"
+            )
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        text = render_messages(messages, tokenizer, variables)
+        text.encode()
+        return text
+    except ValueError as error:
         roles = one_line(repr([message["role"] for message in messages]), 200)
-        said = one_line(f"{type(caught.error).__name__}: {caught.error}", 300)
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"expected messages that the tokenizer's chat template takes; got those of {roles}, and it says: {said}"
-        ) from caught.error
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f"expected a plain string, because the tokenizer has no chat template; got messages {prompt!r:.80}"
-        )
-    return prompt
-
-
-def _rendered(messages: list[dict[str, str]], tokenizer: Tokenizer, kwargs: dict[str, Any]) -> str:
-    """The messages through the chat template, on the day that the row names, or the first of this process."""
-    day = kwargs.pop(DAY, None)
-    named: Any = tokenizer.chat_template
-    template = named.get("default", "") if isinstance(named, dict) else str(named)
-    if reads_day(template):
-        kwargs["chat_template"] = with_day(template, first_day() if day is None else day_of(day))
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+            f"expected messages that the tokenizer's chat template takes; got those of {roles}, and it says: "
+            f"{kind}{one_line(str(error), 300)}"
+        ) from error
 
 
 def prompt_length(row: Row, tokenizer: Tokenizer) -> int:

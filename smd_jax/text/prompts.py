@@ -61,10 +61,6 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | dict[str, str] | None: ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> object: ...
-
 
 @runtime_checkable
 class AddsTokens(Protocol):

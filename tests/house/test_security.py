@@ -42,7 +42,11 @@ OURS = sorted(
 
 # Modules that can run what they read. Between a run and the processes of its own rewards pickles go one way: see there.
 UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-PICKLES = {"smd_jax/tasks/reward_callers.py": {"dumps", "Pickler"}, "smd_jax/tasks/reward_calls.py": {"loads"}}
+PICKLES = {
+    "smd_jax/text/child_process.py": {"dumps"},
+    "smd_jax/tasks/reward_callers.py": {"dumps", "Pickler"},
+    "smd_jax/tasks/reward_calls.py": {"loads"},
+}
 # Where files of the user's own code are run.
 RUNS_FILES = {"smd_jax/tasks/functions.py", "smd_jax/tasks/reward_calls.py"}
 

@@ -1,4 +1,4 @@
-"""Prompts of a template that reads the date are those of one day."""
+"""Chat templates: equal to transformers, limited in time and memory, and rendered on one day."""
 
 import datetime
 
@@ -10,8 +10,9 @@ from smd_jax.commands.train import repeated_rows
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.task import prompt_text
 from smd_jax.testing import byte_tokenizer, write_random_checkpoint
-from smd_jax.text import template_day
-from smd_jax.text.template_day import with_day
+from smd_jax.text import chat_template
+from smd_jax.text.chat_template import Renderer, TemplateError, render_messages, with_day
+from smd_jax.text.template_process import Limits
 
 DAY = datetime.date(2025, 3, 9)
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}: {% endif %}{{ messages[0]['content'] }}"
@@ -21,6 +22,81 @@ def dated(template: str | dict[str, str] = DATED):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
+
+
+TOOLS = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{{ m.role }}:{{ m.content }}{{ m.name }}{{ eos_token }}{% endfor %}{{ enable_thinking }}{{ pairs }}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+CHAT = [{"role": "system", "content": "Äé"}, {"role": "user", "content": "Hi ☃", "name": None}]
+
+
+def weather(city: str) -> str:
+    """Tells the weather.
+
+    Args:
+        city: where
+    """
+    return city
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"enable_thinking": False, "pairs": ((1, 2), {3: 4.5})},
+        {"bos_token": "<mine>"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}, weather]},
+    ],
+    ids=["plain", "values", "token", "tools"],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_equals_transformers(variables, named):
+    tokenizer = dated({"default": TOOLS, "tool_use": f"with tools {TOOLS}"} if named else TOOLS)
+    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
+    assert render_messages(CHAT, tokenizer, variables) == expected
+    assert tokenizer.special_tokens_map["eos_token"] in expected and expected.endswith(">")
+
+
+RENDERER = Renderer()
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set n = namespace(x='x') %}" + "{% set n.x = n.x + n.x %}" * 40
+COUNTS_IN_C = "{{ 7 ** (10 ** 9) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "limits", "reason"),
+    [
+        (LOOPS, Limits(seconds=0.3), "it takes longer than 0.3 s"),
+        (COUNTS_IN_C, Limits(seconds=0.3), "it takes longer than 0.3 s"),
+        ("{{ 'x' * 10 ** 10 }}", Limits(), "it needs more than 1,073,741,824 bytes of memory"),
+        (DOUBLES, Limits(memory=2**27), "it needs more than 134,217,728 bytes of memory"),
+        ("{{ 'x' * 2000 }}", Limits(characters=1999), "it renders 2,000 characters, more than 1,999"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", Limits(), "RecursionError"),
+    ],
+    ids=["loop", "loop in C", "memory", "doubling", "length", "recursion"],
+)
+def test_a_template_is_limited(template, limits, reason):
+    chat = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(TemplateError, match=reason):
+        RENDERER.render(template, chat, {}, limits)
+    assert RENDERER.render("{{ messages[0].content }}", chat, {}, Limits()) == "Hi"
+
+
+def test_a_template_that_is_too_long():
+    with pytest.raises(TemplateError, match="expected a template of at most 1,048,576 characters; got 2,000,000"):
+        render_messages(CHAT, dated("x" * 2_000_000), {})
+
+
+def test_a_variable_that_no_process_can_have():
+    with pytest.raises(ValueError, match="expected values that can be pickled"):
+        render_messages(CHAT, dated(TOOLS), {"pairs": lambda: 1})
+
+
+def test_named_templates_without_a_default():
+    with pytest.raises(TemplateError, match=r"expected a template named 'default'; got those named \['rag'\]"):
+        render_messages(CHAT, dated({"rag": TOOLS}), {})
 
 
 def test_the_day_of_a_row():
@@ -33,8 +109,7 @@ def test_the_day_of_a_row():
 
 
 def test_a_process_has_one_day(monkeypatch):
-    monkeypatch.setattr(template_day, "first_day", lambda: DAY)
-    monkeypatch.setattr("smd_jax.tasks.task.first_day", lambda: DAY)
+    monkeypatch.setattr(chat_template, "first_day", lambda: DAY)
     assert prompt_text({"prompt": "Hi"}, dated()) == "09 Mar 2025: Hi"
 
 

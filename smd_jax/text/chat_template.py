@@ -1,0 +1,167 @@
+"""Chat templates: foreign programs in Jinja that write the prompt.
+
+A separate process renders them, with limits on CPU time, memory and the length of the text. The date that a template
+reads by `strftime_now` is fixed by the row or by this process, so that a run resumed on another day has the same
+prompts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smd_jax.text import template_process
+from smd_jax.text.child_process import ChildEndedError, ChildProcess
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.text.template_process import Limits
+from smd_jax.text.visible_text import one_line
+
+DAY = "strftime_now"  # the name by which templates ask for the date
+MAX_TEMPLATE = 2**20  # characters; Llama 4's has 6,000
+START_SECONDS = 300.0  # to import transformers, on a machine under load
+WALL_FACTOR = 6.0  # wall-clock limit over CPU limit, for a process that waits for a core
+# Arguments of `apply_chat_template` that are no variables of a template.
+RESERVED_VARIABLES = (
+    *("conversation", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+)
+
+_CALL = re.compile(rf"\b{DAY}\s*\(\s*(?:format\s*=\s*)?(?P<quote>['\"])(?P<format>[^'\"\\]*)(?P=quote)\s*\)")
+_ANY_CALL = re.compile(rf"\b{DAY}\s*\(")
+
+
+class TemplateError(ValueError):
+    """A chat template raised, took too long, or needed too much memory."""
+
+
+def render_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str:
+    """Renders chat messages with the tokenizer's template and a generation prompt.
+
+    Equals `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)` on the day
+    that the variable `strftime_now` names. Without it, on the day on which this process first rendered such a template.
+
+    Raises:
+      TemplateError: see there.
+      ValueError: a day that is no date, or a variable that cannot be sent to the process.
+    """
+    values = dict(variables)
+    day = values.pop(DAY, None)
+    template = template_text(tokenizer, with_tools=values.get("tools") is not None)
+    if len(template) > MAX_TEMPLATE:
+        raise TemplateError(f"expected a template of at most {MAX_TEMPLATE:,} characters; got {len(template):,}")
+    if reads_day(template):
+        template = with_day(template, first_day() if day is None else day_of(day))
+    if values.get("tools"):
+        values["tools"] = [_tool_schema(tool) for tool in values["tools"]]
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return _renderer(os.getpid()).render(template, given, {**tokenizer.special_tokens_map, **values}, Limits())
+
+
+def template_text(tokenizer: Tokenizer, *, with_tools: bool = False) -> str:
+    """The template that transformers would choose: of several named ones "tool_use" for tools, else "default".
+
+    Raises:
+      TemplateError: several templates, and none of them is named "default".
+    """
+    named: Any = tokenizer.chat_template
+    if not isinstance(named, dict):
+        return str(named)
+    name = "tool_use" if with_tools and "tool_use" in named else "default"
+    if name not in named:
+        raise TemplateError(f"expected a template named 'default'; got those named {one_line(repr([*named]), 200)}")
+    return str(named[name])
+
+
+class Renderer:
+    """The process that renders. It starts with the first rendering, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: ChildProcess | None = None
+
+    def render(self, template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> str:
+        """Renders one prompt; raises TemplateError."""
+        with self._lock:
+            process = self._running_process()
+            process.send((template, messages, variables, tuple(limits)))
+            try:
+                answer = json.loads(process.receive(WALL_FACTOR * limits.seconds))
+            except TimeoutError as error:
+                raise TemplateError(f"it takes longer than {WALL_FACTOR * limits.seconds:g} s") from error
+            except ChildEndedError as error:
+                timed_out = error.exit_code == -template_process.CPU_SIGNAL
+                reason = f"it takes longer than {limits.seconds:g} s" if timed_out else str(error)
+                raise TemplateError(reason) from error
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer["text"]
+
+    def _running_process(self) -> ChildProcess:
+        if self._process is None or not self._process.is_running:
+            # One thread: numpy's others would count as memory of a template.
+            environment = {"OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+            self._process = ChildProcess(template_process.__file__, environment, quiet=True)
+            self._process.send(sys.path)
+            self._process.receive(START_SECONDS)
+        return self._process
+
+
+@functools.lru_cache(maxsize=1)
+def _renderer(process: int) -> Renderer:
+    """The renderer of this process: a fork must not share the pipe of its parent."""
+    return Renderer()
+
+
+def _tool_schema(tool: Mapping[str, Any] | Callable[..., Any]) -> Mapping[str, Any]:
+    """The JSON schema of a tool. Functions are described here, because not all of them can be pickled."""
+    if isinstance(tool, Mapping):
+        return tool
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+def reads_day(template: str) -> bool:
+    """Whether a chat template asks for the date."""
+    return _ANY_CALL.search(template) is not None
+
+
+@functools.cache
+def first_day() -> datetime.date:
+    """The day on which this process first asked."""
+    return datetime.date.today()
+
+
+@functools.lru_cache(maxsize=16)
+def with_day(template: str, day: datetime.date) -> str:
+    """Replaces every `strftime_now("…")` by its text on this day, at midnight.
+
+    Raises:
+      ValueError: a format that is no plain text.
+    """
+    midnight = datetime.datetime.combine(day, datetime.time())
+    fixed = _CALL.sub(lambda call: repr(midnight.strftime(call["format"])), template)
+    if reads_day(fixed):
+        raise ValueError(f"expected a chat template that calls {DAY} with a format in quotes; got another call")
+    return fixed
+
+
+def day_of(value: object) -> datetime.date:
+    """A date, or the date that a text such as "2026-01-31" names.
+
+    Raises:
+      ValueError: anything else.
+    """
+    if isinstance(value, datetime.date):
+        return value
+    try:
+        return datetime.date.fromisoformat(str(value))
+    except ValueError as error:
+        raise ValueError(f"expected {DAY} as a day such as 2026-01-31; got {value!r:.40}") from error

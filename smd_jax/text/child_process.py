@@ -1,0 +1,115 @@
+"""A Python process that answers requests, and can be killed when an answer takes too long.
+
+Two kinds of foreign code run in such a process: reward functions and chat templates. A thread would not do. A loop in C
+that keeps Python's lock stops every thread of its process, and no thread can be killed from outside.
+
+The process is a new Python, because a fork would copy locks that JAX's threads hold. `multiprocessing` with spawn would
+import the user's script first, which then needs its `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class ChildEndedError(RuntimeError):
+    """The process ended before it answered.
+
+    Attributes:
+      exit_code: negative for the signal that ended it.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"its process ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+class ChildProcess:
+    """One process that runs a script. The script gets the number of an open socket as its only argument.
+
+    Requests are pickled, and answers are bytes: nothing that the process sends is unpickled.
+
+    Args:
+      script: path of a Python file.
+      environment: variables to set besides those of this process.
+      quiet: discard what the process prints.
+    """
+
+    def __init__(self, script: str, environment: Mapping[str, str], *, quiet: bool = False) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        output = subprocess.DEVNULL if quiet else None
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: keeps the script's folder off the import path, where our modules would hide installed packages.
+                # -u: nothing printed waits in a buffer that is lost when the process is killed.
+                [sys.executable, "-P", "-u", script, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | dict(environment),
+                start_new_session=True,  # Ctrl-C reaches this process only, which then ends that one
+            )
+        self._connection = ours
+        self.close = weakref.finalize(self, _end, self._process, ours)
+
+    @property
+    def is_running(self) -> bool:
+        return self.close.alive and self._process.poll() is None
+
+    def send(self, message: Any) -> None:
+        """Sends a request. If the process has ended, `receive` raises the error.
+
+        Raises:
+          ValueError: the request cannot be pickled.
+        """
+        pickled = pickled_value(message)
+        with contextlib.suppress(ConnectionError):
+            self._connection.send_bytes(pickled)
+
+    def receive(self, seconds: float) -> bytes:
+        """Waits for the next answer. After an error, Ctrl-C included, the process is ended.
+
+        Raises:
+          TimeoutError: no answer within `seconds`.
+          ChildEndedError: the process ended first.
+        """
+        answered = False
+        try:
+            if not self._connection.poll(max(seconds, 0.0)):
+                raise TimeoutError
+            answer = self._connection.recv_bytes()
+            answered = True
+            return answer
+        except (EOFError, ConnectionError) as error:
+            raise ChildEndedError(self._process.wait()) from error
+        finally:
+            # A late answer must not be taken for the answer to the next request.
+            if not answered:
+                self.close()
+
+
+def pickled_value(value: Any) -> bytes:
+    """Pickles a value; raises ValueError with the reason where that is impossible."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"expected values that can be pickled; got {error}") from error
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Ends the process and the processes that it started."""
+    connection.close()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

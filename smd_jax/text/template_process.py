@@ -1,0 +1,97 @@
+"""The process that renders chat templates: limited in CPU time and memory, so that no template harms the run.
+
+It runs this file as a script and imports nothing of smd_jax, which would take seconds. Requests are
+(template, messages, variables, limits); an answer is JSON, {"text": …} or {"error": …}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import jinja2
+
+# What code in a template raises. Any other exception ends the process, which is an answer too.
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(RuntimeError, SyntaxError, TypeError, ValueError),
+)
+
+
+CPU_SIGNAL = signal.SIGPROF  # ends a process that does not handle it, also within a loop in C
+
+
+class Limits(NamedTuple):
+    """Limits of one rendering.
+
+    Attributes:
+      seconds: CPU time.
+      memory: bytes above what the process needs without a template.
+      characters: of the rendered text.
+    """
+
+    seconds: float = 10.0
+    memory: int = 2**30
+    characters: int = 2**24
+
+
+def address_space() -> int:
+    """Bytes of address space that this process uses; 0 where the system does not say."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> dict[str, str]:
+    """Renders messages, as `tokenizer.apply_chat_template` does; returns the text or the error of the template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        (text,), _ = render_jinja_template(
+            conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
+        )
+    except MemoryError:
+        return {"error": f"it needs more than {limits.memory:,} bytes of memory"}
+    except TEMPLATE_ERRORS as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    if len(text) > limits.characters:
+        return {"error": f"it renders {len(text):,} characters, more than {limits.characters:,}"}
+    return {"text": text}
+
+
+def serve(connection: Connection) -> None:
+    """Answers requests until the other side closes the connection."""
+    sys.path[:] = connection.recv()
+    import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
+
+    logging.disable()
+    baseline = address_space()
+    connection.send_bytes(b"ready")
+    while True:
+        template, messages, variables, limits = connection.recv()
+        limits = Limits(*limits)
+        # macOS does not limit the address space.
+        with contextlib.suppress(ValueError, OSError):
+            if baseline:
+                _, most = resource.getrlimit(resource.RLIMIT_AS)
+                resource.setrlimit(resource.RLIMIT_AS, (baseline + limits.memory, most))
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+        answer = render(template, messages, variables, limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+def main(arguments: Sequence[str]) -> None:
+    with Connection(int(arguments[0])) as connection, contextlib.suppress(EOFError, ConnectionError):
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
