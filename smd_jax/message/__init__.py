@@ -5,6 +5,7 @@ from smd_jax.message.masks import ShadowMask as ShadowMask
 from smd_jax.message.masks import KeyInterval as KeyInterval
 from smd_jax.message.masks import Segments as Segments
 from smd_jax.message.masks import dense_mask as dense_mask
+from smd_jax.message.masks import head_mask as head_mask
 from smd_jax.message.sampling import SamplingConfig as SamplingConfig
 from smd_jax.message.quantization import QuantConfig as QuantConfig
 from smd_jax.message.drawable_tokens import DrawableTokens as DrawableTokens

@@ -240,6 +240,23 @@ def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
     return mask.to_boolean() if isinstance(mask, KeyInterval) else mask
 
 
+def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch heads queries keys"]:
+    """One layer's mask in the layout of other libraries' attention: one boolean per query head, query and key.
+
+    `jax.nn.dot_product_attention` and `flax.nnx.MultiHeadAttention` take it as it is; `equinox.nn.MultiheadAttention`
+    takes it under a `jax.vmap` over the batch. It holds `queries * keys` booleans per head; `attend` needs none. These
+    functions give a query that sees no key, such as padding, the mean of all values or NaN, where `attend` gives zero.
+
+    Raises:
+      ValueError: num_heads is no multiple of the mask's KV heads.
+    """
+    visible = to_visible(layer_mask(mask, layer))
+    kv_heads = visible.shape[1]
+    if num_heads % kv_heads:
+        raise ValueError(f"expected num_heads to be a multiple of the mask's {kv_heads} KV heads; got {num_heads}")
+    return jnp.repeat(visible, num_heads // kv_heads, axis=1)
+
+
 def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
     """Raises ValueError unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`."""
     if isinstance(mask, ShadowMask):
@@ -277,6 +294,7 @@ __all__ = [
     "ShadowMask",
     "check_mask",
     "dense_mask",
+    "head_mask",
     "intervals",
     "layer_mask",
     "positions",

@@ -14,6 +14,8 @@ from smd_jax.model.teacher_forced import hidden_states as hidden_states
 from smd_jax.model.attention import AttentionConfig as AttentionConfig
 from smd_jax.model.attention import BlockSizes as BlockSizes
 from smd_jax.model.attention import attend as attend
+from smd_jax.model.modules import from_nnx as from_nnx
+from smd_jax.model.modules import from_equinox as from_equinox
 from smd_jax.model.weights import load_checkpoint as load_checkpoint
 from smd_jax.model.weights import save_checkpoint as save_checkpoint
 from smd_jax.model.lora import LoraConfig as LoraConfig

@@ -1,0 +1,150 @@
+"""Modules of flax.nnx and Equinox as language models, and our masks in other libraries' attention."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+
+import smd_jax as smd
+from smd_jax.message.masks import head_mask
+from smd_jax.model.modules import AttentionCalls, Constants
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+
+
+@pytest.fixture(scope="module", params=["with_nnx", "with_equinox"])
+def example(request):
+    """What the example script defines, after its own training loop."""
+    return runpy.run_path(str(EXPERIMENTS / f"{request.param}.py"))
+
+
+def test_the_example_is_short_and_exact(example):
+    assert len(Path(example["__file__"]).read_text(encoding="utf-8").splitlines()) <= 80
+    trajectory = example["trajectory"]
+    assert (trajectory.mask.evicted_at < trajectory.tokens.shape[1]).any(), "nothing was evicted"
+    assert example["off"] <= 1e-5
+
+
+def test_the_model_without_evictions_is_the_module(example):
+    """Against jax.nn.dot_product_attention with a causal mask, in place of the library's attention."""
+    model, params = example["model"], example["params"]
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 1, 64)
+    positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
+    whole = model.module.with_params(params)
+
+    def attention(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    expected = model.logits_of(whole, model.hidden_of(whole, tokens, positions, attention))
+    mask = smd.dense_mask(jnp.ones(tokens.shape, bool))
+    result = smd.model.apply_model(model, params, tokens, positions, mask)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)
+
+
+def test_our_update_trains_it(example):
+    model, params, trajectory = example["model"], example["params"], example["trajectory"]
+    params = jax.tree.map(jnp.copy, params)
+    before, _ = ravel_pytree(params)
+    optimizer = example["optax"].sgd(0.1)
+    update = smd.make_update(model, optimizer, smd.UpdateConfig())
+    logprobs = smd.replay(model, params, trajectory).logprobs
+    advantages = jnp.linspace(-1, 1, len(trajectory.tokens))
+    batch = smd.TrainBatch(trajectory.replace(logprobs=logprobs), advantages, logprobs)
+    state, metrics = update(smd.init_state(params, optimizer, jax.random.key(3)), batch)
+    assert float(metrics["sampling/sampling_logp_difference/max"]) <= 1e-5
+    after, _ = ravel_pytree(state.params)
+    assert np.isfinite(after).all() and float(abs(after - before).max()) > 0
+
+
+def no_hidden(module, tokens, positions, attention):
+    raise NotImplementedError
+
+
+def no_logits(module, states):
+    raise NotImplementedError
+
+
+def test_models_of_equal_modules_are_equal():
+    """Two equal models share one compiled program."""
+
+    def build(seed):
+        module = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+        shape = smd.model.ModelShape(1, 1, 1, 2, 2, 3, max_positions=4)
+        return smd.model.from_nnx(module, shape, no_hidden, no_logits)[0]
+
+    assert build(0) == build(1) and hash(build(0)) == hash(build(1))
+
+
+def test_constants_are_compared_by_value():
+    tree = {"key": jax.random.key(3), "table": jnp.arange(4), "list": [None, 2.5, "gelu"]}
+    other = {**tree, "table": jnp.arange(4) + 1}
+    assert Constants.of(tree) == Constants.of(dict(tree)) != Constants.of(other)
+    back = Constants.of(tree).tree()
+    np.testing.assert_array_equal(back["table"], np.arange(4))
+    assert jax.random.bits(back["key"]) == jax.random.bits(jax.random.key(3)) and back["list"] == tree["list"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_calls_is_refused(count):
+    module = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    shape = smd.model.ModelShape(2, 1, 1, 2, 2, 4, max_positions=8)
+
+    def hidden(module, tokens, positions, attention):
+        x = jnp.ones((*tokens.shape, 1, 2))
+        for _ in range(count):
+            x = attention(x, x, x)
+        return x[:, :, 0]
+
+    model, params = smd.model.from_equinox(module, shape, hidden, lambda module, x: x @ jnp.ones((2, 4)))
+    tokens = jnp.ones((1, 3), int)
+    with pytest.raises(ValueError, match="expected one attention call per layer, 2 of them; got"):
+        smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
+
+
+def recorded_mask() -> smd.ShadowMask:
+    """Four columns; KV head 0 evicts key 0 after query 1, head 1 evicts key 1 after query 2."""
+    return smd.ShadowMask(jnp.array([[[[2, 9, 9, 9], [9, 3, 9, 9]]]], jnp.int32))
+
+
+def test_a_mask_for_every_query_head():
+    """By hand; query heads 0 and 1 share KV head 0, as in the library's attention."""
+    mask = np.asarray(head_mask(recorded_mask(), 0, num_heads=4)).astype(int)
+    assert mask.shape == (1, 4, 4, 4)
+    first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+    second = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
+    assert mask[0].tolist() == [first, first, second, second]
+    with pytest.raises(ValueError, match="expected num_heads to be a multiple of the mask's 2 KV heads; got 3"):
+        head_mask(recorded_mask(), 0, num_heads=3)
+
+
+def test_other_attentions_take_the_mask():
+    """jax.nn, flax.nnx and Equinox give what `attend` gives."""
+    mask = recorded_mask()
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))  # [batch, tokens, heads, head_dim]
+    heads = head_mask(mask, 0, num_heads=2)
+    expected = smd.attend(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), mask.layer(0)).swapaxes(1, 2)
+    by_jax = jax.nn.dot_product_attention(q, k, v, mask=heads)
+    np.testing.assert_allclose(by_jax, expected, rtol=0, atol=1e-6)
+    by_flax = nnx.dot_product_attention(q, k, v, mask=heads)
+    np.testing.assert_allclose(by_flax, expected, rtol=0, atol=1e-6)
+    layer = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(1))
+    x = jax.random.normal(jax.random.key(2), (1, 4, 16))
+    by_equinox = jax.vmap(layer)(x, x, x, heads)
+    projections = (layer.query_proj, layer.key_proj, layer.value_proj)
+    q, k, v = (jax.vmap(jax.vmap(p))(x).reshape(1, 4, 2, 8).swapaxes(1, 2) for p in projections)
+    ours = smd.attend(q, k, v, mask.layer(0)).swapaxes(1, 2).reshape(1, 4, 16)
+    np.testing.assert_allclose(jax.vmap(jax.vmap(layer.output_proj))(ours), by_equinox, rtol=0, atol=1e-6)
+
+
+def test_calls_are_counted():
+    calls = AttentionCalls(lambda q, k, v, layer: (q, layer + 1), (1, 2))
+    x = jnp.ones((1, 1, 1, 1))
+    assert calls(x, x, x) is not None and calls.states == (2,)
