@@ -51,8 +51,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import assembler
-import hlo
+from lib import assembler, hlo
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import LayerCache
 from smd_jax.config import ModelConfig

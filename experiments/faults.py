@@ -55,12 +55,12 @@ from breaking.refusals import (
     without_room,
 )
 from breaking.steps import broken_logger, never_finite, not_finite, wrong_mask
-from provenance import provenance
+from lib.files import read_rows, write_rows
+from lib.provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.runs import checkpoint
 from smd_jax.runs.checkpoint import OtherStateError
-from study.files import read_rows, write_rows
 
 
 @dataclass(frozen=True)

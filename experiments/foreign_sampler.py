@@ -28,6 +28,7 @@ The environment of kvpress, which must not be smd_jax's own:
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,15 +39,16 @@ import tyro
 from transformers import AutoTokenizer
 
 import smd_jax as smd
-from passages import encoded
-from peer_engine import ask
-from provenance import provenance
+from bench.turns import environment
+from lib.passages import encoded
+from lib.provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.text.prompts import eos_token_id
 
 Press = Literal["knorm", "snapkv", "none"]
 LENGTHS = [96, 72, 48, 84]  # tokens of the prompts
+ENGINES = Path(__file__).parent / "bench" / "engines"
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,22 @@ def compare(run: dict[str, Any], trajectory: smd.Trajectory, compressions: int, 
         dense_max_abs_dlogp=float(dense.max()),
         dense_mean_abs_dlogp=float(dense.mean()),
     )
+
+
+def ask(python: str, engine: str, job: dict[str, Any]) -> dict[str, Any]:
+    """The JSON that the engine answers to a job.
+
+    Args:
+      python: interpreter of its environment. engine: name of its script, without `.py`.
+
+    Raises:
+      SystemExit: it failed, and has said why on standard error.
+    """
+    command = [python, str(ENGINES / f"{engine}.py")]
+    done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, env=environment())
+    if done.returncode:
+        raise SystemExit(f"expected {engine}.py to end well; got exit status {done.returncode}")
+    return json.loads(done.stdout)
 
 
 def main(args: Args) -> None:

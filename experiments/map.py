@@ -1,41 +1,35 @@
-"""Where does replaying the sampler's masks pay, where does correcting a dense learner, and where neither?
+"""Where replay pays, where correcting a dense learner pays, and where neither does.
 
-Cells      Tasks x samplers: running sums of 12 digits, copied sums of 8, sorting of 12 (experiments/study/problems.py),
-           under a milder and a crueller budget, and policies whose choice of keys depends on the parameters (TOVA of
-           each head, SnapKV, H2O) or does not (StreamingLLM, Random).
-Start      Supervised with the full cache until 97 % of the steps are right at temperature 1, so that no arm gains by a
-           lower entropy alone; the same for all arms of a seed, and for all cells of a task.
-Arms       Everywhere: the start as it is, naive, TIS, shadow masks; the last two with a frozen dense teacher, too; and
-           shadow masks and TIS on the same weights, half and half (smd.learner.DenseLearner).
-           In the showdown, sorting under TOVA of each head and the crueller budget, all that a user may choose from,
-           and teachers without any reward.
+Cells      Tasks and samplers: running sums of 12 digits, copied sums of 8, sorting of 12 (experiments/lib/problems.py),
+           each under a milder and a crueller budget. Eviction policies that depend on the parameters (TOVA of each
+           head, SnapKV, H2O) and that do not (StreamingLLM, Random).
+Start      Supervised with the full cache until 97 % of the steps are right at temperature 1, so that a lower entropy
+           gains nothing with the full cache. Shared by all arms of a seed and all cells of a task.
+Arms       Everywhere: untrained, naive, TIS, shadow masks, the last two with a frozen dense teacher, and shadow masks
+           and TIS on the same weights (smd.learner.DenseLearner). In the showdown (sorting, TOVA of each head, the
+           crueller budget): every method of the library, and teachers without any reward.
 Rollouts   60 of 32 x 8 responses, 4 optimizer steps on each.
-Rates      Of 3e-5, 1e-4 and 3e-4 with a warm-up, for every arm of every task the one with the best mean of sparse and
-           dense greedy reward on pilot seeds, which are not reported and judged on rows of their own, under TOVA of
-           each head and the crueller budget.
-Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy. Five seeds of
-           the showdown and of the same corner of the other tasks, two elsewhere.
-Chosen     Budgets and the number of optimizer steps, on a few runs of seed 100: a cell should leave room to learn.
-Found      Under the budget shadow masks are ahead of TIS in nearly all cells, and clearly behind in none; with the
-           full cache they lose where they gained most. A frozen teacher beside them ends highest in most cells where
-           somebody gains, by what is established in none. In running sums nobody gains. REPORT.md has the numbers.
+Rates      3e-5, 1e-4 and 3e-4: for every arm of every task the best mean of sparse and dense greedy reward on pilot
+           seeds and validation rows, under TOVA of each head and the crueller budget.
+Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy. Five seeds in
+           the cells that choose the rates, two elsewhere.
+Chosen     Budgets and optimizer steps, on a few runs of seed 100, so that a cell leaves room to learn.
 Command    python experiments/map.py [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
-           Runs that have ended are kept, and not made again when the study goes on.
 Cost       2.9 CPU hours for the 633 runs, starts not counted, most of them on one core of an Intel Xeon (family 6,
            model 207 or 167)
-Result     experiments/results/map.json, a row a run, pilot included; the picture is made by experiments/report.py.
+Result     experiments/results/map.json, a row per run, pilots included
 """
 
 from __future__ import annotations
 
 import tyro
 
-from study.arms import Arm, arms_of
-from study.command import StudyArgs, as_written, grid_of, run, stopping
-from study.grid import Cell
-from study.problems import problem_of
-from study.runs import Sizes
-from study.samplers import sampler_of
+from lib.arms import Arm, arms_of
+from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.grid import Cell
+from lib.problems import problem_of
+from lib.runs import Sizes
+from lib.samplers import sampler_of
 
 ARMS = arms_of(("untrained", "naive", "tis", "shadow", "tis-anchor", "shadow-anchor", "mixed-50"))
 ALL_ARMS = arms_of(

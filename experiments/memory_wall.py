@@ -37,7 +37,8 @@ import optax
 import tyro
 from jax.sharding import AbstractMesh, AxisType
 
-from provenance import provenance
+from lib.files import Row, read_rows, write_rows, write_text
+from lib.provenance import provenance
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.config import ModelConfig
 from smd_jax.devices.sharding import AXES, row_ways
@@ -49,7 +50,6 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
-from study.files import Row, read_rows, write_rows, write_text
 
 PROMPT = 512
 LENGTHS = (2_048, 8_192, 32_768)  # prompt and response together
@@ -78,14 +78,13 @@ def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
 
 HEADING = """# How many rows fit into 80 GB
 
-How many completions of Qwen2.5 can be sampled at the same time, by their length in tokens, the prompt's 512 included;
-in brackets, how many times as many as with the whole cache. Planned, not measured: `experiments/memory_wall.py` says
-what is counted, and how far a compiler's own figures are from such plans. With a budget no shorter than the sequence
-there is nothing to gain; 0 says that weights and optimizer alone do not fit.
+Completions of Qwen2.5 that can be sampled at the same time, by length in tokens (with 512 of the prompt). In brackets:
+the ratio to the full cache. The numbers are plans, not measurements: `experiments/memory_wall.py` lists what they
+count. A budget as long as the sequence gains nothing. 0: weights and optimizer do not fit.
 
-*sampling*: nothing else. *full*: all parameters are trained with AdamW in float32, beside the sampler. *lora*: adapters
-of rank 16 are. *full, fsdp 8*: eight devices, the rows of all together. What a budget costs in reward: [the
-report](../REPORT.md#what-a-budget-costs).
+*sampling*: no learner. *full*: the learner trains all parameters with AdamW in float32. *lora*: it trains adapters of
+rank 16. *full, fsdp 8*: eight devices, the rows of all together. What a budget costs in reward: [the
+report](../REPORT.md).
 """
 
 MODELS = {

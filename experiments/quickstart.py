@@ -18,7 +18,6 @@ Result     experiments/results/quickstart.json and docs/results.md; a run's own 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,11 @@ import optax
 import tyro
 
 import smd_jax as smd
-from provenance import provenance
 from smd_jax.commands.arguments import Distillation
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.errors import print_box
 from smd_jax.commands.train import main as smd_train
-from smd_jax.disk import check_export
+from smd_jax.model.weights import check_export
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, read_metrics
 from smd_jax.monitor.progress import summary_table, training_progress
 from smd_jax.runs.run_folder import check_directory
@@ -77,7 +75,6 @@ class Args:
     memory: str | None = None  # of a device, such as 64MiB: chooses microbatch and completions decoded at once
     runs: Path = Path("runs/quickstart")  # where warm starts and the runs' own files go
     resume: bool = False  # continue a run that was stopped
-    results: Path | None = None  # JSON file to merge the result rows into
 
     @property
     def teacher(self) -> str:
@@ -122,8 +119,6 @@ def main(args: Args) -> None:
     title = f"{args.name}: reward on held-out rows, |Δ log p| of sampler and learner"
     summary_table(title, [column.replace("_", " ") for column in columns], cells)
     print(f"metrics, plots, checkpoints and trained models: {args.runs / args.name}")
-    if args.results is not None:
-        merge_results(args.results, rows)
 
 
 def check(args: Args) -> None:
@@ -192,21 +187,7 @@ def result(args: Args, seed: int) -> dict[str, Any]:
         "max_abs_dlogp": max(row["sampling/sampling_logp_difference/max"] for row in history),
         "mean_abs_dlogp": float(np.mean(differences)),
         "device": jax.devices()[0].device_kind,
-        **provenance(),
     }
-
-
-def merge_results(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to a JSON list, in place of older rows of the same arm, learning rate and seed."""
-    old = json.loads(path.read_text()) if path.exists() else []
-
-    def arm(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["correction"], row["distill"], -row["learning_rate"], row["seed"]
-
-    replaced = {arm(row) for row in rows}
-    merged = sorted([row for row in old if arm(row) not in replaced] + rows, key=arm)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
 
 
 if __name__ == "__main__":

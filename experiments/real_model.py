@@ -49,16 +49,16 @@ from pathlib import Path
 import tyro
 
 import smd_jax as smd
-from provenance import provenance
+from lib.arms import Arm, arms_of
+from lib.command import stopping
+from lib.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows
+from lib.grid import best_rate
+from lib.provenance import provenance
 from real.execute import execute
 from real.job import SIZES, Base, Job, Rule, Sizes, is_finished, keep_row, kept
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.runs.stop import RunStoppedError
-from study.arms import Arm, arms_of
-from study.command import stopping
-from study.files import RESULTS, ROOT, Row, fingerprint, read_rows, write_rows
-from study.grid import best_rate
 
 ARMS = arms_of(("untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor"))
 SEEDS = (0, 1)

@@ -22,13 +22,13 @@ from dataclasses import replace
 
 import tyro
 
-from study.arms import Arm, arms_of
-from study.command import StudyArgs, as_written, grid_of, run, stopping
-from study.grid import BY_CACHE, Cell
-from study.problems import problem_of
-from study.runs import Sizes
-from study.samplers import sampler_of
-from study.starts import StartLevel
+from lib.arms import Arm, arms_of
+from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.grid import BY_CACHE, Cell
+from lib.problems import problem_of
+from lib.runs import Sizes
+from lib.samplers import sampler_of
+from lib.starts import StartLevel
 
 # Every cell has the main arms. The first cell of a task adds the teachers, that of sorting all others.
 MAIN = arms_of(("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50"))

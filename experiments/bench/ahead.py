@@ -32,7 +32,9 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
-from provenance import provenance
+from lib.command import as_written
+from lib.files import write_rows
+from lib.provenance import provenance
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.progress import summary_table
@@ -41,8 +43,6 @@ from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.async_rollout import one_behind
 from smd_jax.train.grpo import GRPOLoop
-from study.command import as_written
-from study.files import write_rows
 
 MODEL = smd.Decoder(
     tiny_model_config(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32)

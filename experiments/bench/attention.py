@@ -1,8 +1,7 @@
-"""What does attention under a shadow mask cost, forward and backward, beside a T × T mask?
+"""Cost of attention under a shadow mask, forward and backward, compared with a T × T mask.
 
-Question   The learner replays what a budgeted sampler saw. How much faster, and in how much less memory, is that when
-           only the kept keys are gathered (`segments`, the Pallas kernels) than with a boolean mask (`mask`)? And where
-           is the break-even?
+Question   How much time and memory does the learner save when it gathers only the kept keys (`segments`, the Pallas
+           kernels) instead of using a boolean mask (`mask`)? Where is the break-even?
 Command    python experiments/bench/attention.py                       on CPU: a table
            python experiments/bench/attention.py --json                one object a line
            python experiments/bench/attention.py --device gpu --check --out runs/attention_gpu.json
@@ -10,12 +9,11 @@ Command    python experiments/bench/attention.py                       on CPU: a
 Cost       five minutes on two CPU cores; ten on a GPU
 Result     see experiments/results/attention_cpu.json; on GPU and TPU: not measured.
 
-Every round times every implementation once, so that a ratio compares neighbours; the medians are reported. The baseline
-is the faster of two T × T masks: ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). On a GPU, where no
-T × T mask fits, it is cuDNN's dense causal attention, which computes another and easier thing (`cudnn causal`).
-`limit_share` and `backward_limit_share`: the arithmetic of the pairs that a mask leaves (two products forward, five
-backward, which must make the weights again), per second, over the rate of a plain product of a segment's queries with
-its keys, measured in the same rounds. An implementation that computes hidden pairs gets nothing for them.
+Every round times every implementation once; the medians are reported. The baseline is the faster of two T × T masks:
+ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). On a GPU no T × T mask fits, and the baseline is
+cuDNN's dense causal attention (`cudnn causal`), which sees every key. `limit_share` and `backward_limit_share`: the
+arithmetic of the visible pairs (two products forward, five backward) per second, over the rate of a plain product of a
+segment's queries and keys, measured in the same rounds. Hidden pairs do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,10 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 from bench.limits import visible_keys
-from provenance import provenance
+from lib.provenance import provenance
 from smd_jax.message.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
 from smd_jax.monitor.progress import summary_table
@@ -47,8 +44,7 @@ from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
 from smd_kernels.hardware import GPU_SIZES, TPU_SIZES
-from smd_kernels.segments import EMPTY, segment_attention, slot_table
-from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
+from smd_kernels.xla import CPU_SIZES
 
 Attention = Callable[[Array, Array, Array, KeyInterval], Array]
 
@@ -57,7 +53,7 @@ Attention = Callable[[Array, Array, Array, KeyInterval], Array]
 class Args:
     """Times attention under the mask of a sampler that keeps `budget` random keys after every `buffer` queries."""
 
-    device: Literal["cpu", "gpu", "tpu"] = "cpu"  # must be what JAX runs on
+    device: Literal["cpu", "gpu", "tpu"] = "cpu"  # the backend of JAX
     lengths: tuple[int, ...] = ()  # T; default 2048 4096 8192 16384 (gpu, tpu: 8192 16384 32768)
     budgets: tuple[int, ...] = ()  # keys kept; default 256 (gpu, tpu: 256 512 1024 2048 4096)
     buffer: int = 128  # queries of a segment
@@ -65,12 +61,12 @@ class Args:
     kv_heads: int | None = None  # default 2 (gpu, tpu: 8)
     head_dim: int | None = None  # default 64 (gpu, tpu: 128)
     dtype: Literal["float32", "bfloat16"] | None = None  # default float32 (gpu, tpu: bfloat16)
-    impls: tuple[str, ...] = ()  # names from the table; all that can run by default
+    impls: tuple[str, ...] = ()  # names; default: all that can run
     longest_mask: int = 8192  # T × T masks are not timed above this length
     rounds: int = 5  # timed calls of each implementation
-    check: bool = False  # first compare outputs and gradients with the float32 reference, at 1,024 tokens
+    check: bool = False  # compare with the float32 reference first, at 1,024 tokens
     tune: bool = False  # time block sizes at the first length and budget
-    json: bool = False  # print one JSON object a line in place of a table
+    json: bool = False  # print one JSON object per line instead of a table
     out: Path | None = None  # write the rows, with date, versions and command, to this file
 
 
@@ -124,55 +120,9 @@ def stock_mask(q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
 
 
 def cudnn_causal(q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
-    """Dense causal attention: every key is seen. Not the same function, but what a dense learner pays."""
+    """Dense causal attention: the cost of a dense learner."""
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").swapaxes(1, 2)
-
-
-def stock_segments(q: Array, k: Array, v: Array, mask: KeyInterval, implementation: Literal["xla", "cudnn"]) -> Array:
-    """Gathered segments with a stock kernel inside: keys in the order [own, kept, empty], one small triangle as mask,
-    and the number of keys of each segment. Right for masks that evict at boundaries only, and without a prompt."""
-    segments = mask.segments
-    batch, heads, tokens, head_dim = q.shape
-    kv_heads = k.shape[1]
-    assert segments is not None and not segments.first and not tokens % segments.length
-    kept = slot_table(mask.evicted_at.reshape(-1, tokens), segments).kept
-    kept = jnp.sort(jnp.where(kept == EMPTY, tokens, kept), axis=-1)
-    count = kept.shape[1]
-    length = segments.length
-
-    def by_segment(x: Array) -> Array:
-        own = x.reshape(-1, count, length, head_dim)
-        flat = x.reshape(-1, tokens, head_dim)
-        index = jnp.minimum(kept, tokens - 1).reshape(kept.shape[0], -1, 1)
-        found = jnp.take_along_axis(flat, index, axis=1).reshape(*kept.shape, head_dim)
-        return jnp.concatenate([own, found], axis=2).reshape(-1, length + segments.budget, 1, head_dim)
-
-    rows = q.reshape(batch * kv_heads, heads // kv_heads, count, length, head_dim)
-    rows = rows.transpose(0, 2, 3, 1, 4).reshape(-1, length, heads // kv_heads, head_dim)
-    own = jnp.tril(jnp.ones((length, length), bool))
-    triangle = jnp.concatenate([own, jnp.ones((length, segments.budget), bool)], axis=1)[None, None]
-    keys = (kept < tokens).sum(-1, dtype=jnp.int32).reshape(-1) + length
-    out = jax.nn.dot_product_attention(
-        rows,
-        by_segment(k),
-        by_segment(v),
-        mask=triangle,
-        query_seq_lengths=jnp.full(keys.shape, length, jnp.int32),
-        key_value_seq_lengths=keys,
-        implementation=implementation,
-    )
-    out = out.reshape(batch * kv_heads, count, length, heads // kv_heads, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-
-
-def xla_segments(together: int | None, q: Array, k: Array, v: Array, mask: KeyInterval) -> Array:
-    """`segments` with another number of them gathered at once; None: all, which is the vectorised form."""
-    assert mask.segments is not None
-    sizes = CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES
-    blocks = (together or mask.segments.count(q.shape[2])) * k.shape[0] * k.shape[1]
-    kernel = XlaKernel(sizes)
-    return segment_attention(q, k, v, mask.evicted_at, mask.segments, kernel, blocks_at_once=blocks)
 
 
 def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
@@ -184,10 +134,6 @@ IMPLEMENTATIONS: dict[str, Attention] = {
     "stock mask": stock_mask,
     "interval": named("interval"),
     "segments": named("segments"),
-    "segments, one at a time": partial(xla_segments, 1),
-    "segments, all at once": partial(xla_segments, None),
-    "segments, stock inside": partial(stock_segments, implementation="xla"),
-    "segments, cudnn inside": partial(stock_segments, implementation="cudnn"),
     "mosaic_gpu": named("mosaic_gpu"),
     "mosaic_tpu": named("mosaic_tpu"),
     "cudnn causal": cudnn_causal,
@@ -199,13 +145,13 @@ CAUSAL = "cudnn causal"
 def can_run(name: str, args: Args, tokens: int, q: Array, k: Array, mask: KeyInterval) -> bool:
     if name in MASKS:
         return tokens <= args.longest_mask
-    if "cudnn" in name:
+    if name == CAUSAL:
         return args.device == "gpu"
     impl = name if name.startswith("mosaic") or name == "interval" else "segments"
     return why_not(impl, q, k, mask) is None
 
 
-# What a compiler or a device says of a program that it cannot take; the others are measured all the same.
+# A compiler or device rejects a program with these; the other programs are still measured.
 FAILURES = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
@@ -241,7 +187,7 @@ def milliseconds(f: Callable[..., Any], *args: Any) -> float:
 
 
 def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention]) -> list[Row]:
-    """Every implementation that can run, compiled first and then timed in rounds."""
+    """Compiles every implementation that can run, then times them in rounds."""
     q, k, v, weights, mask = inputs(args, tokens, budget)
     given = (q, k, v, mask)
     names = [n for n in table if (not args.impls or n in args.impls) and can_run(n, args, tokens, q, k, mask)]
@@ -272,10 +218,9 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
 
 
 def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any], tuple[Array, Array], float]:
-    """Plain products of the queries of segments with as many keys as they see, their factors, and the FLOP of all.
+    """Plain products of the queries and keys of segments, their operands, and their FLOP.
 
-    Few segments at a time, again and again: the products of all would not stay in a CPU's caches, and be bound by the
-    memory that they are written to.
+    Repeats a few segments: the products of all segments would leave a CPU's caches and measure its memory.
     """
     assert args.heads and args.kv_heads and args.head_dim and args.dtype
     count = min(-(-tokens // args.buffer), 8 if args.device == "cpu" else tokens)
@@ -294,7 +239,7 @@ def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any],
 
 
 def with_shares(row: Row, rate: float) -> Row:
-    """With the shares of `rate`, in FLOP a second, that forward and backward reach."""
+    """Adds the shares of `rate`, in FLOP per second, that forward and backward reach."""
     sparse = row.impl != CAUSAL
     pairs = visible_keys(0, row.T, row.budget if sparse else None, row.buffer if sparse else None)
     flops = 4.0 * pairs * row.heads * row.head_dim
@@ -305,7 +250,7 @@ def with_shares(row: Row, rate: float) -> Row:
 
 
 def row(args: Args, tokens: int, budget: int, name: str, compiled: Any, forward: list[float], both: list[float]) -> Row:
-    """Medians, and the least times beside them, of milliseconds measured in turn."""
+    """Medians and minima of the measured milliseconds."""
     assert args.heads and args.kv_heads and args.head_dim and args.dtype
     sizes = (tokens, budget, args.buffer, args.heads, args.kv_heads, args.head_dim, args.dtype)
     fwd = statistics.median(forward)
@@ -316,7 +261,7 @@ def row(args: Args, tokens: int, budget: int, name: str, compiled: Any, forward:
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """With the ratios to the baselines that were measured in the same rounds."""
+    """Adds the ratios to the baselines of the same rounds."""
     masks = sorted((r for r in rows if r.impl in MASKS), key=lambda r: r.fwd_bwd_ms)
     causal = [r for r in rows if r.impl == CAUSAL]
     if masks:
@@ -344,7 +289,7 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def check(args: Args) -> None:
-    """Outputs and gradients against the float32 reference, or SystemExit; says how far each implementation is."""
+    """Prints the error of each implementation against the float32 reference; SystemExit if one is too large."""
     q, k, v, weights, mask = inputs(args, 1024, min(256, args.budgets[0]))
     visible = mask.to_boolean()
     precise = forward_and_backward(lambda q, k, v, mask: reference.attention(q, k, v, visible))
@@ -362,7 +307,7 @@ def check(args: Args) -> None:
             print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
             continue
         bitwise = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), got, again)))
-        # numpy's maximum, unlike XLA's on CPU, does not pass over NaN.
+        # numpy's maximum propagates NaN; XLA's on CPU does not.
         off = jax.tree.map(lambda x, y: float(np.abs(np.asarray(x - y)).max() / np.abs(y).max()), got, expected)
         print(json.dumps({"check": name, "out": off[0], "dq, dk, dv": off[1], "bitwise_again": bitwise}), flush=True)
         if not all(x <= tolerance for x in jax.tree.leaves(off)):
@@ -394,7 +339,7 @@ def rows(args: Args) -> Iterator[Row]:
 
 
 def growth(found: list[Row], impl: str) -> float | None:
-    """Exponent of the time in T between the shortest and the longest."""
+    """Exponent of the time in T between the shortest and the longest sequence."""
     mine = sorted((r for r in found if r.impl == impl), key=lambda r: r.T)
     if len(mine) < 2 or mine[0].T == mine[-1].T:
         return None

@@ -32,7 +32,8 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
 
 import smd_jax as smd
-from provenance import provenance
+from lib.files import write_rows
+from lib.provenance import provenance
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
@@ -40,7 +41,6 @@ from smd_jax.message.masks import Segments
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
 from smd_jax.train.bucketing import response_widths, shortened
-from study.files import write_rows
 
 MODEL = smd.Decoder(
     tiny_model_config(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32)

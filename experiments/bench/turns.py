@@ -1,4 +1,4 @@
-"""Engines of a benchmark as processes of their own, which take turns; and the file that their rows end in."""
+"""Runs the engines of a benchmark as processes that take turns, and writes their rows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
+from lib.provenance import provenance
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Worker:
-    """A running engine. It says on its standard output when it is ready, after every turn, and its result."""
+    """A running engine. It writes a JSON line when it is ready, after every turn, and with its result."""
 
     command: list[str]
     process: subprocess.Popen[str] = field(init=False)
@@ -36,14 +36,14 @@ class Worker:
         self.process.wait()
 
     def turn(self) -> None:
-        """Lets it make one turn (an update, a generation), and waits for it."""
+        """Runs one turn (an update or a generation) and waits for it."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         self.read()
 
     def read(self) -> Row:
-        """The next line that it says."""
+        """The next line of its output."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -52,12 +52,12 @@ class Worker:
 
 
 def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
-    """One row an engine, of its command line; what disturbs one disturbs the others too."""
+    """One row per engine, given as a command line. Turns alternate, so that noise hits all engines alike."""
     with ExitStack() as stack:
         workers = []
         for command in engines:
             workers.append(stack.enter_context(Worker(command)))
-            workers[-1].read()  # ready: compiled and warm, before the next one starts
+            workers[-1].read()  # it is compiled and warm before the next one starts
         for _ in range(repeats):
             for worker in workers:
                 worker.turn()
@@ -68,20 +68,11 @@ def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what would lead a peer's interpreter to our packages."""
+    """Environment variables for a peer: without those that lead to our packages."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
-def lines(command: list[str]) -> Iterator[Row]:
-    """What a process of ours says, line by line, as it comes."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
-    if process.returncode:
-        raise SystemExit(f"expected {' '.join(command)} to end well; got exit status {process.returncode}")
-
-
 def write(path: Path, rows: list[Row], device: Row | None = None) -> None:
-    """The rows, and where they come from; engines say their own versions."""
+    """Writes the rows with their provenance; the rows carry the versions of their engines."""
     result = provenance(packages=()) | (device or {}) | {"rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 
 import smd_jax as smd
+from lib.files import Row, fingerprint, number
+from lib.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
 from real.job import Base, Job, keep_row, kept
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import evicted_share
@@ -24,8 +26,6 @@ from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from study.files import Row, fingerprint, number
-from study.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
 
 CURVE = ("reward", "entropy", "completions/mean_length", "mismatch_kl", "grad_norm", "step_time")
 CURVE += ("rollout_corr/eff_sample_size",)

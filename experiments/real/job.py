@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import smd_jax as smd
+from lib.arms import Arm
+from lib.files import Row, read_kept, write_kept
 from real.task import DigitSums, Split
 from smd_jax.eviction.policies import TOVA, EvictionPolicy, SnapKV
 from smd_jax.eviction.wrappers import Protect
-from study.arms import Arm
-from study.files import Row, read_kept, write_kept
 
 Rule = Literal["snapkv", "tova-heads"]
 RULES: dict[Rule, EvictionPolicy] = {"snapkv": SnapKV(), "tova-heads": TOVA(shared=False)}

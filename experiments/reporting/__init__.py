@@ -1,1 +1,1 @@
-"""What the studies found, a section each, from the rows that they committed; `experiments/report.py` makes the page."""
+"""Sections of REPORT.md and of its appendix, each made from the committed rows of a study."""

@@ -1,23 +1,55 @@
-"""The map: every task, budget and policy, and which method is ahead there."""
+"""Cells of the map and of the walks: one task under one eviction policy and budget, with the rows of every arm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from statistics import mean, median
 
-from reporting.page import Section, cost, difference, mean_of, of_arms, plain, signed, table
-from study.files import Row
-from study.intervals import Estimate
-from study.samplers import LEARNS_WHAT_TO_FORGET
+from lib.arms import ARMS
+from lib.files import Row
+from lib.intervals import Estimate
+from reporting.page import (
+    compared,
+    difference,
+    each,
+    holm,
+    mean_of,
+    number,
+    of_arms,
+    p_value,
+    rate_of,
+    reported,
+    signed,
+    table,
+)
 
-Kind = Literal["sparse", "dense"]
-KINDS: tuple[Kind, ...] = ("sparse", "dense")
-METHODS = ("naive", "tis", "shadow", "tis-anchor", "shadow-anchor", "mixed-50")
-# Of walks, whose rows are the horizon's.
-WALK_METHODS = ("naive", "tis", "shadow", "shadow-anchor")
-PICTURE = "map.png"
-LEAST_GAIN = 0.02
+SHOWDOWN = ("sorting-12", "tova-heads", 11)  # task, policy, budget of the cell with all arms
+NEEDED = {"untrained", "naive", "tis", "shadow"}
+APART = "sampling/sampling_logp_difference/max"
+DESCRIPTIONS = {
+    "untrained": "the start",
+    "full-cache": "the sampler evicts nothing",
+    "naive": "ignores the eviction",
+    "bypass": "PPO's ratio is taken to the sampler",
+    "tis": "token weights, cut at 2",
+    "tis-sequence": "weights of whole responses",
+    "mis-sequence": "accepts or rejects whole responses",
+    "icepop": "accepts or rejects tokens",
+    "sparse-rl": "the correction that Sparse-RL released",
+    "shadow": "replays the sampler's masks",
+    "naive-anchor": "naive with the frozen teacher",
+    "tis-anchor": "TIS with the frozen teacher",
+    "shadow-anchor": "shadow masks with the frozen teacher",
+    "shadow-forward": "shadow masks and forward KL to itself with the full cache",
+    "shadow-reverse": "the same with reverse KL",
+    "shadow-published": "the paper's loss",
+    "mixed-20": "shadow masks and one fifth TIS",
+    "mixed-50": "shadow masks and TIS, half and half",
+    "mixed-80": "shadow masks and four fifths TIS",
+    "anchor-alone": "the frozen teacher without reward",
+    "forward-alone": "the live teacher without reward",
+}
 
 
 @dataclass(frozen=True)
@@ -29,106 +61,142 @@ class MapCell:
     budget: int
     arms: dict[str, list[Row]]
 
-    def best(self, kind: Kind) -> str:
-        """The method with the highest mean."""
-        return max((arm for arm in METHODS if arm in self.arms), key=lambda arm: mean_of(self.arms[arm], kind).mean)
+    @property
+    def label(self) -> str:
+        return f"{self.task}, {self.policy}, {self.budget} keys"
 
-    def gain(self, arm: str, kind: Kind) -> Estimate:
-        """Over the start."""
-        return difference(self.arms[arm], self.arms["untrained"], kind)
+    @property
+    def seeds(self) -> int:
+        return len(self.arms["shadow"])
 
-    def anybody_gains(self, kind: Kind) -> bool:
-        """Whether the best method is ahead of the start by what a reader would call a gain."""
-        return self.gain(self.best(kind), kind).mean >= LEAST_GAIN
+    @property
+    def is_decided(self) -> bool:
+        """Whether there are enough seeds for an interval."""
+        return self.seeds > 2
 
-    def lead(self, kind: Kind) -> Estimate:
-        """Of shadow masks over TIS."""
-        return difference(self.arms["shadow"], self.arms["tis"], kind)
+    @property
+    def mismatch(self) -> float:
+        """KL of the dense learner to the sampler, nats per token, mean over the TIS runs."""
+        return mean(row["mismatch_kl"] for row in self.arms["tis"])
+
+    def lead(self, kind: str, other: str = "tis") -> Estimate:
+        """Of shadow masks over another arm."""
+        return difference(self.arms["shadow"], self.arms[other], kind)
 
 
-def cells_of(rows: Sequence[Row], methods: Sequence[str] = METHODS) -> list[MapCell]:
-    """Those that have the start and all of the methods, in their order in the file."""
-    places = dict.fromkeys((row["task"], row["policy"], row["budget"]) for row in rows if not row["pilot"])
+def cells_of(rows: Sequence[Row]) -> list[MapCell]:
+    """The cells with the start, naive, TIS and shadow masks, in file order."""
     found = []
-    for place in places:
-        inside = [row for row in rows if (row["task"], row["policy"], row["budget"]) == place and not row["pilot"]]
+    for place in dict.fromkeys((row["task"], row["policy"], row["budget"]) for row in reported(rows)):
+        inside = [row for row in reported(rows) if (row["task"], row["policy"], row["budget"]) == place]
         cell = MapCell(*place, of_arms(inside))
-        if {"untrained", *methods} <= cell.arms.keys():
+        if cell.arms.keys() >= NEEDED:
             found.append(cell)
     return found
 
 
-def all_cells(rows: Sequence[Row], walks: Sequence[Row]) -> list[MapCell]:
-    """Of the map's rows and of the horizon's."""
-    return cells_of(rows) + cells_of(walks, WALK_METHODS)
+def showdown_of(rows: Sequence[Row]) -> MapCell:
+    """The cell with all arms."""
+    return next(cell for cell in cells_of(rows) if (cell.task, cell.policy, cell.budget) == SHOWDOWN)
 
 
-def section(rows: Sequence[Row], walks: Sequence[Row] = ()) -> Section:
-    """
-    Args:
-      walks: rows of the study of the horizon.
-    """
-    cells = all_cells(rows, walks)
+def main_table(cell: MapCell) -> str:
+    """The table of the first page."""
+    lines = []
+    for name in MAIN:
+        rows = cell.arms[name]
+        rewards = [f"{mean_of(rows, kind).mean:.2f}" for kind in IN_ORDER]
+        against = ["" if name == "tis" else signed(difference(rows, cell.arms["tis"], kind), 2) for kind in CACHES]
+        lines.append([f"{TITLES[name]}", rate_of(rows), *rewards, *against])
+    columns = ["arm", "learning rate", "budget", "budget, greedy", "full cache", "full cache, greedy"]
+    return table([*columns, "minus TIS, budget", "minus TIS, full cache"], lines)
+
+
+CACHES = ("sparse", "dense")
+IN_ORDER = ("sparse", "sparse_greedy", "dense", "dense_greedy")
+MAIN = (
+    *("untrained", "naive", "tis", "shadow", "shadow-published", "mixed-50"),
+    *("anchor-alone", "shadow-anchor"),
+)
+TITLES = {name: f"{name}: {DESCRIPTIONS[name]}" for name in MAIN}
+
+
+def all_arms(cell: MapCell) -> str:
+    """Every arm of the showdown, for the appendix."""
+    lines = []
+    for arm in ARMS:
+        if arm.name not in cell.arms:
+            continue
+        rows = cell.arms[arm.name]
+        rewards = [f"{mean_of(rows, kind).mean:.3f}" for kind in IN_ORDER]
+        apart = [row[APART] for row in rows if APART in row]
+        against = [
+            "" if arm.name == "tis" else signed(difference(rows, cell.arms["tis"], kind)) for kind in IN_ORDER[:3]
+        ]
+        says = f"`{arm.name}`: {DESCRIPTIONS[arm.name]}"
+        lines.append([says, rate_of(rows), *rewards, f"{mean(apart):.1e}" if apart else "", *against])
+    columns = ["arm", "rate", "budget", "budget, greedy", "full", "full, greedy", "largest Δ log p"]
+    return table([*columns, "− TIS, budget", "− TIS, budget, greedy", "− TIS, full"], lines)
+
+
+def decided(cells: Sequence[MapCell]) -> list[MapCell]:
+    return [cell for cell in cells if cell.is_decided]
+
+
+def holm_of(cells: Sequence[MapCell], kind: str) -> list[float]:
+    """Holm's adjusted p of shadow masks against TIS, over the decided cells."""
+    return holm([p_value(cell.arms["shadow"], cell.arms["tis"], kind) for cell in decided(cells)])
+
+
+def decided_table(cells: Sequence[MapCell]) -> str:
+    """Shadow masks against TIS in the cells with three seeds or more."""
+    adjusted = {kind: holm_of(cells, kind) for kind in ("sparse", "sparse_greedy")}
+    lines = []
+    for place, cell in enumerate(decided(cells)):
+        start = " / ".join(f"{mean_of(cell.arms['untrained'], kind).mean:.2f}" for kind in CACHES)
+        leads = [f"{signed(cell.lead(kind))} ({adjusted[kind][place]:.2g})" for kind in ("sparse", "sparse_greedy")]
+        rates = " / ".join(rate_of(cell.arms[arm]) for arm in ("shadow", "tis"))
+        numbers = [cell.seeds, start, f"{cell.mismatch:.2g}", rates, *leads, signed(cell.lead("dense"))]
+        lines.append([cell.label, *numbers])
+    columns = ["cell", "seeds", "start: budget / full", "mismatch KL", "rates: shadow / TIS"]
+    return table([*columns, "budget (p)", "budget, greedy (p)", "full cache"], lines)
+
+
+def every_table(cells: Sequence[MapCell]) -> str:
+    """All cells, for the appendix: intervals of three seeds or more, else the differences of the seeds."""
     lines = []
     for cell in cells:
-        seeds = len(cell.arms["shadow"])
-        start = " / ".join(f"{mean_of(cell.arms['untrained'], kind).mean:.2f}" for kind in KINDS)
-        numbers: list[object] = [f"{cell.task}, {cell.policy}, {cell.budget} keys", seeds, start]
-        for kind in KINDS:
-            best = cell.best(kind)
-            numbers += [f"`{best}` {signed(cell.gain(best, kind))}", signed(cell.lead(kind))]
-        lines.append(numbers)
-    columns = ["cell", "seeds", "start, sparse / dense"]
-    for kind in KINDS:
-        columns += [f"best, {kind}, its gain", f"shadow − TIS, {kind}"]
-    body = (
-        f"![which method is ahead in which cell](experiments/results/{PICTURE})\n\n"
-        f"{table(columns, lines)}\n\n"
-        f"Gains are over the start of the same seed; a field is grey where nobody gains {LEAST_GAIN:g}, and pale where "
-        "the gain is not established. Bold where the 95 % paired t interval is on one side of 0 and of three seeds or "
-        "more. Every arm of a task has one learning rate, the best mean of sparse and dense greedy reward on pilot "
-        "seeds under TOVA's crueller budget; walks have one for each cell. With two seeds that interval is 12.7 "
-        "standard errors wide on either side: cells of two seeds show where to look, the others decide. Walks are the "
-        "horizon's, which has no `tis-anchor` and no `mixed-50`. "
-        + ", ".join(f"`{name}`" for name in LEARNS_WHAT_TO_FORGET)
-        + " choose keys by what the parameters make of them; the others do not."
-    )
-    return Section(
-        "The map",
-        "Over tasks, budgets and eviction policies: where does replaying the sampler's masks pay, where does "
-        "correcting a dense learner, and where neither?",
-        answer(cells),
-        body,
-        "python experiments/map.py",
-        cost(rows),
-        ("map.json", "horizon.json") if walks else ("map.json",),
-    )
+        start = " / ".join(f"{mean_of(cell.arms['untrained'], kind).mean:.2f}" for kind in CACHES)
+        shadow, tis, naive = (cell.arms[name] for name in ("shadow", "tis", "naive"))
+        numbers = [compared(shadow, tis, kind) for kind in ("sparse", "sparse_greedy", "dense")]
+        numbers += [compared(shadow, naive, kind) for kind in CACHES]
+        lines.append([cell.label, cell.seeds, start, f"{cell.mismatch:.2g}", *numbers])
+    columns = ["cell", "seeds", "start: budget / full", "mismatch KL"]
+    columns += ["shadow − TIS, budget", "shadow − TIS, budget, greedy", "shadow − TIS, full"]
+    return table([*columns, "shadow − naive, budget", "shadow − naive, full"], lines)
 
 
-def answer(cells: Sequence[MapCell]) -> str:
-    """How often each family is ahead, and by how much."""
-    said = []
-    for kind in KINDS:
-        leads = [cell.lead(kind) for cell in cells]
-        ahead = sum(lead.mean > 0 for lead in leads)
-        sure = sum(lead.established and lead.mean > 0 for lead in leads)
-        behind = sum(lead.established and lead.mean < 0 for lead in leads)
-        decided = sum(lead.count > 2 for lead in leads)
-        largest = max(leads, key=lambda lead: lead.mean)
-        smallest = min(leads, key=lambda lead: lead.mean)
-        said.append(
-            f"with the {'budget' if kind == 'sparse' else 'full cache'} shadow masks end above TIS in {ahead} of "
-            f"{len(leads)} cells (differences from {plain(smallest)} to {plain(largest)}; of the {decided} with three "
-            f"seeds or more the interval is above 0 in {sure} and below in {behind})"
-        )
-    gaining = [cell for cell in cells if cell.anybody_gains("sparse")]
-    kept = [cell.best("sparse") for cell in gaining]
-    established = sum(cell.gain(best, "sparse").established for cell, best in zip(gaining, kept, strict=True))
-    counts = ", ".join(f"`{arm}` {kept.count(arm)}" for arm in METHODS if kept.count(arm))
-    dense = sum(cell.anybody_gains("dense") for cell in cells)
-    text = (
-        f"{said[0]}, and {said[1]}. Somebody gains {LEAST_GAIN:g} or more under the budget in {len(gaining)} cells, "
-        f"established in {established}, and with the full cache in {dense or 'none'}; the highest mean under the "
-        f"budget has: {counts}."
-    )
-    return text[0].upper() + text[1:]
+def median_lead(cells: Sequence[MapCell], kind: str, other: str = "tis") -> str:
+    return number(median(cell.lead(kind, other).mean for cell in cells))
+
+
+def extreme_leads(cells: Sequence[MapCell], kind: str) -> str:
+    """ "−0.015 to +0.114"."""
+    leads = [cell.lead(kind).mean for cell in cells]
+    return f"{number(min(leads))} to {number(max(leads))}"
+
+
+def teacher_at_one_rate(rows: Sequence[Row], rates_rows: Sequence[Row]) -> str:
+    """What the frozen teacher adds to shadow masks where both ran at the same learning rate, under the budget."""
+
+    def of(arm: str, rate: float, source: Sequence[Row], pilot: bool) -> list[Row]:
+        place = {"arm": arm, "learning_rate": rate, "pilot": pilot, "budget": SHOWDOWN[2], "policy": SHOWDOWN[1]}
+        return [row for row in source if row["task"] == SHOWDOWN[0] and place.items() <= row.items()]
+
+    parts = []
+    for rate in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3):
+        pilot = rate not in (1e-5, 1e-3)
+        anchor, shadow = (of(arm, rate, rows if pilot else rates_rows, pilot) for arm in ("shadow-anchor", "shadow"))
+        value = each(anchor, shadow, "sparse") if pilot else signed(difference(anchor, shadow, "sparse"))
+        parts.append([rate_of(shadow), f"{len(shadow)} {'pilot seeds' if pilot else 'seeds'}", value])
+    return table(["learning rate of both", "runs", "shadow-anchor − shadow, budget"], parts)

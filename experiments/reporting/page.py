@@ -1,44 +1,21 @@
-"""Sections of a report, tables, and what a study cost."""
+"""Tables, paired differences and links of the report."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from study.files import Row
-from study.intervals import Estimate, estimate, paired
+from scipy.stats import ttest_rel
 
+from lib.files import Row
+from lib.intervals import Estimate, estimate, paired
 
-@dataclass(frozen=True)
-class Section:
-    """One study.
-
-    Attributes:
-      answer: in one sentence or two, with the numbers that carry it.
-      body: Markdown: a table or a picture, and what they do not say.
-      command: makes the rows.
-      cost: of all rows, on which machine.
-      files: of the rows, names under experiments/results.
-    """
-
-    title: str
-    question: str
-    answer: str
-    body: str
-    command: str
-    cost: str
-    files: tuple[str, ...]
-
-    def markdown(self) -> str:
-        rows = ", ".join(f"[`{name}`](experiments/results/{name})" for name in self.files)
-        return (
-            f"## {self.title}\n\n**Question.** {self.question}\n\n**Answer.** {self.answer}\n\n{self.body.strip()}\n\n"
-            f"Command: `{self.command}`. Cost: {self.cost}. Rows: {rows}.\n"
-        )
+# The last commit with the scripts of finished studies that were deleted since.
+LAST_COMMIT = "b191876"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table of Markdown; the first column stands at the left, numbers at the right."""
+    """A Markdown table: the first column left-aligned, the others right-aligned."""
     rule = ["---", *["--:"] * (len(columns) - 1)]
     lines = [_line(columns), _line(rule), *(_line([str(cell) for cell in row]) for row in rows)]
     return "\n".join(lines)
@@ -48,21 +25,45 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def cost(rows: Sequence[Row]) -> str:
-    """Of rows with `cpu_seconds`, and the machines that made them."""
-    hours = sum(row["cpu_seconds"] for row in rows) / 3600
-    return f"{hours:.1f} CPU hours for {len(rows)} rows, {machines(rows)}"
+def reflow(text: str) -> str:
+    """Wraps the paragraphs and list items of a Markdown page at 120 columns; tables and headings stay as they are."""
+    blocks = []
+    for block in text.split("\n\n"):
+        if block.startswith(("|", "#", "![")):
+            blocks.append(block)
+            continue
+        items = block.strip("\n").replace("\n  ", " ").split("\n* ") if block.startswith("* ") else [block]
+        for place, item in enumerate(items):
+            indent = "  " if block.startswith("* ") else ""
+            words = ("* " if indent and place else "") + item
+            items[place] = textwrap.fill(
+                words, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        blocks.append("\n".join(items))
+    return "\n\n".join(blocks).rstrip("\n") + "\n"
 
 
-def machines(rows: Sequence[Row]) -> str:
-    """Their CPUs, the days, the commits."""
-    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
-    days = sorted({row["date"] for row in rows})
-    return f"{cpus}, {days[0]}" + ("" if len(days) == 1 else f" to {days[-1]}")
+def rate_of(rows: Sequence[Row]) -> str:
+    """The learning rate of an arm: "3e-4"; empty for the start."""
+    rate = rows[0]["learning_rate"]
+    return "" if rate is None or rows[0]["arm"] == "untrained" else f"{rate:.0e}".replace("e-0", "e-")
+
+
+def reported(rows: Iterable[Row]) -> list[Row]:
+    """The rows that are not of a pilot."""
+    return [row for row in rows if not row["pilot"]]
+
+
+def of_arms(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by arm, in file order."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], []).append(row)
+    return found
 
 
 def by_seed(rows: Iterable[Row], kind: str) -> dict[int, float]:
-    """A reward of every seed."""
+    """Seed -> reward."""
     return {row["seed"]: row[kind] for row in rows}
 
 
@@ -71,31 +72,63 @@ def mean_of(rows: Sequence[Row], kind: str) -> Estimate:
 
 
 def difference(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Estimate:
-    """Paired by seed."""
+    """Mean difference with its interval, paired by seed."""
     return paired(by_seed(ours, kind), by_seed(theirs, kind))
 
 
-def signed(found: Estimate) -> str:
-    """ "+0.123 ± 0.045", in bold where the interval is on one side of 0."""
-    mean = f"{found.mean:+.3f}".replace("-", "−")
-    text = mean + ("" if found.count == 1 else f" ± {found.half:.3f}")
+def p_value(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> float:
+    """Two-sided p of the paired t test over the common seeds."""
+    mine, others = by_seed(ours, kind), by_seed(theirs, kind)
+    seeds = sorted(mine.keys() & others.keys())
+    return float(ttest_rel([mine[seed] for seed in seeds], [others[seed] for seed in seeds]).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p values, in the order of `p_values`."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = least
+    return adjusted
+
+
+def number(value: float, digits: int = 3) -> str:
+    """ "+0.123", with a proper minus sign."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def signed(found: Estimate, digits: int = 3) -> str:
+    """ "+0.123 ± 0.045", bold if the interval excludes 0; without an interval for one seed."""
+    text = plain(found, digits)
     return f"**{text}**" if found.established else text
 
 
-def plain(found: Estimate) -> str:
-    """ "+0.123 ± 0.045", for a sentence."""
-    return signed(found).strip("*")
+def plain(found: Estimate, digits: int = 3) -> str:
+    """ "+0.123 ± 0.045"."""
+    mean = number(found.mean, digits)
+    return mean if found.count == 1 else f"{mean} ± {found.half:.{digits}f}"
 
 
-def apart(found: Estimate, other: str) -> str:
-    """ "0.123 ± 0.045 above TIS", or below it."""
-    size = plain(found)[1:]
-    return f"{size} {'below' if found.mean < 0 else 'above'} {other}"
+def each(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> str:
+    """The difference of every common seed: "+0.037, +0.043"."""
+    mine, others = by_seed(ours, kind), by_seed(theirs, kind)
+    return ", ".join(number(mine[seed] - others[seed]) for seed in sorted(mine.keys() & others.keys()))
 
 
-def of_arms(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by arm, in the order of the first of each."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["arm"], []).append(row)
-    return found
+def compared(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> str:
+    """The difference with its interval; of two seeds or fewer, the difference of each seed."""
+    found = difference(ours, theirs, kind)
+    return signed(found) if found.count > 2 else each(ours, theirs, kind)
+
+
+def hours(rows: Sequence[Row]) -> str:
+    return f"{sum(row['cpu_seconds'] for row in rows) / 3600:.1f} CPU hours"
+
+
+def machines(rows: Sequence[Row]) -> str:
+    """CPUs, days and commits of the rows; a "+" after a commit: tracked files were changed."""
+    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
+    days = sorted({row["date"] for row in rows})
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return f"{cpus}; {days[0]}{'' if len(days) == 1 else f' to {days[-1]}'}; commits {commits}"

@@ -1,174 +1,99 @@
-"""SmolLM2-135M-Instruct: its mismatch under budgets, and what training does."""
+"""SmolLM2-135M-Instruct: mismatch before training, and trained rewards seed by seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from statistics import mean
 
-from reporting.page import Section, apart, difference, machines, mean_of, of_arms, signed, table
-from study.files import Row
-from study.runs import DECODINGS
+from lib.arms import ARMS
+from lib.files import Row
+from lib.intervals import Estimate, paired
+from reporting.page import by_seed, of_arms, plain, rate_of, table
 
-ORDER = ("untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor")  # of the lines of a table
+KINDS = {"sparse": "budget", "sparse_greedy": "budget, greedy", "dense": "full", "dense_greedy": "full, greedy"}
 
 
-def mismatch_section(rows: Sequence[Row]) -> Section:
-    """Before any training."""
-    off = [row for row in rows if row["kind"] == "mismatch"]
-    lengths = sorted({part["tokens"] for row in off for part in row["by_length"]})
+def runs_of(rows: Sequence[Row], policy: str) -> dict[str, list[Row]]:
+    """Finished runs of a policy by arm: the reported ones, and the pilot's at the reported learning rate."""
+    finished = [row for row in rows if row["policy"] == policy and row["finished"]]
+    found = {}
+    for name, runs in of_arms(finished).items():
+        rates = {row["learning_rate"] for row in runs if not row["pilot"]}
+        found[name] = [row for row in runs if row["learning_rate"] in rates]
+    return {arm.name: found[arm.name] for arm in ARMS if arm.name in found}
+
+
+def trained_table(rows: Sequence[Row], policy: str) -> str:
+    """Rewards of every seed; the pilot seed in brackets."""
     lines = []
-    for row in off:
-        by_length = {part["tokens"]: part["response_ess"] for part in row["by_length"]}
-        lines.append(
-            [
-                f"{row['policy']}, {row['budget']} keys" + (", with examples" if row["examples"] else ""),
-                f"{row['evicted_share']:.2f}",
-                f"{row['mean_abs_dlogp']:.3f}",
-                f"{row['p999_abs_dlogp']:.2f}",
-                f"{row['shadow_max_abs_dlogp']:.1e}",
-                f"{row['token_ess']:.2f}",
-                *(f"{by_length[length]:.2f}" if length in by_length else "–" for length in lengths),
-            ]
-        )
-    worst = max(off, key=lambda row: row["mean_abs_dlogp"])
-    replayed = max(row["shadow_max_abs_dlogp"] for row in off)
-    columns = [
-        "sampler",
-        "keys gone",
-        "mean abs Δ log p, dense learner",
-        "99.9th percentile",
-        "largest with shadow masks",
-    ]
-    columns += ["ESS of tokens", *(f"of responses, {length} tokens" for length in lengths)]
-    return Section(
-        "A real model, before training",
-        "SmolLM2-135M-Instruct answers GSM8K's questions under a budget. How far is a dense learner from the sampler, "
-        "how far one that replays the masks, and what is left of importance weights?",
-        f"A dense learner is off by up to {worst['mean_abs_dlogp']:.2f} nats a token in the mean ({worst['policy']}, "
-        f"{worst['budget']} keys); one that replays the masks by at most {replayed:.1e} anywhere.",
-        f"{off[0]['prompts']} responses a line, of one seed: a single one is {1 / off[0]['prompts']:.3f} of them.\n\n"
-        + table(columns, lines)
-        + accuracy(rows),
-        "python experiments/mismatch.py --gsm8k test.jsonl",
-        f"not recorded, {machines(rows)}",
-        ("mismatch_smollm2.json",),
-    )
+    for name, runs in runs_of(rows, policy).items():
+        cells = [f"{' '.join(_reward(row, kind) for row in sorted(runs, key=_pilot_last))}" for kind in KINDS]
+        lines.append([f"`{name}`", rate_of(runs), *cells])
+    return table(["arm", "rate", *KINDS.values()], lines)
 
 
-def accuracy(rows: Sequence[Row]) -> str:
-    """Right answers, of both tasks."""
-    parts = []
-    if sums := [row for row in rows if row["kind"] == "accuracy"]:
-        parts.append(
-            f"Right answers under a budget, of a task that the model half knows: {sums[0]['prompts']} sums of two or "
-            "three numbers of one digit, share right and its 95 % interval.\n\n"
-            + right_answers(sums)
-            + "\n\nSnapKV's window is 16 here: with as many keys it keeps the end of the prompt and nothing else, and "
-            "is right far more often than with the full cache. What a budget costs this task does not say, then."
-        )
-    if solved := [row for row in rows if row["kind"] == "gsm8k"]:
-        parts.append(
-            f"The same of {solved[0]['prompts']} questions of GSM8K with {solved[0]['examples']} solved ones in front, "
-            f"of which this model solves few with any cache: a budget has little to cost here, and sums say more.\n\n"
-            + right_answers(solved)
-        )
-    return "".join(f"\n\n{part}" for part in parts)
+def _pilot_last(row: Row) -> tuple[bool, int]:
+    return row["pilot"], row["seed"]
 
 
-def right_answers(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        ways = [
-            f"{row[name]:.2f} ({row[f'{name}_low']:.2f} … {row[f'{name}_high']:.2f})" for name in ("sampled", "greedy")
-        ]
-        budget = "full cache" if row["budget"] is None else f"{row['policy']}, {row['budget']} keys"
-        lines.append([budget, *ways])
-    return table(["sampler", "temperature 1", "greedy"], lines)
+def _reward(row: Row, kind: str) -> str:
+    return f"({row[kind]:.2f})" if row["pilot"] else f"{row[kind]:.2f}"
 
 
-def section(rows: Sequence[Row]) -> Section | None:
-    """Trained rewards, of runs that are finished; None before the first one is."""
-    finished = [row for row in rows if not row["pilot"] and row["finished"]]
-    if not finished:
-        return None
-    parts, said = [], []
-    for policy in dict.fromkeys(row["policy"] for row in finished):
-        reported = of_arms([row for row in finished if row["policy"] == policy])
-        parts.append(cell(policy, reported))
-        if {"shadow", "tis"} <= reported.keys():
-            seeds = difference(reported["shadow"], reported["tis"], "sparse").count
-            said += [
-                f"Under {policy} ({seeds} seeds) shadow masks end {leads(reported, other)}."
-                for other in ("tis", "naive")
-                if other in reported
-            ]
-    return Section(
-        "A real model, trained",
-        "SmolLM2-135M-Instruct learns sums step by step with adapters, under a budget: naive, TIS, shadow masks, with "
-        "a teacher, and with an unlimited cache.",
-        " ".join(said) or "Not all arms are there yet.",
-        "\n\n".join(parts) + "\n\nThe third seed under SnapKV was added when two had been seen: its intervals are not "
-        "those of a plan.",
-        "python experiments/real_model.py; … --arms naive tis shadow shadow-anchor --seeds 2; … --rule tova-heads",
-        f"{training_hours(rows):.1f} hours of rollouts and updates, pilots included, on a core each; evaluations not "
-        f"recorded; {machines(rows)}",
-        ("real_model.json",),
-    )
+def lead(rows: Sequence[Row], policy: str, other: str, kind: str, pilot: bool) -> Estimate:
+    """Shadow masks over another arm, paired by seed, with or without the pilot seed."""
+    runs = runs_of(rows, policy)
+    ours, theirs = ([row for row in runs[name] if pilot or not row["pilot"]] for name in ("shadow", other))
+    return paired(by_seed(ours, kind), by_seed(theirs, kind))
 
 
-def leads(reported: dict[str, list[Row]], other: str) -> str:
-    """Of shadow masks over another arm, in every way of decoding."""
-    found = {kind: difference(reported["shadow"], reported[other], kind) for kind in DECODINGS}
+def leads_sentence(rows: Sequence[Row]) -> str:
+    """The leads under SnapKV over all four seeds."""
+    found = {
+        (other, kind): plain(lead(rows, "snapkv", other, kind, pilot=True), 2)
+        for other in ("tis", "naive")
+        for kind in ("sparse", "sparse_greedy")
+    }
     return (
-        f"{apart(found['sparse'], f'`{other}`')} with the budget ({apart(found['sparse_greedy'], 'it')} greedy), and "
-        f"{apart(found['dense'], 'it')} with the full cache ({apart(found['dense_greedy'], 'it')} greedy)"
+        f"Over the four seeds, the pilot seed included, shadow masks lead TIS by {found['tis', 'sparse_greedy']} "
+        f"greedily and {found['tis', 'sparse']} at temperature 1, and naive by {found['naive', 'sparse_greedy']} and "
+        f"{found['naive', 'sparse']}. No lead is established."
     )
+
+
+def mismatch_kl(rows: Sequence[Row], policy: str) -> float:
+    """Mean over the reported TIS runs, nats per token."""
+    return mean(row["mismatch_kl"] for row in runs_of(rows, policy)["tis"] if not row["pilot"])
 
 
 def training_hours(rows: Sequence[Row]) -> float:
     return sum(point.get("step_time", 0.0) for row in rows for point in row.get("curve", ())) / 3600
 
 
-def cell(policy: str, reported: dict[str, list[Row]]) -> str:
-    """What training came to under one sampler."""
+def before_table(rows: Sequence[Row]) -> str:
+    """Mismatch of a dense learner on GSM8K before training, for the appendix."""
+    off = [row for row in rows if row["kind"] == "mismatch"]
+    lengths = sorted({part["tokens"] for row in off for part in row["by_length"]})
     lines = []
-    for name, found in sorted(reported.items(), key=lambda item: ORDER.index(item[0])):
-        rate = found[0]["learning_rate"]
-        cells: list[Any] = [f"`{name}`", len(found), "" if rate is None else f"{rate:g}"]
-        for kind in DECODINGS:
-            cells.append(of_seeds(found, kind))
-        against = "untrained" if "untrained" in reported else name
-        cells += [
-            signed(gain(found, reported[against], kind)) if name != against else "" for kind in ("sparse", "dense")
-        ]
-        lines.append(cells)
-    columns = ["arm", "seeds", "rate", "sparse", "dense", "sparse greedy", "dense greedy", "sparse gain", "dense gain"]
-    some = next(iter(reported.values()))[0]
-    samplers = [name for name in reported if name != "full-cache"]
-    shares = [row["evicted_share"] for name in samplers for row in reported[name] if row["evicted_share"] is not None]
-    gone = (
-        f"{shares[0]:.2f} of the keys are gone when the last token looks"
-        if shares
-        else "the share of evicted keys is not measured"
-    )
+    for row in off:
+        by_length = {part["tokens"]: part["response_ess"] for part in row["by_length"]}
+        sampler = f"{row['policy']}, {row['budget']} keys" + (", with examples" if row["examples"] else "")
+        numbers = [f"{row['evicted_share']:.2f}", f"{row['mean_abs_dlogp']:.3f}", f"{row['p999_abs_dlogp']:.2f}"]
+        numbers += [f"{row['shadow_max_abs_dlogp']:.1e}", f"{row['token_ess']:.2f}"]
+        numbers += [f"{by_length[length]:.2f}" if length in by_length else "–" for length in lengths]
+        lines.append([sampler, *numbers])
+    columns = ["sampler", "evicted", "mean abs Δ log p, dense learner", "99.9th percentile", "largest, shadow masks"]
+    return table([*columns, "ESS of tokens", *(f"of responses, {length}" for length in lengths)], lines)
+
+
+def before_sentence(rows: Sequence[Row]) -> str:
+    off = [row for row in rows if row["kind"] == "mismatch"]
+    worst = max(off, key=lambda row: row["mean_abs_dlogp"])
+    tokens = min(row["token_ess"] for row in off)
+    exact = max(row["shadow_max_abs_dlogp"] for row in off)
     return (
-        f"{some['task']}, {policy} with sinks, {some['budget']} + {some['buffer']} keys of up to {some['length']}; "
-        f"{gone}. {some['evaluation_rows']} held-out sums, of which a share of 0.3 has a standard error of 0.05. "
-        "Means, and in brackets the seeds one by one: an interval is 12.7 standard errors wide on either side with two "
-        "of them, and 4.3 with three, or of no width where they happen to be alike. Gains are over the one start, "
-        "whose own error is in none of the intervals.\n\n" + table(columns, lines)
+        f"On GSM8K a dense learner is off by up to {worst['mean_abs_dlogp']:.2f} nats per token in the mean "
+        f"({worst['policy']}, {worst['budget']} keys); one that replays the masks by at most {exact:.1e} anywhere. "
+        f"Token weights keep an effective sample size of {tokens:.2f} or more. The rows also have accuracies under a "
+        "budget; with so few right answers they separate nothing."
     )
-
-
-def of_seeds(rows: Sequence[Row], kind: str) -> str:
-    """ "0.266 (0.281, 0.250)": a mean, and what it is of."""
-    mean = f"{mean_of(rows, kind).mean:.3f}"
-    if len(rows) == 1:
-        return mean
-    return f"{mean} ({', '.join(f'{row[kind]:.3f}' for row in sorted(rows, key=lambda row: row['seed']))})"
-
-
-def gain(ours: Sequence[Row], start: Sequence[Row], kind: str) -> Any:
-    """The start is one model for all seeds."""
-    (before,) = (row[kind] for row in start)
-    return difference(ours, [row | {kind: before} for row in ours], kind)

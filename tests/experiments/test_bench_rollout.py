@@ -65,38 +65,6 @@ def test_continuous_batching_leaves_fewer_rows_idle(tmp_path: Path):
     assert 1 >= ours["utilisation"] > 1.3 * fixed["utilisation"] > 0
 
 
-def test_a_step_in_parts():
-    rows = run("--parts", "--engine", "ours-h2o", "ours-dense", "hf")  # which is not ours: left out
-    assert {row["engine"] for row in rows} == {"ours-h2o", "ours-dense"}
-    shares = {(row["engine"], row["part"]): row["share"] for row in rows}
-    for engine in ("ours-h2o", "ours-dense"):
-        assert sum(share for (name, _), share in shares.items() if name == engine) == pytest.approx(1)
-        assert min(shares[engine, part] for part in ("products of the weights", "attention: products", "sampling")) > 0
-    # Only a cache that drops keys is compressed.
-    assert shares["ours-h2o", "compression"] > 0 and ("ours-dense", "compression") not in shares
-
-
-def test_roofline_and_largest_batch(tmp_path: Path):
-    out, memory = tmp_path / "rows.json", 2**24
-    lines = run("--roofline", "--memory", str(memory / 2**30), "--out", str(out))
-    steps = [line for line in lines if "engine" in line]
-    assert steps and all(list(line) == FIELDS for line in steps)
-    ours, dense = (line for line in lines if "largest_batch" in line)
-    for line in (ours, dense):
-        assert 0.8 * memory < line["total_bytes"] <= line["device_bytes"] == memory
-    [ratio] = [line["largest_batch_ratio"] for line in lines if "largest_batch_ratio" in line]
-    assert ratio == ours["largest_batch"] / dense["largest_batch"] > 2
-    written = json.loads(out.read_text())
-    assert written.keys() >= {"date", "device", "versions", "command"} and len(written["rows"]) == len(lines)
-    assert all(row["share_of_roofline"] > 0 for row in written["rows"] if "engine" in row)
-
-
-def test_another_device_is_refused():
-    script = ENGINES / "smd_roofline.py"
-    done = subprocess.run([sys.executable, str(script), "--device", "gpu"], capture_output=True, text=True)
-    assert done.returncode and "expected JAX to run on 'gpu'" in done.stderr
-
-
 def marks_of(generation: ModuleType, turns: list[list[tuple[int, float]]]):
     marks = generation.Marks()
     marks.turns = [[(n, seconds, seconds / 2) for n, seconds in turn] for turn in turns]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import eviction_action
-from eviction_action import GATE_ARMS, GATE_SPEED, cells, speed_jobs
+from eviction_action import GATE_ARMS, GATE_SPEED, cells
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.decoder import Decoder
 
@@ -36,13 +36,6 @@ def test_every_task_has_every_arm():
         rules = ["random", "h2o", "snapkv", "recent", "oldest"]
         expected = [(rule, "untrained") for rule in rules] + [(rule, "shadow") for rule in rules[:3]]
         assert sorted(found) == sorted(expected + [("gate", name) for name in MOVES])
-
-
-def test_speeds_are_tried_on_what_is_not_reported():
-    jobs = speed_jobs(eviction_action.SIZES)
-    assert all(job.pilot and job.seed not in eviction_action.SEEDS for job in jobs)
-    assert sorted({job.arm.name for job in jobs}) == ["gate-joint-100", "gate-joint-30", "gate-joint-300"]
-    assert len(jobs) == 6 and GATE_SPEED in eviction_action.GATE_SPEEDS
 
 
 def test_a_gate_lies_beside_the_start():

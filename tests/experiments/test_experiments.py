@@ -1,10 +1,9 @@
-"""What the studies share: mistakes are found early, and results say where they come from."""
+"""The quickstart rejects bad flags early, and results record their origin."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,11 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
+# Scripts of finished measurements, which commit b191876 has.
+DELETED = {
+    *("choices", "collectives", "compile_update", "first_run", "gradients", "kvpress_parity", "mismatch", "parity"),
+    *("predict_kernels", "readable_text", "sharding", "bench/startup"),
+}
 
 
 def module(name: str) -> ModuleType:
@@ -57,7 +61,7 @@ model name\t: another
 
 
 def test_a_cpu_is_named_with_its_numbers():
-    describe = module("provenance").describe_cpu
+    describe = module("lib.provenance").describe_cpu
     assert describe(INTEL, 2) == "2 x Intel(R) Xeon(R) Processor (family 6, model 207, stepping 2)"
     with mock.patch("platform.machine", lambda: "aarch64"):
         assert describe("processor\t: 0\nBogoMIPS\t: 50.00\n", 4) == "4 x aarch64"
@@ -66,7 +70,7 @@ def test_a_cpu_is_named_with_its_numbers():
 def test_a_command_has_no_path_of_this_machine():
     script = str(EXPERIMENTS / "bench" / "update.py")
     with mock.patch.object(sys, "argv", [script, "--torch-python", "/home/me/torch/bin/python", "--json"]):
-        said = module("provenance").command_line()
+        said = module("lib.provenance").command_line()
     assert said == "python experiments/bench/update.py --torch-python python --json"
 
 
@@ -79,7 +83,7 @@ def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.M
     as_somebody = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     for words in (("init", "-q"), ("add", "."), (*as_somebody, "commit", "-qm", "all")):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    provenance = module("provenance")
+    provenance = module("lib.provenance")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     result.write_text("[1]")
     clean = provenance.commit()
@@ -95,23 +99,5 @@ def test_committed_results_say_where_they_come_from(path: Path):
         assert row["cpu"]
         assert row["date"] and row["commit"]
         script = row["command"].split()[1]
-        assert (ROOT / script).is_file(), f"expected the script of {row['command']!r}; got nothing at {script}"
-
-
-def test_every_factorisation_is_there():
-    """As many as there are ways to give the prime factors, all of them 2, to four axes; not those of a filter."""
-    found = {devices: module("sharding").factorisations(devices) for devices in (1, 2, 4, 8)}
-    assert {devices: len(set(sizes)) for devices, sizes in found.items()} == {1: 1, 2: 4, 4: 10, 8: 20}
-    assert all(math.prod(sizes) == devices for devices, all_of in found.items() for sizes in all_of)
-
-
-def test_a_step_was_the_same_on_every_mesh():
-    """Every factorisation of 1, 2, 4 and 8 devices against one device; and what was run in several processes."""
-    sharding = module("sharding")
-    rows = json.loads((EXPERIMENTS / "results" / "sharding.json").read_text())
-    for row in rows:
-        assert row["tokens_equal"] and row["max_rel_dloss"] <= 1e-6 and row["max_rel_dgrad"] <= 1e-5, row
-    alone = {tuple(row["mesh"].values()) for row in rows if row["processes"] == 1}
-    assert alone == {sizes for devices in (1, 2, 4, 8) for sizes in sharding.factorisations(devices)}
-    joined = {(row["processes"], *row["mesh"].values()) for row in rows if row["processes"] > 1}
-    assert joined <= {(count, *sizes) for (count, _), of in sharding.JOINED.items() for sizes in of}
+        name = script.removeprefix("experiments/").removesuffix(".py")
+        assert (ROOT / script).is_file() != (name in DELETED), f"expected the script of {row['command']!r} at {script}"

@@ -1,4 +1,4 @@
-"""The studies that hold us against kvpress, as far as they need no torch; and what their committed results must say."""
+"""The study of another sampler, without torch; and its committed results."""
 
 from __future__ import annotations
 
@@ -63,25 +63,8 @@ def test_every_press_runs_at_every_budget():
     assert [(run["press"], run["budget"]) for run in runs] == [("none", 0), ("snapkv", 8), ("snapkv", 16)]
 
 
-def test_overlaps_of_kept_keys():
-    script = module("kvpress_parity")
-    ours = [[[[0, 1, 2, 3], [4, 5, 6, 7]]]]
-    theirs = [[[[3, 2, 1, 9], [4, 5, 6, 7]]]]
-    assert script.overlaps(ours, theirs) == [0.75, 1.0]
-    assert script.overlaps([[[[1, 2, 3, 4]]]], [[[[4]]]]) == [0.25]
-    assert script.counts([[[[1, 2], [3, 4]], [[1], [2]]]]) == [2, 1]
-    assert script.shortest([2, 2]) == 2 and script.shortest([2, 1]) == [2, 1]
-    case = script.Case("a", script.ObservedAttention(), "b")
-    row = script.compare(case, ours, theirs, [[7, 7, 7, 7, 7, 7, 7, 7, 7, 8]])
-    assert (row.mean_overlap, row.min_overlap, row.layers, row.kv_heads, row.kept) == (0.875, 0.75, 1, 2, 4)
-    assert row.min_token_overlap == 0.75  # key 0 went there for key 9, which is of another token
-    assert script.compare(case, ours, theirs, [[7] * 10]).min_token_overlap == 1.0
-    with pytest.raises(ValueError, match=r"one number of keys .*; got \[1, 2\] in layer 0"):
-        script.counts([[[[1, 2], [3]]]])
-
-
 def test_passages_are_cut():
-    passages = module("passages")
+    passages = module("lib.passages")
     rows = passages.encoded(byte_tokenizer(), [3, 4, 5, 6])
     assert [len(row) for row in rows] == [3, 4, 5, 6] and bytes(rows[0]) == b"The"
     with pytest.raises(ValueError, match="tokens of passage 1; got a length of 99999"):
@@ -89,7 +72,7 @@ def test_passages_are_cut():
 
 
 def test_a_failing_engine_ends_the_study(tmp_path: Path):
-    engine = module("peer_engine")
+    engine = module("foreign_sampler")
     with mock.patch.object(engine, "ENGINES", tmp_path):
         (tmp_path / "good.py").write_text("import json, sys\nprint(json.dumps([json.load(sys.stdin)]))")
         (tmp_path / "bad.py").write_text("raise SystemExit(3)")

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 import memory_wall
+from lib.files import read_rows
 from memory_wall import CACHES, most_rows, rows_of, stored_shapes, table, workload
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.testing import tiny_model_config
-from study.files import read_rows
 
 pytestmark = pytest.mark.study
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import real_model
+from lib.arms import arms_of
+from lib.files import Row, read_rows, write_text
 from real.execute import execute
 from real.job import Base, Job, Sizes, is_finished, keep_row, kept
 from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
@@ -21,8 +23,6 @@ from real_model import ARMS, PILOT_SEED, Study
 from smd_jax.message.masks import NEVER
 from smd_jax.metrics import evicted_share
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from study.arms import arms_of
-from study.files import Row, read_rows, write_text
 
 pytestmark = pytest.mark.study
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import provenance
+from lib import provenance
+from lib.arms import arms_of
+from lib.command import add_rows
+from lib.files import write_rows
+from lib.problems import problem_of
+from lib.starts import StartLevel, cells_of_two_starts, check_one_start, read_start, start, start_hash, write_start
 from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params
-from study.arms import arms_of
-from study.command import add_rows
-from study.files import write_rows
-from study.problems import problem_of
-from study.starts import StartLevel, cells_of_two_starts, check_one_start, read_start, start, start_hash, write_start
 
 PROBLEM = problem_of("sorting-4")
 CONFIG = PROBLEM.model_config()
@@ -101,6 +101,6 @@ def test_a_start_continues_after_a_kill(tmp_path: Path):
     resumed = start(PROBLEM, 3, level, tmp_path / "parts")
     assert start_hash(resumed) == start_hash(whole)
     (file,) = (tmp_path / "parts").iterdir()  # the checkpoints are gone
-    with mock.patch("study.starts._trained", side_effect=AssertionError("expected the stored start")):
+    with mock.patch("lib.starts._trained", side_effect=AssertionError("expected the stored start")):
         assert start_hash(start(PROBLEM, 3, level, tmp_path / "parts")) == start_hash(whole)
     assert file.name == "sorting-4-dense-0.13-seed-3.safetensors"

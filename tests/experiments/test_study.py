@@ -12,15 +12,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from study import grid, runs
-from study.arms import ARMS, Arm, arms_of
-from study.command import QUICK, StudyArgs, grid_of, narrowed
-from study.files import read_rows, write_rows
-from study.grid import Cell, Grid, best_rate
-from study.intervals import estimate, paired
-from study.problems import PROBLEMS, WALK_EDGES, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
-from study.runs import DECODINGS, Job
-from study.samplers import POLICIES, Sampler, sampler_of
+from lib import grid, runs
+from lib.arms import ARMS, Arm, arms_of
+from lib.command import QUICK, StudyArgs, grid_of, narrowed
+from lib.files import read_rows, write_rows
+from lib.grid import Cell, Grid, best_rate
+from lib.intervals import estimate, paired
+from lib.problems import PROBLEMS, WALK_EDGES, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
+from lib.runs import DECODINGS, Job
+from lib.samplers import POLICIES, Sampler, sampler_of
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from collectives import collectives
+from lib.collectives import collectives
 from smd_jax.corrections.importance import TIS
 from smd_jax.devices.sharding import batch_sharding, make_mesh, over_heads, shard_tree, split_heads, tree_shardings
 from smd_jax.eviction.policies import StreamingLLM

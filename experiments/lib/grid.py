@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.arms import Arm
+from lib.files import Row, fingerprint, read_rows, write_rows
+from lib.problems import Problem
+from lib.runs import Job, Sizes, finished, keep, kept_row
+from lib.samplers import Sampler
+from lib.starts import check_one_start
 from smd_jax.commands.compilation_cache import keep_programs
-from study.arms import Arm
-from study.files import Row, fingerprint, read_rows, write_rows
-from study.problems import Problem
-from study.runs import Job, Sizes, finished, keep, kept_row
-from study.samplers import Sampler
-from study.starts import check_one_start
 
 PILOT_SEEDS = (100, 101)
 Criterion = tuple[str, ...]  # decodings whose mean reward chooses a rate

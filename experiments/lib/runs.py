@@ -16,18 +16,18 @@ import numpy as np
 import optax
 
 import smd_jax as smd
-from provenance import clean_commit, commit, provenance
+from lib.arms import Arm
+from lib.files import Row, fingerprint, number, read_kept, write_kept
+from lib.problems import Problem, Split, tokenizer
+from lib.provenance import clean_commit, commit, provenance
+from lib.samplers import FULL_CACHE, Sampler
+from lib.starts import StartLevel, start, start_hash
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
-from study.arms import Arm
-from study.files import Row, fingerprint, number, read_kept, write_kept
-from study.problems import Problem, Split, tokenizer
-from study.samplers import FULL_CACHE, Sampler
-from study.starts import StartLevel, start, start_hash
 
 # Of every rollout, where learner and sampler are one policy: nats, float32.
 MAX_MISMATCH_KL = 1e-6

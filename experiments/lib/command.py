@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from provenance import is_clean
-from study.arms import arms_of
-from study.files import RESULTS, ROOT, Row, read_rows
-from study.grid import Cell, Grid, merge_rows
-from study.problems import problem_of
-from study.runs import Sizes
-from study.samplers import sampler_of
-from study.starts import StartLevel
+from lib.arms import arms_of
+from lib.files import RESULTS, ROOT, Row, read_rows
+from lib.grid import Cell, Grid, merge_rows
+from lib.problems import problem_of
+from lib.provenance import is_clean
+from lib.runs import Sizes
+from lib.samplers import sampler_of
+from lib.starts import StartLevel
 
 # A few rollouts, to see that all of it works.
 QUICK = Sizes(

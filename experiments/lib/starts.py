@@ -22,6 +22,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import smd_jax as smd
+from lib.files import ROOT, Row
+from lib.problems import Problem, tokenizer
+from lib.samplers import FULL_CACHE
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import batch_indices
@@ -30,9 +33,6 @@ from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update
-from study.files import ROOT, Row
-from study.problems import Problem, tokenizer
-from study.samplers import FULL_CACHE
 
 STORED = ROOT / "experiments" / "starts"
 
