@@ -3,10 +3,12 @@
 Question   Does a run survive what borrowed machines do to it? `survived`: a run that was broken and resumed ends with
            every metric and every byte of its state as the run that nobody touched (on other devices: but for rounding,
            see experiments/breaking/processes.py); or, where it must not go on, it is refused with a message that names
-           what was expected and what came, and its directory is left as it was.
+           what was expected and what came, and its directory is left as it was. Hostile input (configurations, names,
+           data, models, chat templates) ends in one error, soon and without a gigabyte of memory; a hostile reward
+           function costs its own completions only.
 Command    python experiments/faults.py --out experiments/results/faults.json
            python experiments/faults.py --only 'SIGTERM in a rollout'                  one kind, nothing is written
-Cost       about twenty minutes on two idle CPU cores; most of it starts processes that are killed
+Cost       about thirty minutes on two idle CPU cores; most of it starts processes that are killed
 Result     experiments/results/faults.json, a row for each kind of fault.
 
 Runs       GRPO with the engine, adapters, minibatches and shuffled rows for what hits a process
@@ -30,6 +32,7 @@ from typing import Any
 
 import tyro
 
+from breaking import inputs, rewards, surroundings
 from breaking.disks import (
     both,
     cut_off,
@@ -116,6 +119,9 @@ KINDS: dict[str, Fault] = {
     "loss that is not finite": not_finite,
     "losses that are never finite": never_finite,
     "mask of a head that is wrong": wrong_mask,
+    **surroundings.KINDS,
+    **inputs.KINDS,
+    **rewards.KINDS,
 }
 
 

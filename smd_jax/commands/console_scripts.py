@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -35,8 +36,8 @@ def run(command: str) -> None:
     """Runs the `main` of a module of `smd_jax.commands`; `--version` imports none.
 
     Raises:
-      SystemExit: with status 2, for packages that are not installed, or where the current folder was removed; with 1
-        and without a word where nothing reads what is printed.
+      SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if
+        nothing reads the output, or the disk that it goes to is full.
     """
     try:
         if sys.argv[1:] == ["--version"]:
@@ -44,21 +45,28 @@ def run(command: str) -> None:
         else:
             _run(command)
         sys.stdout.flush()
-    except BrokenPipeError:
-        _leave_pipe()
+    except OSError as error:
+        _discard_output(error)
         raise SystemExit(1) from None
     except SystemExit:
-        # What --help printed is written now, and not at the exit, where an error would be a traceback.
+        # Writes the help now. At the exit of Python an error would be a traceback.
         try:
             sys.stdout.flush()
-        except BrokenPipeError:
-            _leave_pipe()
+        except OSError as error:
+            _discard_output(error)
         raise
 
 
-def _leave_pipe() -> None:
-    """What is still to be written goes nowhere: Python would try again at its exit."""
+def _discard_output(error: OSError) -> None:
+    """Sends the rest of stdout nowhere, because Python would write it again at its exit.
+
+    Raises the error if it is about another file.
+    """
+    if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+        raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    if error.errno == errno.ENOSPC:
+        print(f"expected room for the output; got {error.strerror}", file=sys.stderr)
 
 
 def _open_standard_streams() -> None:
