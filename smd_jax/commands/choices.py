@@ -14,6 +14,7 @@ from smd_jax.commands.arguments import (
     LossName,
     ReferenceArgs,
     SamplerArgs,
+    SamplingArgs,
 )
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.base import Correction
@@ -40,7 +41,7 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.model.protocol import ModelShape
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.decoding import Decode, parse_decode, policy_text
+from smd_jax.train.decoding import Decode, as_trained, parse_decode, policy_text
 
 CORRECTIONS: Mapping[CorrectionName, Correction] = {
     "shadow": Shadow(),
@@ -109,9 +110,28 @@ def named_policy(text: str, sinks: int, pyramid: bool) -> EvictionPolicy:
     return wrappers.Pyramid(policy) if pyramid and policy.evicts else policy
 
 
-def way_of_decoding(text: str, sinks: int, pyramid: bool = False) -> Decode:
+def way_of_decoding(text: str, sinks: int) -> Decode:
     """What `parse_decode` reads, with its policy as `named_policy` makes it; raises as both."""
-    return replace(parse_decode(text), policy=named_policy(policy_text(text), sinks, pyramid))
+    return replace(parse_decode(text), policy=named_policy(policy_text(text), sinks, pyramid=False))
+
+
+def decoding(
+    text: str, sampler: SamplingArgs, policy: EvictionPolicy, rollout: RolloutConfig, shape: ModelShape
+) -> Decode:
+    """One of --eval-decode: "sampler", which decodes as in training, or what `way_of_decoding` reads.
+
+    Args:
+      policy, rollout: of "sampler"; the rest of any other way of decoding is as in `rollout`.
+
+    Raises:
+      ValueError: as `way_of_decoding` and `try_policy`.
+    """
+    if text.strip() == "sampler":
+        return as_trained(policy, rollout)
+    found = way_of_decoding(text, sampler.sinks)
+    sizes = found.rollout(rollout)
+    try_policy(policy_text(text), shape, sizes.budget, sizes.buffer)
+    return found
 
 
 def try_policy(text: str, shape: ModelShape, budget: int, buffer: int) -> None:
@@ -132,7 +152,7 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 
-def rollout_config(args: SamplerArgs, eos: tuple[int, ...], pad: int) -> RolloutConfig:
+def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> RolloutConfig:
     return RolloutConfig(
         args.max_completion_length,
         args.budget,

@@ -1,54 +1,120 @@
-"""The command line of smd-train: sub-commands, flags, and files in their place."""
+"""Command lines: sub-commands, flags, help pages, and files in place of flags."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common, Grpo, OnlineDpo, Ppo, Rloo
+from smd_jax.commands.arguments import BASIC, Common, Grpo, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.trl_names import in_place_of
 
+T = TypeVar("T")
 ALGORITHMS: Mapping[str, type[Common]] = {"grpo": Grpo, "rloo": Rloo, "ppo": Ppo, "online-dpo": OnlineDpo}
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 
 DESCRIPTION = """Reinforcement learning of a language model under a KV cache of fixed size.
 
---config FILE takes options from a YAML file, --preset NAME from one of ours; flags that stand beside them win."""
+--config FILE reads options from a YAML file, --preset NAME from one of ours; flags override both. `smd-train grpo
+--help` shows the usual options of an algorithm, `smd-train grpo --help-all` all of them."""
 
 
 def parse(words: Sequence[str]) -> tuple[str, Common]:
     """The algorithm and its arguments.
 
     Raises:
-      UserError: a file that cannot be read, or says what cannot be; no algorithm; a flag of TRL's that has another
-        name here.
-      SystemExit: with tyro's message, and status 2, for a flag that does not exist or has no value of its type.
+      UserError: a file that cannot be read or has a wrong option; no algorithm; a flag of TRL's that has another name
+        here.
+      SystemExit: with tyro's message and status 2 for an unknown flag or a value of the wrong type.
     """
     given = config_file.expanded(words, ALGORITHMS)
     check_words(given)
+    shown = {name: basic_options(kind) if asks_for_help(given) else kind for name, kind in ALGORITHMS.items()}
     kinds = [
-        Annotated[kind, tyro.conf.subcommand(name, prefix_name=False, description=kind.__doc__)]
-        for name, kind in ALGORITHMS.items()
+        Annotated[
+            kind,
+            tyro.conf.subcommand(
+                name, prefix_name=False, description=described(kind) if name in given else kind.__doc__
+            ),
+        ]
+        for name, kind in shown.items()
     ]
-    union: Any = functools.reduce(operator.or_, kinds)
-    args = tyro.cli(
-        union,
-        prog="smd-train",
-        description=DESCRIPTION,
-        args=given,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    args = parse_words(functools.reduce(operator.or_, kinds), "smd-train", DESCRIPTION, given)
     return next(name for name, kind in ALGORITHMS.items() if type(args) is kind), args
 
 
+def parse_options(kind: type[T], prog: str, description: str, words: Sequence[str], default: T | None = None) -> T:
+    """The options of a command without sub-commands.
+
+    Args:
+      default: replaces the defaults of the class.
+
+    Raises:
+      SystemExit: as `parse`, and after a help page.
+    """
+    if asks_for_help(words):
+        return parse_words(basic_options(kind), prog, f"{description}\n\n{described(kind)}", words)
+    return parse_words(kind, prog, description, words, default)
+
+
+def parse_words(kind: Any, prog: str, description: str, words: Sequence[str], default: Any = None) -> Any:
+    """What tyro reads."""
+    given = ["--help" if word == HELP_ALL else word for word in words]
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(kind, prog=prog, description=description, args=given, config=flat, **options)
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether the words ask for the short help page."""
+    return any(word in HELP for word in words)
+
+
+def described(kind: type) -> str:
+    """The description of a class, and how many options its short help page leaves out."""
+    left_out = sum(not is_basic for is_basic in _basics(kind))
+    more = f"\n\n{left_out} more options: {HELP_ALL}" if left_out else ""
+    return f"{(kind.__doc__ or '').strip()}{more}"
+
+
+def _basics(kind: Any) -> list[bool]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    groups = [_basics(hint) if dataclasses.is_dataclass(hint) else [_is_basic(hint)] for hint in hints.values()]
+    return [is_basic for group in groups for is_basic in group]
+
+
+def _is_basic(hint: Any) -> bool:
+    return BASIC in getattr(hint, "__metadata__", ())
+
+
+def basic_options(kind: type[T]) -> type[T]:
+    """The class without the options that are not `Basic`: they keep their defaults and have no flag."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+        hint, default = hints[field.name], dataclasses.field(default=field.default)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            hint = basic_options(hint)
+            if field.default is not dataclasses.MISSING:
+                default = dataclasses.field(default_factory=hint)
+        elif not _is_basic(hint):
+            hint = Annotated[hint, tyro.conf.Suppress]
+        fields.append((field.name, hint, default))
+    # tyro reads the help texts from the source of the class, which it finds by these names.
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True, namespace=names)
+
+
 def check_words(words: Sequence[str]) -> None:
-    """Raises UserError for what tyro would answer with a page of flags, or with "unrecognized" alone."""
-    if any(word in ("-h", "--help") or word.startswith("--tyro-") for word in words):
+    """Raises UserError for mistakes that tyro would answer with a page of flags, or only with "unrecognized"."""
+    if any(word in (*HELP, HELP_ALL) or word.startswith("--tyro-") for word in words):
         return
     if not words or words[0] not in ALGORITHMS:
         got = repr(words[0]) if words else "nothing"

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from smd_jax.commands import bounded_yaml
+from smd_jax.commands.arguments import RENAMED
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.near_names import full_path, is_file, nearest_hint
 from smd_jax.commands.trl_names import in_place_of
@@ -43,8 +44,8 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     Raises:
       UserError: a file that cannot be read, another algorithm than the one that was named, or an unknown option.
     """
-    rest, preset = _taken(words, "--preset")
-    rest, file = _taken(rest, "--config")
+    rest, preset = taken(words, "--preset")
+    rest, file = taken(rest, "--config")
     named = rest[0] if rest and rest[0] in algorithms else None
     flags = []
     chosen = named
@@ -68,7 +69,7 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     return [chosen, *flags, *(rest if named is None else rest[1:])]
 
 
-def _taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+def taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
     """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one where there are several."""
     rest = []
     value = None
@@ -110,7 +111,8 @@ def read_options(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
-    return options
+    older = {old: new for new, old in RENAMED.items()}
+    return {older.get(str(name), str(name)): value for name, value in options.items()}
 
 
 def check_place(source: Path, options: Mapping[str, Any]) -> None:

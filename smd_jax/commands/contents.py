@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smd_jax.commands.arguments import Common
+from smd_jax.commands.arguments import RENAMED, Common
 from smd_jax.commands.places import from_the_root
 from smd_jax.eviction.named import own_place
 from smd_jax.runs.jsonable import Json, to_jsonable
@@ -82,7 +82,8 @@ def by_content(args: Common) -> Contents:
     for group in ("model", "data", "rewards"):
         fields = to_jsonable(getattr(rooted, group), group)
         assert isinstance(fields, dict)
-        groups[group] = {name: of(name, value) for name, value in fields.items() if (name, value) not in LATER}
+        kept = {name: value for name, value in fields.items() if (name, value) not in LATER}
+        groups[group] = {RENAMED.get(name, name): of(name, value) for name, value in kept.items()}
     # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
     if place is not None and is_file_name(place):

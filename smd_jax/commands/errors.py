@@ -57,32 +57,21 @@ FLAGS: Mapping[str, str] = {
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",
 }
-# Of smd-eval, where the names differ.
-EVALUATION_FLAGS: Mapping[str, str] = {
-    **{name: FLAGS[name] for name in ("max_new_tokens", "group_size", "prompt_width", "data axis", "fsdp", "tensor")},
-    **{name: FLAGS[name] for name in ("min_new_tokens", "prefill_chunk", "max_failed")},
-    "budget": "--decode",
-    "buffer": "--decode",
-    "seconds=None": "--reward-timeout",
-    "stop_strings": "--stop",
-    "eos_token_id": "--eos-token",
-}
 
 
 @contextmanager
-def reported(debug: bool, flags: Mapping[str, str] = FLAGS) -> Iterator[None]:
+def reported(debug: bool) -> Iterator[None]:
     """Ends the command with one box and exit status 2 where something is a user's to mend, and with 130 after Ctrl-C.
 
     Args:
       debug: raise instead, for the traceback.
-      flags: those of the command, by the library's options.
     """
     try:
         yield
     except (UserError, MissingExtraError, FloatingPointError) as error:
         if debug:
             raise
-        print_box("error", with_flags(str(error), flags))
+        print_box("error", with_flags(str(error)))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         # A run under way answers Ctrl-C itself, and saves what it has: this one came before or after.
@@ -117,9 +106,9 @@ def plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def with_flags(message: str, flags: Mapping[str, str] = FLAGS) -> str:
+def with_flags(message: str) -> str:
     """The message, and below it the flags of the library's options that it names."""
-    named = {option: flag for option, flag in flags.items() if re.search(rf"\b{option}\b", message)}
+    named = {option: flag for option, flag in FLAGS.items() if re.search(rf"\b{option}\b", message)}
     # A flag that is in the message needs no translation, nor does one whose name is that of the option.
     said = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
     return "\n".join([message, *([f"In flags: {', '.join(said)}."] if said else [])])

@@ -1,7 +1,7 @@
 """smd-export: the model of any checkpoint of a run, for transformers, vLLM or PEFT.
 
     smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
-    smd-export runs/train --out my-model --step 40 --dtype bfloat16
+    smd-export runs/train --out my-model --step 40 --export-dtype bfloat16
     smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
     smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
 
@@ -21,7 +21,7 @@ import tyro
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
-from smd_jax.commands.command_line import parse
+from smd_jax.commands.command_line import parse, parse_words
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
@@ -41,7 +41,7 @@ from smd_jax.runs.frozen_base import params_with_base, params_without_base
 from smd_jax.runs.run_folder import BEST, CHECKPOINTS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """Writes the model of a run's checkpoint."""
 
@@ -50,14 +50,14 @@ class Args:
     step: int | None = None  # rollouts after which the checkpoint was saved; by default the newest
     best: bool = False  # the one with the best metric
     format: Literal["hf", "peft", "gate"] = "hf"  # hf: whole weights, adapters merged; peft, gate: these alone
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 loses small steps
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 loses small steps
     debug: bool = False  # show the traceback of every error
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    args = tyro.cli(Args, prog="smd-export", description=__doc__, args=given)
+    args = parse_words(Args, "smd-export", __doc__ or "", given)
     with reported(args.debug), users_mistakes():
         run(args)
 
@@ -82,7 +82,7 @@ def run(args: Args) -> None:
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; {args.run} has no adapters")
-        save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.dtype)
+        save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.export_dtype)
     elif args.format == "gate":
         policy = eviction_policy(trained.sampler)
         if not isinstance(policy, LearnedGate):
@@ -98,7 +98,7 @@ def run(args: Args) -> None:
             args.out,
             jax.device_get(merged),
             config,
-            dtype=args.dtype,
+            dtype=args.export_dtype,
             tokenizer_from=directory,
             tokenizer=tokenizer_to_export(tokenizer, name is None, ends),
             end_token_ids=ends,

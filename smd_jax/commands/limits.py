@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smd_jax.commands.arguments import Common, Grpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
 from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
@@ -25,47 +24,52 @@ LARGEST: Mapping[str, int] = {
     "lora_r": 2**16,
     "minibatches": 2**20,
     "num_iterations": 2**16,
-    "seed": 2**32 - 1,
-    "eval_seed": 2**32 - 1,
+    "seed": MAX_SEED,
+    "eval_seed": MAX_SEED,
+}
+# The smallest value of options that no configuration checks.
+SMALLEST: Mapping[str, int] = {
+    "seed": 0,
+    "completions_steps": 0,
+    "print_completions": 0,
+    "save_total_limit": 1,
+    "max_skipped_updates": 1,
+    "eval_rows": 1,
+    "decode_rows": 1,
+    "dataset_size": 1,
+    "max_prompt_length": 1,
+    "data_parallel": 1,
+    "fsdp": 1,
+    "tensor": 1,
+    "sequence": 1,
 }
 
 # The flags of smd-train whose product is the number of devices.
 AXES = ("--data-parallel", "--fsdp", "--tensor", "--sequence")
 
 
-def check_numbers(args: Common) -> None:
-    """Raises UserError for a number that its flag cannot have, and for an empty stop text."""
-    for group in vars(args).values():
-        for option, given in vars(group).items():
-            most = LARGEST.get(option, 2**31 - 1)
-            if isinstance(given, int) and given > most:
-                raise UserError(f"expected --{option.replace('_', '-')} <= {most}; got {str(given)[:40]}")
-    at_least = [
-        ("seed", args.run.seed, 0),
-        ("completions_steps", args.run.completions_steps, 0),
-        ("print_completions", args.run.print_completions, 0),
-        ("save_total_limit", args.run.save_total_limit, 1),
-        ("max_skipped_updates", args.run.max_skipped_updates, 1),
-        ("eval_rows", args.evaluation.eval_rows, 1),
-        ("dataset_size", args.data.dataset_size, 1),
-        ("max_prompt_length", args.data.max_prompt_length, 1),
-        ("data_parallel", args.device.data_parallel, 1),
-        ("fsdp", args.device.fsdp, 1),
-        ("tensor", args.device.tensor, 1),
-        ("sequence", args.device.sequence, 1),
-    ]
-    for name, value, least in at_least:
-        if value is not None and value < least:
-            raise UserError(f"expected --{name.replace('_', '-')} >= {least}; got {value}")
-    if args.run.seed > MAX_SEED:
-        raise UserError(f"expected --seed <= {MAX_SEED}, 32 bits, beyond which seeds repeat; got {args.run.seed}")
-    if args.run.mismatch_bound is not None and not args.run.mismatch_bound > 0:
-        raise UserError(f"expected --mismatch-bound > 0 nats; got {args.run.mismatch_bound}")
-    if isinstance(args, Grpo | Rloo | Ppo) and args.loss.top_entropy_quantile == 0:
-        raise UserError(
-            "expected --top-entropy-quantile > 0, a share of the tokens; got 0, from which nothing is learnt"
-        )
-    if "" in args.sampler.stop:
+def check_numbers(args: Any) -> None:
+    """Raises UserError for a number that its flag cannot have, and for an empty stop string.
+
+    Args:
+      args: the groups of options of a command.
+    """
+    values = {option: value for group in vars(args).values() for option, value in vars(group).items()}
+    for option, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        flag, most = f"--{option.replace('_', '-')}", LARGEST.get(option, 2**31 - 1)
+        if value > most:
+            more = ", beyond which seeds repeat" if most == MAX_SEED else ""
+            raise UserError(f"expected {flag} <= {most}{more}; got {str(value)[:40]}")
+        if value < SMALLEST.get(option, value):
+            raise UserError(f"expected {flag} >= {SMALLEST[option]}; got {value}")
+    bound = values.get("mismatch_bound")
+    if bound is not None and not bound > 0:
+        raise UserError(f"expected --mismatch-bound > 0 nats; got {bound}")
+    if values.get("top_entropy_quantile") == 0:
+        raise UserError("expected --top-entropy-quantile > 0, a share of the tokens; got 0")
+    if "" in values["stop"]:
         raise UserError("expected texts behind --stop; got an empty one, which would end every completion at once")
 
 

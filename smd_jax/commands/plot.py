@@ -16,12 +16,13 @@ from pathlib import Path
 
 import tyro
 
+from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """Draws runs."""
 
@@ -34,7 +35,7 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    args = tyro.cli(Args, prog="smd-plot", description=__doc__, args=given)
+    args = parse_words(Args, "smd-plot", __doc__ or "", given)
     with reported(args.debug):
         run(args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ import jax
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
 from smd_jax.commands.choices import (
     decoder,
+    decoding,
     eviction_policy,
     rollout_config,
     try_policy,
     update_config,
-    way_of_decoding,
 )
+from smd_jax.commands.config_file import read_options
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
@@ -30,6 +32,7 @@ from smd_jax.commands.model_source import (
     with_reachable_padding,
     with_template,
 )
+from smd_jax.commands.near_names import is_file
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.devices.processes import is_first
@@ -49,9 +52,10 @@ from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import check_export_source, read_config
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
+from smd_jax.text.chat_template import DAY, reads_day
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
-from smd_jax.train.decoding import Decode, as_trained, policy_text, split_decodes
+from smd_jax.train.decoding import split_decodes
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
@@ -65,6 +69,7 @@ class Prepared(NamedTuple):
     """A run that could begin.
 
     Attributes:
+      args: of the run, with the date of its prompts.
       directory: of the model.
       tokenizer: makes prompts of rows.
       exported_tokenizer: to be written with the trained model; None: the model's own files are copied.
@@ -74,6 +79,7 @@ class Prepared(NamedTuple):
       evaluator: None: nothing is evaluated.
     """
 
+    args: Common
     directory: Path
     config: ModelConfig
     tokenizer: Any
@@ -98,6 +104,7 @@ def prepare(args: Common) -> Prepared:
     directory = model_directory(named.model, named.model_revision)
     config = read_config(directory, compute_dtype(args.model.dtype))
     own_tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision)
+    args = with_prompt_day(args, own_tokenizer.chat_template)
     usable = with_reachable_padding(own_tokenizer, config.vocab_size)
     tokenizer = with_template(usable, args.data.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
@@ -117,13 +124,32 @@ def prepare(args: Common) -> Prepared:
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
         evaluator = make_evaluator(args, loop, data)
-        return Prepared(directory, config, tokenizer, exported, data, loop, None, None, evaluator)
+        return Prepared(args, directory, config, tokenizer, exported, data, loop, None, None, evaluator)
     params = shapes(args, model)
     fits, plan = fitted(args, loop, params, memory)
     wanted = make_evaluator(args, fits, data)
     evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
     chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
-    return Prepared(directory, config, tokenizer, exported, data, fits, plan, chosen, evaluator)
+    return Prepared(args, directory, config, tokenizer, exported, data, fits, plan, chosen, evaluator)
+
+
+def with_prompt_day(args: Common, template: object) -> Common:
+    """The arguments with `--chat-template-kwargs strftime_now=DAY` if the chat template reads the date and no flag sets
+    it: today, or with --resume the day on which the run began."""
+    given = args.data.chat_template_kwargs
+    if args.data.chat_template == "none" or _days(given):
+        return args
+    settings = args.run.output_dir / "config.yaml"
+    if args.run.resume and is_file(settings):
+        kept = read_options(settings).get("chat_template_kwargs")
+        days = _days(kept if isinstance(kept, list) else [])
+    else:
+        days = [f"{DAY}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
+    return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
+
+
+def _days(given: Sequence[object]) -> list[str]:
+    return [str(text) for text in given if str(text).partition("=")[0] == DAY]
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
@@ -316,30 +342,16 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         return None
     config = loop.config
     rows = config.decode_rows or config.completions_per_step
-    ways = tuple(decoding(args, text, loop) for text in split_decodes(",".join(args.evaluation.eval_decode)))
+    texts = split_decodes(",".join(args.evaluation.eval_decode))
+    ways = [decoding(text, args.sampler, config.policy, config.rollout, loop.model.shape) for text in texts]
+    temperature = args.evaluation.eval_temperature
+    if temperature is not None:
+        ways = [replace(way, sampling=SamplingConfig(temperature)) for way in ways]
     length = args.sampler.max_completion_length
     name = args.evaluation.eval_dataset or args.data.dataset
-    return Evaluator(
-        loop.model,
-        data.held_out,
-        loop.tokenizer,
-        EvaluationConfig(
-            ways, config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
-        ),
-        loop.mesh,
-        # Its own where no flag names one: the held-out rows may be another task's.
-        rewards=loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name),
+    settings = EvaluationConfig(
+        tuple(ways), config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
     )
-
-
-def decoding(args: Common, text: str, loop: Loop) -> Decode:
-    """One way of decoding: "sampler", or what `way_of_decoding` reads."""
-    config = loop.config
-    if text.strip() == "sampler":
-        found = as_trained(config.policy, config.rollout)
-    else:
-        found = way_of_decoding(text, args.sampler.sinks)
-        shape, rollout = loop.model.shape, found.rollout(config.rollout)
-        try_policy(policy_text(text), shape, rollout.budget, rollout.buffer)
-    temperature = args.evaluation.eval_temperature
-    return found if temperature is None else replace(found, sampling=SamplingConfig(temperature))
+    # The held-out rows may be another dataset's, with a reward of its own.
+    rewards = loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name)
+    return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from smd_jax.commands import bounded_yaml
-from smd_jax.commands.arguments import Common, DataArgs, EvaluationArgs, RewardArgs
+from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.near_names import did_you_mean
 from smd_jax.tasks import reward_functions
@@ -50,7 +50,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         if data.max_prompt_length is None:
             raise UserError("expected --max-prompt-length with --dataset-streaming, whose longest prompt nobody knows")
         refuse = data.long_prompts == "refuse"
-        choice = replace(choice, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
+        choice = replace(choice, streaming=True, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
     task: Any = build_task(choice)
     if not args.rewards.reward:
         check_has_reward(task)
@@ -86,14 +86,13 @@ def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
     return chosen, width, str(counts)
 
 
-def task_choice(args: DataArgs, seed: int) -> TaskChoice:
+def task_choice(args: DataSource, seed: int) -> TaskChoice:
     """What the flags say of the rows to train on."""
     return TaskChoice(
         args.dataset,
         args.dataset_source,
         args.dataset_config,
-        args.dataset_split,
-        args.dataset_streaming,
+        args.split,
         prompt_column=args.prompt_column,
         system_prompt=args.system_prompt,
         map_row=None if args.map_function is None else import_function(args.map_function),

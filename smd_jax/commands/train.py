@@ -32,7 +32,6 @@ from smd_jax.commands.limits import check_numbers, unused_devices, without_evict
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
-from smd_jax.commands.prompt_day import with_prompt_day
 from smd_jax.devices.processes import all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import stored_bytes, written
@@ -132,8 +131,8 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_directory(directory, args.run.resume)
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
-        args = with_prompt_day(args)
         ready = prepare(args)
+        args = ready.args
         check_disk(args, ready, settings)
         files = by_content(args)
         if args.run.resume:
@@ -429,4 +428,4 @@ def export(args: Common, ready: Prepared, params: Params, directory: Path) -> No
         tokenizer=ready.exported_tokenizer,
         end_token_ids=ends if isinstance(ends, tuple) else None if ends is None else (ends,),
     )
-    print(f"trained model: {target}; evaluate it with: smd-eval --model {shlex.quote(str(target))} --task ...")
+    print(f"trained model: {target}\nevaluate it with: {shlex.join(['smd-eval', '--run', str(directory)])}")

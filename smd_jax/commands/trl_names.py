@@ -9,7 +9,7 @@ NOTHING = "nothing: "  # in front of why there is no flag
 TRL_NAMES: Mapping[str, str] = {
     "model_name_or_path": "--model",
     "dataset_name": "--dataset",
-    "dataset_train_split": "--dataset-split",
+    "dataset_train_split": "--split",
     "dataset_test_split": "--eval-split",
     "reward_funcs": "--reward path/to/file.py:function",
     "reward_model_name_or_path": "--reward with a function of your own, which may ask a model",

@@ -41,4 +41,4 @@ def test_a_command_says_so(name: str, value: float, said: str, tmp_path: Path, c
     train = ["grpo", "--model", model, "--dataset", *DATA, "--num-prompts", "1", "--num-generations", "2"]
     train += ["--budget", "8", "--buffer", "2", "--eviction", "h2o", "--distill", "none", "--max-steps", "1"]
     assert said in error_of([*train, "--output-dir", str(tmp_path / "run")], capsys)
-    assert said in error_of(["--model", model, "--task", *DATA, "--rows", "2"], capsys, smd_eval)
+    assert said in error_of(["--model", model, "--dataset", *DATA, "--eval-rows", "2"], capsys, smd_eval)

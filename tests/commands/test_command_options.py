@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
 import json
 import sys
@@ -16,9 +15,10 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
+from smd_jax.commands import config_file
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.contents import by_content
-from smd_jax.commands.evaluate import Args, make_evaluator
+from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, read
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
 from smd_jax.commands.limits import evicts_keys
@@ -117,10 +117,11 @@ def test_a_revision_is_what_the_hub_is_asked_for(
     train = ["grpo", *words, *SUMS, "--output-dir", str(tmp_path / "run"), "--dry-run"]
     main(train)
     # Of a model everything but weights, then the weights.
-    assert set(asked) == {("owner/name", "v1"), ("owner/tokens", "abc123")}
-    evaluate = ["--task", "reasoning_gym:chain_sum", "--rows", "1", "--max-completion-length", "2"]
+    assert asked == [("owner/name", "v1")] * 2 + [("owner/tokens", "abc123")]
+    evaluate = ["--dataset", "reasoning_gym:chain_sum", "--eval-rows", "1", "--max-completion-length", "2"]
+    evaluate += ["--eval-decode", "dense"]
     smd_eval([*words, *evaluate, "--reward-timeout", "None"])
-    assert asked[-3:] == [("owner/name", "v1")] * 2 + [("owner/tokens", "abc123")]
+    assert asked[3:] == asked[:3]
     said = error_of([*train, "--model-revision", "gone"], capsys)
     assert "does not give a model of that name at --model-revision gone: no such revision" in said
     said = error_of([*train, "--model", str(model)], capsys)
@@ -154,7 +155,7 @@ def test_prompts_without_the_chat_template(model: Path, tmp_path: Path, capsys: 
     for folder in (tmp_path / "run" / "model", tmp_path / "again"):
         assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
     capsys.readouterr()
-    smd_eval([*words, "--task", str(rows), "--split", "train", "--chat-template", "none"])
+    smd_eval([*words, "--dataset", str(rows), "--eval-decode", "dense", "--chat-template", "none"])
     assert "the longest has 2 tokens" in capsys.readouterr().err
 
 
@@ -172,32 +173,51 @@ def test_an_evaluation_is_the_one_of_the_run(model: Path, tmp_path: Path):
     words = ["grpo", "--model", str(model), "--dataset", *task, *size, "--output-dir", str(tmp_path / "run")]
     words += ["--seed", "3", "--max-completion-length", "6", "--min-completion-length", "2", "--eviction", "h2o"]
     words += ["--budget", "16", "--buffer", "4", "--eval-steps", "1", "--eval-rows", "5", "--reward-timeout", "None"]
-    _, run = parse(words)
+    words += ["--eval-decode", "sampler", "snapkv:40+4", "--eval-temperature", "0.5", "--sinks", "2"]
+    name, run = parse(words)
     during = prepare(run).evaluator
     assert during is not None
-    args = Args(
-        str(model),
-        task[0],
-        task_size=20,
-        task_seed=3,
-        rows=5,
-        reward_timeout=None,
-        decode="h2o:16+4",
-        pyramid=True,
-        prefill_chunk=16,
-        max_completion_length=6,
-        min_completion_length=2,
-    )
-    decoder = Decoder(read_config(model, "float32"))
-    after, _ = make_evaluator(args, decoder, byte_tokenizer(), None, (258,))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_file.dump(name, run))
+    decoder, tokenizer = Decoder(read_config(model, "float32")), byte_tokenizer()
+    args = read(["--run", str(tmp_path / "run")])
+    after, _ = make_evaluator(args, decoder, tokenizer, None, (258,))
     assert prompts_of(after.task) == prompts_of(during.task)
-    (decode,), trained = after.config.decodes, during.config.decodes[0]
-    assert isinstance(decode.policy, Pyramid) and decode.policy == trained.policy
-    # A single token that ends a response is kept as itself there, and as one of one here.
-    after_all = dataclasses.replace(decode.rollout(after.config.rollout), eos_token_id=258)
-    assert after_all == trained.rollout(during.config.rollout)
-    other, _ = make_evaluator(dataclasses.replace(args, task_seed=4), decoder, byte_tokenizer(), None, (258,))
+    assert [way.name for way in after.config.decodes] == ["sampler", "snapkv-40-4"]
+    assert isinstance(after.config.decodes[0].policy, Pyramid) and after.config.seed == during.config.seed == 3
+    for mine, its in zip(after.config.decodes, during.config.decodes, strict=True):
+        assert mine.policy == its.policy and mine.rollout(after.config.rollout) == its.rollout(during.config.rollout)
+    other, _ = make_evaluator(read(["--run", str(tmp_path / "run"), "--seed", "4"]), decoder, tokenizer, None, (258,))
     assert prompts_of(other.task) != prompts_of(during.task)
+    # Flags override the run.
+    args = read(["--run", str(tmp_path / "run"), "--budget", "9", "--model", "other", "--json"])
+    assert (args.sampler.budget, args.sampler.buffer, args.model.model, args.command.json) == (9, 4, "other", True)
+
+
+@pytest.mark.parametrize(
+    ("more", "dataset", "source", "split"),
+    [
+        (["--dataset", "gsm8k"], "gsm8k", None, None),
+        (["--dataset", "gsm8k", "--split", "train[:9]"], "gsm8k", None, None),
+        (["--dataset", "gsm8k", "--dataset-source", "mine.jsonl"], "gsm8k", "mine.jsonl", None),
+        (["--dataset", "gsm8k", "--eval-steps", "1", "--eval-source", "test.jsonl"], "gsm8k", "test.jsonl", None),
+        (["--dataset", "a.jsonl"], "a.jsonl", None, None),
+        (["--dataset", "owner/name", "--split", "train", "--eval-split", "test"], "owner/name", None, "test"),
+        (["--dataset", "owner/name", "--split", "train"], "owner/name", None, "train"),
+        (["--dataset", "a.jsonl", "--split", "train", "--eval-dataset", "b.jsonl"], "b.jsonl", None, None),
+    ],
+)
+def test_rows_of_an_evaluation_are_those_that_the_run_names(more: list[str], dataset: str, source: Any, split: Any):
+    rows = evaluation_rows(parse(["grpo", "--model", "somewhere", *more])[1])
+    assert (rows.dataset, rows.dataset_source, rows.split) == (dataset, source, split)
+
+
+def test_a_run_without_a_trained_model_says_how_to_write_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "expected a run with its config.yaml in" in error_of(["--run", str(tmp_path)], capsys, smd_eval)
+    name, run = parse(["grpo", "--model", "somewhere", *SUMS, "--output-dir", str(tmp_path)])
+    (tmp_path / "config.yaml").write_text(config_file.dump(name, run))
+    said = error_of(["--run", str(tmp_path)], capsys, smd_eval)
+    assert "expected a trained model in" in said and "smd-export" in said
 
 
 def test_rewards_of_an_evaluation_have_weights_and_limits(
@@ -212,7 +232,17 @@ def one(completions, **columns):
 def fails(prompts, **columns):
     raise RuntimeError("no answer")
 """)
-    words = ["--model", str(model), "--task", "reasoning_gym:chain_sum", "--rows", "6", "--json"]
+    words = [
+        "--model",
+        str(model),
+        "--dataset",
+        "reasoning_gym:chain_sum",
+        "--eval-rows",
+        "6",
+        "--eval-decode",
+        "dense",
+        "--json",
+    ]
     words += ["--max-completion-length", "3", "--reward-timeout", "None", "--reward", f"{file}:one"]
     smd_eval([*words, "overlong", "--overlong-cache", "3", "--reward-weights", "2", "0.5"])
     # A completion of three tokens is at the limit, where `overlong` is -1, a shorter one between.

@@ -101,12 +101,12 @@ def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--model", str(trained / "run" / "model"), "--task", *TASK, "--task-parameters", *PARAMETERS]
-    words += ["--rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
-    smd_eval([*words, "--decode", "dense,gate:6+2", "--gate", str(trained / "run" / "gate")])
+    words = ["--model", str(trained / "run" / "model"), "--dataset", *TASK, "--dataset-parameters", *PARAMETERS]
+    words += ["--eval-rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
+    smd_eval([*words, "--eval-decode", "dense", "gate:6+2", "--gate", str(trained / "run" / "gate")])
     assert '"decode": "gate-6-2"' in capsys.readouterr().out
     assert "expected --gate, a directory with a trained gate" in error_of(
-        [*words, "--decode", "gate:6+2"], capsys, smd_eval
+        [*words, "--eval-decode", "gate:6+2"], capsys, smd_eval
     )
 
 

@@ -5,11 +5,11 @@ import datetime
 import pytest
 
 from smd_jax.commands.arguments import DataArgs, Grpo, ModelArgs, RunArgs
-from smd_jax.commands.prompt_day import with_prompt_day
+from smd_jax.commands.prepare import with_prompt_day
 from smd_jax.commands.train import repeated_rows
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.task import prompt_text
-from smd_jax.testing import byte_tokenizer, write_random_checkpoint
+from smd_jax.testing import byte_tokenizer
 from smd_jax.text import chat_template
 from smd_jax.text.chat_template import Renderer, TemplateError, render_messages, with_day
 from smd_jax.text.template_process import Limits
@@ -139,18 +139,21 @@ def test_a_template_that_fails_names_the_roles(template):
 
 
 def test_a_run_keeps_its_day(tmp_path):
-    write_random_checkpoint(tmp_path / "model")
-    plain = Grpo(ModelArgs(str(tmp_path / "model")), DataArgs("rows.jsonl"), run=RunArgs(output_dir=tmp_path / "run"))
-    assert with_prompt_day(plain) == plain  # its template reads no date
-    dated().save_pretrained(tmp_path / "model")
+    plain = Grpo(
+        model=ModelArgs(model="somewhere"),
+        data=DataArgs(dataset="rows.jsonl"),
+        run=RunArgs(output_dir=tmp_path / "run"),
+    )
+    assert with_prompt_day(plain, "{{ messages }}") == plain  # its template reads no date
+    template = dated().chat_template
     today = f"strftime_now={datetime.date.today().isoformat()}"
-    assert with_prompt_day(plain).data.chat_template_kwargs == (today,)
+    assert with_prompt_day(plain, template).data.chat_template_kwargs == (today,)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: ['a=1', strftime_now=2025-03-09]\n")
-    again = Grpo(plain.model, plain.data, run=RunArgs(output_dir=tmp_path / "run", resume=True))
-    assert with_prompt_day(again).data.chat_template_kwargs == ("strftime_now=2025-03-09",)
+    again = Grpo(model=plain.model, data=plain.data, run=RunArgs(output_dir=tmp_path / "run", resume=True))
+    assert with_prompt_day(again, template).data.chat_template_kwargs == ("strftime_now=2025-03-09",)
     (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: []\n")
-    assert with_prompt_day(again) == again  # begun before days were kept
+    assert with_prompt_day(again, template) == again  # begun before days were kept
 
 
 def test_more_prompts_than_rows_are_mentioned():
