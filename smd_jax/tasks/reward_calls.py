@@ -1,8 +1,7 @@
-"""One call of a reward function: what it gives back, or why it gave nothing. And the process that calls it for another.
+"""One call of a reward function and its outcome; also the script of the process that makes such calls.
 
-That process starts with this file alone, as a script, and imports what the function needs: nothing of smd_jax stands
-here, because importing the library takes seconds that most reward functions don't need. What goes back is JSON: what a
-model wrote may have talked a function into anything, and nobody unpickles what comes out of its process.
+The script imports nothing of smd_jax, which would take seconds. Answers are JSON: a completion may exploit a reward
+function, so nothing that its process sends is unpickled.
 """
 
 from __future__ import annotations
@@ -25,22 +24,20 @@ from typing import Any
 
 import numpy as np
 
-Value = float | None | tuple[str, str]  # a reward; no opinion; or (what was expected, what came)
+Value = float | None | tuple[str, str]  # a reward; no opinion; or (expected, got)
 Outcome = list[Value] | tuple[str, str]  # one value per completion; or (kind, message) of a call that failed as a whole
 
-ANOTHER_NUMBER = "another number of rewards"  # kind of a call that gave more or fewer than there are completions
+ANOTHER_NUMBER = "another number of rewards"  # kind of a call that returned more or fewer than there are completions
+LONGEST_MESSAGE = 400  # characters of an exception
 
-LONGEST_MESSAGE = 400  # characters of what a function raised
-
-GRACE_SECONDS = 5.0  # past the limit the caller ends this process; if the caller is gone, it ends itself
+GRACE_SECONDS = 5.0  # added to the limit, at which the caller ends this process; later it ends itself
 
 
 class Caught:
-    """`with Caught() as caught:` keeps what its body raises. A user's function may raise anything, and what it raises
-    is its answer; Ctrl-C and `sys.exit` still go through.
+    """`with Caught() as caught:` keeps the exception that its body raises, because foreign code may raise anything.
 
     Args:
-      others: kept, too: what is no Exception, such as SystemExit.
+      others: classes to keep that are no Exception, such as SystemExit. Without them Ctrl-C and `sys.exit` go through.
     """
 
     def __init__(self, *others: type[BaseException]) -> None:
@@ -65,8 +62,8 @@ def call(
 
     Args:
       arguments: by name.
-      rows: rewards that must come back.
-      wait: gives the result of an awaitable: that of an async function, or of one that returns what it awaits.
+      rows: number of rewards to expect.
+      wait: gives the result of an awaitable, for async functions.
     """
     with Caught() as caught:
         returned = function(**arguments)
@@ -76,8 +73,8 @@ def call(
 
 
 def outcome_of(returned: Any, rows: int) -> Outcome:
-    """What a function returned, one value a completion."""
-    # Texts, mappings and sets are iterable, too, and no rewards in the order of the completions.
+    """Checks the return value of a function: one value per completion."""
+    # Texts, mappings and sets are iterable, but they are no rewards in the order of the completions.
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping | Set):
         return "no list", f"expected a list of {rows} rewards, one per completion; got {reprlib.repr(returned)}"
     rewards = list(returned)
@@ -87,13 +84,13 @@ def outcome_of(returned: Any, rows: int) -> Outcome:
 
 
 def value_of(reward: Any) -> Value:
-    """The reward rounded to float32, None as it is, or what is wrong with it."""
+    """Rounds a reward to float32, keeps None, or says what is wrong with it."""
     if reward is None:
         return None
     number = _number(reward)
     if number is None:
         return "a number", reprlib.repr(reward)
-    # What is too large becomes infinity and is refused below; a warning beside that would say nothing new.
+    # Too large numbers become infinite and are refused below, so numpy need not warn.
     with np.errstate(over="ignore"):
         rounded = float(np.float32(number))
     return rounded if math.isfinite(rounded) else ("a finite float32", reprlib.repr(reward))
@@ -104,7 +101,7 @@ def _number(reward: Any) -> float | None:
     if isinstance(reward, str | bytes | bytearray) or getattr(reward, "ndim", 0):
         return None
     dtype = getattr(reward, "dtype", None)
-    # Kind V: bfloat16 and its like, and raw bytes. NumPy would make numbers of bytes, texts and times, too.
+    # Kind V is bfloat16 and similar types, or raw bytes. float() would also take numpy's bytes, texts and times.
     if isinstance(dtype, np.dtype) and (dtype.kind not in "biufV" or dtype.type is np.void):
         return None
     try:
@@ -116,11 +113,11 @@ def _number(reward: Any) -> float | None:
 
 
 def described(error: BaseException) -> str:
-    """`KeyError: 'answer' (my_rewards.py, line 12)`: the line of the user's own file that it came through."""
+    """Describes an error with the line of the user's file: `KeyError: 'answer' (my_rewards.py, line 12)`."""
     text = "".join(traceback.format_exception_only(error)).strip()
     if len(text) > LONGEST_MESSAGE:  # it may quote a whole completion
         text = f"{text[:LONGEST_MESSAGE]}…"
-    # The first frame is the call itself; the second, if there is one, lies in the function.
+    # The first frame is our call. The second one, if any, is in the function.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:
         return text
@@ -129,18 +126,15 @@ def described(error: BaseException) -> str:
 
 
 def packed(outcome: Outcome) -> bytes:
-    """An outcome as JSON: `{"values": [0.5, null, [expected, came]]}` or `{"failed": [kind, message]}`."""
+    """Writes an outcome as JSON: `{"values": [0.5, null, [expected, got]]}` or `{"failed": [kind, message]}`."""
     return json.dumps({"failed": outcome} if isinstance(outcome, tuple) else {"values": outcome}).encode()
 
 
 def unpacked(message: bytes, rows: int) -> Outcome:
-    """What `packed` made.
-
-    Args:
-      rows: rewards that are expected.
+    """Reads an outcome that `packed` wrote.
 
     Raises:
-      ValueError: something else, or another number of them.
+      ValueError: something else, or not `rows` rewards.
     """
     content = json.loads(message)
     match content:
@@ -165,28 +159,25 @@ def _unpacked_value(value: Any) -> Value:
 
 
 async def awaited(awaitable: Awaitable[Any]) -> Any:
-    """A coroutine of any awaitable: only coroutines can be run."""
+    """Makes a coroutine of an awaitable, because event loops run coroutines only."""
     return await awaitable
 
 
 def load_file(name: str, path: str) -> None:
-    """Makes a file that lies on no import path importable as `name`."""
+    """Loads a file outside the import path as module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"expected a Python file; got {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before its body runs: dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module while it loads
     spec.loader.exec_module(module)
 
 
 def serve(connection: Connection) -> None:
-    """Loads a function, then answers calls of it.
+    """Loads a function and answers calls of it until the other side closes the connection.
 
-    First comes (import path, files as (name, path), the pickled function), and an empty list goes back or what is
-    wrong. Then for every call come (seconds, rows, pickled arguments), and its Outcome goes back.
-
-    Raises:
-      EOFError, ConnectionError: the other side is gone.
+    The first request is (import path, files as (name, path), pickled function); the answer is an empty list or an
+    error. Every other request is (seconds, rows, pickled arguments); the answer is an Outcome.
     """
     path, files, pickled = connection.recv()
     sys.path[:] = path
@@ -198,11 +189,11 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(packed((type(caught.error).__name__, described(caught.error))))
         return
     connection.send_bytes(packed([]))
-    # One event loop for all calls: an async function may keep a client that belongs to it.
+    # One event loop for all calls, because an async function may keep a client that belongs to it.
     with asyncio.Runner() as runner:
         while True:
             seconds, rows, pickled = connection.recv()
-            # From a thread of C, which runs even where the function never lets Python's other threads run.
+            # A timer in a thread of C, which works even if the function never releases Python's lock.
             faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=2)
             with Caught() as caught:
                 arguments = pickle.loads(pickled)
@@ -215,8 +206,6 @@ def serve(connection: Connection) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The process: its one argument is the number of an open socket."""
-    # Without the other side there is nobody to answer.
     with Connection(int(arguments[0])) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection)
 

@@ -44,7 +44,7 @@ OURS = sorted(
 UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PICKLES = {
     "smd_jax/text/child_process.py": {"dumps"},
-    "smd_jax/tasks/reward_callers.py": {"dumps", "Pickler"},
+    "smd_jax/tasks/reward_callers.py": {"Pickler"},
     "smd_jax/tasks/reward_calls.py": {"loads"},
 }
 # Where files of the user's own code are run.

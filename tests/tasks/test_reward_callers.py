@@ -172,7 +172,7 @@ def test_a_process_ends_with_whoever_asks():
     calls = CallsInProcess("length", reward_cases.length, LONG)
     calls.begin({"completions": ["a"]}, 1)
     assert calls.finish() == [1.0]
-    assert calls._child is not None
-    process = calls._child[0]
+    assert calls._process is not None
+    process = calls._process._process
     del calls
     assert process.returncode is not None
