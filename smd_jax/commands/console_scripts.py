@@ -32,6 +32,10 @@ def smd_plot() -> None:
     run("plot")
 
 
+def smd_certify() -> None:
+    run("certify")
+
+
 def run(command: str) -> None:
     """Runs the `main` of a module of `smd_jax.commands`; `--version` imports none.
 

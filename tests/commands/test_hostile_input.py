@@ -82,7 +82,7 @@ def script(name: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from smd_jax.commands.console_scripts import {name}; {name}()"]
 
 
-@pytest.mark.parametrize("name", ["smd_train", "smd_eval", "smd_export", "smd_plot"])
+@pytest.mark.parametrize("name", ["smd_train", "smd_eval", "smd_export", "smd_plot", "smd_certify"])
 def test_every_command_says_its_version(name):
     done = subprocess.run([*script(name), "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("smd_jax 0.")

@@ -1,0 +1,9 @@
+"""Is a recorded rollout the policy that is about to be trained? Replays it, and names the cause if it is not."""
+
+from smd_jax.certify.record import Record as Record
+from smd_jax.certify.record import load_record as load_record
+from smd_jax.certify.record import save_record as save_record
+from smd_jax.certify.causes import PromptFacts as PromptFacts
+from smd_jax.certify.verdict import Models as Models
+from smd_jax.certify.verdict import Verdict as Verdict
+from smd_jax.certify.verdict import certify as certify

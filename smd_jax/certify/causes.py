@@ -1,0 +1,206 @@
+"""Known causes of a mismatch between sampler and learner, each as the conditions that the sampler would have had.
+
+`smd_jax.certify.verdict` replays a record under each of them. The cause whose replay gives the recorded
+log-probabilities is the cause of the mismatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smd_jax.certify.conditions import SPARE, Conditions
+from smd_jax.certify.record import Record
+from smd_jax.message.masks import NEVER
+
+
+class Case(NamedTuple):
+    """One way in which a cause may have happened.
+
+    Attributes:
+      said: what the sampler did instead of what the record states.
+      conditions: of the sampler.
+    """
+
+    said: str
+    conditions: Conditions
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What is known of the tokenizer.
+
+    Attributes:
+      bos: id of its BOS token; None without one.
+      system: ids that its chat template puts before the user's first message; empty if none.
+      generation: ids that it puts before the answer; empty if none.
+    """
+
+    bos: int | None = None
+    system: tuple[int, ...] = ()
+    generation: tuple[int, ...] = ()
+
+
+def prompt_facts(tokenizer: Any) -> PromptFacts:
+    """What a transformers tokenizer says of prompts."""
+    system, generation = (), ()
+    if tokenizer.chat_template:
+        plain = _render(tokenizer, add_generation_prompt=False)
+        asked = _render(tokenizer, add_generation_prompt=True)
+        system, generation = _system_of(tokenizer, plain), tuple(asked[len(plain) :])
+    return PromptFacts(tokenizer.bos_token_id, system, generation)
+
+
+def _render(tokenizer: Any, add_generation_prompt: bool) -> list[int]:
+    messages = [{"role": "user", "content": "x"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _system_of(tokenizer: Any, plain: list[int]) -> tuple[int, ...]:
+    """Ids before the last turn: turns begin with the same special token, as `<|im_start|>` or `<start_of_turn>`."""
+    special = set(tokenizer.all_special_ids)
+    begins = [index for index, token in enumerate(plain) if token == plain[0] and token in special]
+    return tuple(plain[: begins[-1]]) if len(begins) > 1 else ()
+
+
+CaseFunction = Callable[[Record, PromptFacts], Iterator[Case]]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause that is tested by a forward pass of its own.
+
+    Attributes:
+      name: for reports and exit messages.
+      mend: what to do about it.
+      cases: how it may have happened.
+    """
+
+    name: str
+    mend: str
+    cases: CaseFunction
+
+
+def _mask_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    if record.has_evictions:
+        at = Conditions.of(record)
+        dense = np.where(at.evicted_at > 0, NEVER, 0).astype(np.int32)
+        yield Case("nothing was evicted", replace(at, evicted_at=dense))
+
+
+def _mask_off_by_one(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    at = Conditions.of(record)
+    evicted = (at.evicted_at > 0) & (at.evicted_at < NEVER)
+    if evicted.any():
+        keys = np.arange(at.evicted_at.shape[-1])
+        for by, said in ((1, "one query later"), (-1, "one query earlier")):
+            moved = np.maximum(at.evicted_at + by * evicted, np.where(evicted, keys + 1, 0))
+            yield Case(f"keys were evicted {said} than recorded", replace(at, evicted_at=moved.astype(np.int32)))
+
+
+def _positions_shifted(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    at = Conditions.of(record)
+    columns = np.arange(at.tokens.shape[1])
+    response = columns >= at.first[:, None]
+    for by in (1, -1):
+        shifted = np.maximum(at.positions + by * response, 0).astype(np.int32)
+        yield Case(f"positions of the response were shifted by {by:+d}", replace(at, positions=shifted))
+    if (record.positions != np.arange(record.tokens.shape[1])).any():
+        plain = np.broadcast_to(columns, at.tokens.shape).astype(np.int32)
+        yield Case("positions were 0, 1, 2, … in every row", replace(at, positions=plain))
+
+
+def _positions_of_slots(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    if not record.has_evictions:
+        return
+    at = Conditions.of(record)
+    rows, columns = at.tokens.shape
+    queries = np.arange(columns)
+    positions = np.zeros((rows, columns), np.int32)
+    for row in range(rows):
+        evicted_at = at.evicted_at[row, 0, 0]
+        visible = (queries[None] <= queries[:, None]) & (queries[:, None] < evicted_at[None])
+        positions[row] = np.maximum(visible.sum(axis=1) - 1, 0)
+    yield Case("positions counted the keys left in the cache", replace(at, positions=positions))
+
+
+def _padding_attended(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    at = Conditions.of(record)
+    counts = record.prompt_lengths.max() - record.prompt_lengths
+    if not counts.any() or counts.max() > SPARE:
+        return
+    pads = [np.full(count, record.pad_token_id) for count in counts]
+    own = list(at.positions)
+    yield Case("the padding left of short prompts was attended to", at.with_prefix(pads, own))
+    later = [places + count for places, count in zip(own, counts, strict=True)]
+    yield Case("the padding left of short prompts was attended to and counted", at.with_prefix(pads, later))
+
+
+def _bos(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    if facts.bos is None:
+        return
+    at = Conditions.of(record)
+    rows = len(record.lengths)
+    yield Case(
+        "the prompts began with one more BOS token",
+        at.with_prefix([np.array([facts.bos])] * rows, [places + 1 for places in at.positions]),
+    )
+    if (record.tokens[:, 0] == facts.bos).all() and (record.prompt_lengths > 1).all():
+        zeros = np.zeros(rows, np.int32)
+        yield Case("the prompts had no BOS token", at.without_columns(zeros, zeros + 1))
+
+
+def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    at = Conditions.of(record)
+    rows = len(record.lengths)
+    system = np.array(facts.system, np.int32)
+    count = len(system)
+    if count:
+        has = [np.array_equal(record.tokens[row, :count], system) for row in range(rows)]
+        if all(has) and (record.prompt_lengths > count).all():
+            zeros = np.zeros(rows, np.int32)
+            yield Case("the prompts had no system message", at.without_columns(zeros, zeros + count))
+        elif not any(has) and count <= SPARE:
+            moved = at.with_prefix([system] * rows, [places + count for places in at.positions])
+            yield Case("the prompts had the template's system message", moved)
+    generation = np.array(facts.generation, np.int32)
+    count = len(generation)
+    ends = record.prompt_lengths
+    if not count or (ends <= count).any():
+        return
+    if all(np.array_equal(record.tokens[row, ends[row] - count : ends[row]], generation) for row in range(rows)):
+        yield Case("the prompts had no generation prompt", at.without_columns(ends - count, ends))
+
+
+def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    at = Conditions.of(record)
+    _, layers, heads, _ = at.evicted_at.shape
+    if layers > 1:
+        yield Case("the masks of the layers came in reverse order", replace(at, evicted_at=at.evicted_at[:, ::-1]))
+        for by in (1, -1):
+            rolled = np.roll(at.evicted_at, by, axis=1)
+            yield Case(f"the masks were shifted by {by:+d} layer", replace(at, evicted_at=rolled))
+    if heads > 1:
+        yield Case("the masks of the KV heads came in reverse order", replace(at, evicted_at=at.evicted_at[:, :, ::-1]))
+    if heads > 2:
+        for by in (1, -1):
+            rolled = np.roll(at.evicted_at, by, axis=2)
+            yield Case(f"the masks were shifted by {by:+d} KV head", replace(at, evicted_at=rolled))
+
+
+SAME_TOKENS = "encode prompts once, and pass token ids to both sides"
+
+CAUSES = (
+    Cause("mask ignored", "apply the recorded evictions on both sides, or record none", _mask_ignored),
+    Cause("mask off by one", "an evicted key is last seen by query evicted_at - 1", _mask_off_by_one),
+    Cause("positions shifted", "give every token the same position in sampler and learner", _positions_shifted),
+    Cause("positions of cache slots", "cache keys at their original positions", _positions_of_slots),
+    Cause("padding attended", "mask the padding, or pass the row's own prompt only", _padding_attended),
+    Cause("BOS token", SAME_TOKENS, _bos),
+    Cause("chat template", SAME_TOKENS, _template),
+    Cause("layers or heads swapped", "record evicted_at in the model's order of layers and heads", _swapped),
+)

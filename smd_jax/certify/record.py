@@ -1,0 +1,312 @@
+"""A rollout on disk in a form that any sampler can write: tokens, log-probabilities, and the conditions of sampling.
+
+One file, `.npz` or `.safetensors`, with these arrays. Rows are padded on the right; column t has the t-th token.
+
+    tokens           int    [rows, columns]                      prompt, then response
+    prompt_lengths   int    [rows]                               tokens of each prompt
+    lengths          int    [rows]                               tokens of each row, prompt and response
+    logprobs         float  [rows, columns]                      log p(token t | tokens before it), in nats, after the
+                                                                 temperature; only columns of responses are read
+  optional:
+    temperature      float  []                                   1 without it
+    positions        int    [rows, columns]                      0, 1, 2, … without it
+    evicted_at       int    [rows, layers, kv_heads, columns]    first query that did not see the key; any number from
+                                                                 `lengths` on: never. Axes of 1 are shared
+    kept_after       int    [rows, compressions]                 instead of evicted_at: the last query before each
+    kept             int    [rows, compressions, layers, kv_heads, keys]   compression (-1: none), and the keys it kept,
+                                                                 padded with -1
+    support_ids      int    [entries]                            sampling support in compressed rows: the token ids that
+    support_offsets  int    [response tokens + 1]                filters left, for every response token in row order
+    pad_token_id     int    []                                   of the sampler's batch
+
+Numpy only.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.message.foreign import evicted_by_row
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.trajectory import Trajectory
+
+REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
+OPTIONAL = (
+    *("temperature", "positions", "evicted_at", "kept_after", "kept"),
+    *("support_ids", "support_offsets", "pad_token_id"),
+)
+FLOATS = ("logprobs", "temperature")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A checked record; see this file's docstring.
+
+    Attributes:
+      tokens, positions: int32 `[rows, columns]`. lengths, prompt_lengths: int32 `[rows]`.
+      logprobs: float32 `[rows, columns]`.
+      evicted_at: int32 `[rows, layers or 1, kv_heads or 1, columns]`; NEVER for keys that stayed, and without a record.
+      temperature: of the sampler.
+      support: ids of the tokens that could be drawn, for every response token in row order; None: all tokens.
+      pad_token_id: of the sampler's batch.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
+    evicted_at: np.ndarray
+    temperature: float = 1.0
+    support: tuple[np.ndarray, ...] | None = None
+    pad_token_id: int = 0
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def has_evictions(self) -> bool:
+        return bool((self.evicted_at < self.lengths[:, None, None, None]).any())
+
+    def first_rows(self, count: int) -> Record:
+        """The record of the first rows only."""
+        support = self.support
+        if support is not None:
+            support = support[: int(self.response_lengths[:count].sum())]
+        names = ("tokens", "positions", "prompt_lengths", "lengths", "logprobs", "evicted_at")
+        arrays = {name: getattr(self, name)[:count] for name in names}
+        return Record(**arrays, temperature=self.temperature, support=support, pad_token_id=self.pad_token_id)
+
+
+def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int) -> Record:
+    """Reads and checks a record.
+
+    Args:
+      layers, kv_heads, vocab_size: of the model.
+
+    Raises:
+      ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
+        names the array.
+    """
+    return check_record(_read(path), layers, kv_heads, vocab_size)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+    except (SafetensorError, zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        raise ValueError(f"expected a readable record; got {path}: {str(error)[:200]}") from error
+    raise ValueError(f"expected a record with the suffix .npz or .safetensors; got {path}")
+
+
+def save_record(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays under the names of this file's docstring. An existing file is not replaced.
+
+    Raises:
+      FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors.
+    """
+    if path.exists():
+        raise FileExistsError(f"expected no file at {path}; found one")
+    if path.suffix == ".npz":
+        np.savez_compressed(path, **dict[str, Any](arrays))
+    elif path.suffix == ".safetensors":
+        save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path)
+    else:
+        raise ValueError(f"expected a path with the suffix .npz or .safetensors; got {path}")
+
+
+def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The arrays of a trajectory of this library, without its padding."""
+    valid = np.asarray(trajectory.valid)
+    response_lengths = np.asarray(trajectory.response_mask).sum(axis=1)
+    prompt_lengths = valid[:, : trajectory.prompt_width].sum(axis=1)
+    starts = trajectory.prompt_width - prompt_lengths
+    lengths = prompt_lengths + response_lengths
+    columns = int(lengths.max())
+    places = np.minimum(starts[:, None] + np.arange(columns), valid.shape[1] - 1)
+    inside = np.arange(columns) < lengths[:, None]
+    logprobs = np.zeros(valid.shape, np.float32)
+    logprobs[:, trajectory.prompt_width :] = np.asarray(trajectory.logprobs)
+    mask = trajectory.mask
+    mask = mask if isinstance(mask, ShadowMask) else ShadowMask.from_boolean(mask)
+    evicted_at = np.asarray(mask.evicted_at).astype(np.int64) - starts[:, None, None, None]
+    evicted_at = np.take_along_axis(evicted_at, places[:, None, None], axis=3)
+    arrays = {
+        "tokens": np.where(inside, np.take_along_axis(np.asarray(trajectory.tokens), places, axis=1), 0),
+        "prompt_lengths": prompt_lengths,
+        "lengths": lengths,
+        "logprobs": np.where(inside, np.take_along_axis(logprobs, places, axis=1), 0),
+        "evicted_at": np.clip(evicted_at, 0, columns + 1),
+        "temperature": np.float32(trajectory.temperature),
+    }
+    return {name: np.asarray(array) for name, array in arrays.items()} | _support_of(trajectory)
+
+
+def _support_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    if trajectory.drawable is None or trajectory.drawable.sets is None:
+        return {}
+    inside = np.asarray(trajectory.response_mask)
+    sets = np.asarray(trajectory.drawable.sets)
+    if sets.dtype == np.uint8:
+        found = [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in sets[inside]]
+    else:
+        found = [row[row >= 0] for row in sets[inside]]
+    offsets = np.cumsum([0, *(len(ids) for ids in found)])
+    return {"support_ids": np.concatenate(found).astype(np.int32), "support_offsets": offsets}
+
+
+def check_record(arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int) -> Record:
+    """The record of these arrays; arguments and errors as `load_record`."""
+    missing = [name for name in REQUIRED if name not in arrays]
+    if missing:
+        raise ValueError(f"expected the arrays {', '.join(REQUIRED)}; {', '.join(missing)} missing")
+    unknown = sorted(set(arrays) - set(REQUIRED) - set(OPTIONAL))
+    if "routing" in unknown:
+        raise ValueError("routing: expected a record of a model without experts; got expert routing")
+    if unknown:
+        raise ValueError(f"expected the arrays {', '.join((*REQUIRED, *OPTIONAL))}; got {', '.join(unknown)[:200]}")
+    for name, array in arrays.items():
+        kind = np.floating if name in FLOATS else np.integer
+        if not np.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name}: expected {'floats' if kind is np.floating else 'integers'}; got {array.dtype}")
+    tokens = arrays["tokens"]
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens: expected [rows, columns]; got the shape {tokens.shape}")
+    rows, columns = tokens.shape
+    shapes = {"prompt_lengths": (rows,), "lengths": (rows,), "logprobs": (rows, columns), "positions": (rows, columns)}
+    shapes |= {"temperature": (), "pad_token_id": ()}
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise ValueError(f"{name}: expected the shape {shape}; got {arrays[name].shape}")
+    lengths, prompts = arrays["lengths"].astype(np.int32), arrays["prompt_lengths"].astype(np.int32)
+    for row in range(rows):
+        if not 1 <= prompts[row] < lengths[row] <= columns:
+            raise ValueError(
+                f"expected 1 <= prompt_lengths < lengths <= {columns} columns; got {prompts[row]} and {lengths[row]} "
+                f"in row {row}"
+            )
+    inside = np.arange(columns) < lengths[:, None]
+    wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"tokens: expected ids below {vocab_size}, the model's vocabulary; got {tokens[row, column]} in row {row}, "
+            f"column {column}. Was the record made with another tokenizer?"
+        )
+    response = inside & (np.arange(columns) >= prompts[:, None])
+    logprobs = arrays["logprobs"].astype(np.float32)
+    wrong = response & ~(np.isfinite(logprobs) & (logprobs <= 1e-3))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"logprobs: expected finite numbers <= 0; got {logprobs[row, column]} in row {row}, column {column}"
+        )
+    temperature = float(arrays.get("temperature", np.float32(1.0)))
+    if not 0 < temperature < np.inf:
+        raise ValueError(f"temperature: expected a number > 0; got {temperature}")
+    positions = arrays.get("positions", np.broadcast_to(np.arange(columns), tokens.shape)).astype(np.int32)
+    if (positions[inside] < 0).any():
+        raise ValueError(f"positions: expected numbers >= 0; got {positions[inside].min()}")
+    return Record(
+        tokens=np.where(inside, tokens, 0).astype(np.int32),
+        positions=positions,
+        prompt_lengths=prompts,
+        lengths=lengths,
+        logprobs=np.where(response, logprobs, 0).astype(np.float32),
+        evicted_at=_evicted_at(arrays, lengths, columns, layers, kv_heads),
+        temperature=temperature,
+        support=_support(arrays, response, tokens, vocab_size),
+        pad_token_id=int(arrays.get("pad_token_id", np.int32(0))),
+    )
+
+
+def _evicted_at(
+    arrays: Mapping[str, np.ndarray], lengths: np.ndarray, columns: int, layers: int, kv_heads: int
+) -> np.ndarray:
+    """`evicted_at` of the record, checked, with NEVER from the row's length on; padding is never seen."""
+    if ("kept" in arrays) != ("kept_after" in arrays):
+        raise ValueError("expected kept and kept_after together; got one of them")
+    if "kept" in arrays and "evicted_at" in arrays:
+        raise ValueError("expected evicted_at or kept; got both")
+    rows = len(lengths)
+    found = np.full((rows, 1, 1, columns), NEVER, np.int32)
+    if "evicted_at" in arrays:
+        given = arrays["evicted_at"]
+        fits = given.ndim == 4 and given.shape[::3] == (rows, columns)
+        if not fits or given.shape[1] not in (1, layers) or given.shape[2] not in (1, kv_heads):
+            raise ValueError(
+                f"evicted_at: expected the shape {(rows, layers, kv_heads, columns)}, with 1 for layers or KV heads "
+                f"that share it; got {given.shape}"
+            )
+        by_row = evicted_by_row(
+            lengths, layers, kv_heads, kept=None, dropped=None, visible=None,
+            evicted_at=[given[row, :, :, : lengths[row]] for row in range(rows)],
+        )  # fmt: skip
+        found = _stack(by_row, columns)
+    elif "kept" in arrays:
+        kept, after = arrays["kept"], arrays["kept_after"]
+        if kept.ndim != 5 or after.shape != kept.shape[:2] or kept.shape[0] != rows:
+            raise ValueError(
+                f"kept: expected [rows, compressions, layers, kv_heads, keys] with kept_after [rows, compressions], "
+                f"{rows} rows; got {kept.shape} and {after.shape}"
+            )
+        compressions = [
+            [
+                (int(at), [[keys[keys >= 0] for keys in heads] for heads in kept[row, number]])
+                for number, at in enumerate(after[row])
+                if at >= 0
+            ]
+            for row in range(rows)
+        ]
+        by_row = evicted_by_row(
+            lengths, layers, kv_heads, kept=compressions, dropped=None, visible=None, evicted_at=None
+        )
+        found = _stack(by_row, columns)
+    inside = np.arange(columns) < lengths[:, None]
+    found = np.where(found < lengths[:, None, None, None], found, NEVER)
+    return np.where(inside[:, None, None], found, 0).astype(np.int32)
+
+
+def _stack(by_row: list[np.ndarray], columns: int) -> np.ndarray:
+    found = np.full((len(by_row), *by_row[0].shape[:2], columns), NEVER, np.int32)
+    for row, evicted_at in enumerate(by_row):
+        found[row, :, :, : evicted_at.shape[-1]] = evicted_at
+    return found
+
+
+def _support(
+    arrays: Mapping[str, np.ndarray], response: np.ndarray, tokens: np.ndarray, vocab_size: int
+) -> tuple[np.ndarray, ...] | None:
+    if ("support_ids" in arrays) != ("support_offsets" in arrays):
+        raise ValueError("expected support_ids and support_offsets together; got one of them")
+    if "support_ids" not in arrays:
+        return None
+    ids, offsets = arrays["support_ids"], arrays["support_offsets"]
+    count = int(response.sum())
+    if ids.ndim != 1 or offsets.shape != (count + 1,) or offsets[0] != 0 or offsets[-1] != len(ids):
+        raise ValueError(
+            f"support_offsets: expected {count + 1} numbers from 0 to {ids.size}, one more than response tokens; got "
+            f"the shape {offsets.shape}"
+        )
+    if (np.diff(offsets) < 1).any():
+        raise ValueError("support_offsets: expected at least one id for every response token; got an empty set")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(f"support_ids: expected ids below {vocab_size}; got {ids.min()} to {ids.max()}")
+    sets = tuple(ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+    for number, (token, ids_of_token) in enumerate(zip(tokens[response], sets, strict=True)):
+        if token not in ids_of_token:
+            raise ValueError(f"support_ids: expected the sampled token {token} in its set (response token {number})")
+    return sets

@@ -1,0 +1,328 @@
+"""Compares a record with its replay, and names the cause of a mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from smd_jax.certify.causes import CAUSES, PromptFacts
+from smd_jax.certify.conditions import Conditions, replay_logits, token_logprobs
+from smd_jax.certify.record import Record
+from smd_jax.message.masks import NEVER
+from smd_jax.model.protocol import LanguageModel, Params
+
+# Mean |difference| in nats up to which a float32 sampler and learner are one policy.
+TOLERANCE = 1e-4
+# Mean |difference| of a bfloat16 sampler, as a multiple of what bfloat16 changes in our own replay.
+ROUNDING = 3.0
+# A cause is named if its replay leaves at most this share of the mean |difference|.
+EXPLAINED = 0.25
+# Tokens, the likeliest first, among which a filter is fitted.
+MOST_DRAWABLE = 2048
+# Layers that are tried for a swap of two masks.
+SUSPECTS = 6
+
+WEIGHTS = "stale weights"
+WEIGHTS_MEND = "update the sampler's weights before it samples, and compare their checksums"
+DTYPE = "dtype"
+DTYPE_MEND = "compute in the same dtype on both sides, or accept its rounding: certify with --dtype"
+SUPPORT = "sampling support"
+SUPPORT_MEND = "record the tokens that filters left (support_ids), and replay over these"
+TEMPERATURE = "temperature"
+TEMPERATURE_MEND = "divide logits by the same temperature on both sides before the softmax"
+ALIGNMENT = "tokens misaligned"
+ALIGNMENT_MEND = "column t of logprobs belongs to token t"
+VISIBILITY = "evictions"
+VISIBILITY_MEND = "record what the engine evicted, after it evicted it"
+SWAPPED = "layers or heads swapped"
+
+
+class Models(NamedTuple):
+    """The model that is about to be trained, and others to compare with.
+
+    Attributes:
+      model, params: to certify.
+      other: the same weights computed in another dtype; None: not compared.
+      other_dtype: its name.
+      previous: older parameters that the sampler may have had; None: not compared.
+    """
+
+    model: LanguageModel
+    params: Params
+    other: tuple[LanguageModel, Params] | None = None
+    other_dtype: str = ""
+    previous: Params | None = None
+
+
+class Finding(NamedTuple):
+    """One tested explanation. `difference`: mean |difference| in nats that it leaves."""
+
+    cause: str
+    said: str
+    mend: str
+    difference: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of a record with its replay.
+
+    Attributes:
+      difference: `[rows, responses]` learner less sampler in nats, NaN outside of responses.
+      tolerance: mean |difference| up to which the two are one policy.
+      cause: the named cause; None for one policy, and where no tested explanation holds.
+      findings: all tested explanations, the best first.
+      sensitive_layers: `(layer, mean |difference| with this layer dense)`, best first, where a swap was searched.
+    """
+
+    difference: np.ndarray
+    tolerance: float
+    cause: Finding | None
+    findings: tuple[Finding, ...]
+    sensitive_layers: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def mean_abs(self) -> float:
+        return float(np.nanmean(np.abs(self.difference)))
+
+    @property
+    def max_abs(self) -> float:
+        return float(np.nanmax(np.abs(self.difference)))
+
+    @property
+    def is_one_policy(self) -> bool:
+        return self.mean_abs <= self.tolerance
+
+    @property
+    def bias(self) -> tuple[float, float]:
+        """Mean difference in nats, and its standard error over tokens."""
+        values = self.difference[np.isfinite(self.difference)]
+        return float(values.mean()), float(values.std() / np.sqrt(len(values)))
+
+    @property
+    def growth(self) -> tuple[float, float]:
+        """Mean |difference| in the first and in the last third of the response columns."""
+        thirds = np.array_split(np.abs(self.difference), 3, axis=1)
+        return _mean(thirds[0]), _mean(thirds[-1])
+
+    @property
+    def kind(self) -> str:
+        """`rounding`; `bias`, whose mean is not zero or which grows with the length; or `noise`."""
+        if self.is_one_policy:
+            return "rounding"
+        mean, error = self.bias
+        first, last = self.growth
+        return "bias" if abs(mean) > 3 * error or last > 2 * first else "noise"
+
+
+def _mean(values: np.ndarray) -> float:
+    found = values[np.isfinite(values)]
+    return float(found.mean()) if found.size else 0.0
+
+
+class _Replays:
+    """Replays of one record under many conditions."""
+
+    def __init__(self, models: Models, record: Record):
+        self.models = models
+        self.record = record
+        self.rows, self.responses = len(record.lengths), int(record.response_lengths.max())
+        columns = record.prompt_lengths[:, None] + np.arange(self.responses)
+        self.inside = columns < record.lengths[:, None]
+        columns = np.minimum(columns, record.tokens.shape[1] - 1)
+        self.response = np.take_along_axis(record.tokens, columns, axis=1)
+        self.sampled = np.take_along_axis(record.logprobs, columns, axis=1)
+        self.support = None if record.support is None else _padded(record.support, self.inside)
+
+    def logits(self, conditions: Conditions, params: Params | None = None) -> Array:
+        params = self.models.params if params is None else params
+        return replay_logits(self.models.model, params, conditions, self.responses)
+
+    def difference(
+        self, logits: Array, temperature: float | None = None, support: np.ndarray | None | str = "recorded"
+    ) -> np.ndarray:
+        """Learner less sampler, NaN outside of responses."""
+        sets = self.support if isinstance(support, str) else support
+        temperature = self.record.temperature if temperature is None else temperature
+        sets = None if sets is None else jnp.asarray(sets)
+        logprobs = token_logprobs(logits, jnp.asarray(self.response), jnp.float32(temperature), sets)
+        return np.where(self.inside, np.asarray(logprobs, np.float64) - self.sampled, np.nan)
+
+    def left(self, conditions: Conditions) -> float:
+        """Mean |difference| under the conditions."""
+        return _mean(np.abs(self.difference(self.logits(conditions))))
+
+
+def _padded(support: tuple[np.ndarray, ...], inside: np.ndarray) -> np.ndarray:
+    """`[rows, responses, most]`, padded with -1."""
+    sets = np.full((*inside.shape, max(len(ids) for ids in support)), -1, np.int32)
+    for (row, column), ids in zip(np.argwhere(inside), support, strict=True):
+        sets[row, column, : len(ids)] = ids
+    return sets
+
+
+def certify(models: Models, record: Record, facts: PromptFacts | None = None) -> Verdict:
+    """Replays the record, and tests the known causes unless sampler and learner are one policy.
+
+    Args:
+      facts: of the tokenizer; None: causes that need one are not tested.
+    """
+    replays = _Replays(models, record)
+    stated = Conditions.of(record)
+    logits = replays.logits(stated)
+    difference = replays.difference(logits)
+    rounding = None
+    if models.other is not None:
+        other = replays.difference(replay_logits(*models.other, stated, replays.responses))
+        rounding = other - difference
+    tolerance = TOLERANCE
+    if models.model.shape.dtype == "bfloat16":
+        # Of another dtype's rounding our own is the measure; without it, what bfloat16 costs models of this size.
+        tolerance = ROUNDING * (_mean(np.abs(rounding)) if rounding is not None else 0.02)
+    base = _mean(np.abs(difference))
+    if base <= tolerance:
+        return Verdict(difference, tolerance, None, ())
+    findings = [*_of_softmax(replays, logits), *_of_alignment(replays, logits), *_of_conditions(replays, facts)]
+    if models.previous is not None:
+        left = _mean(np.abs(replays.difference(replays.logits(stated, models.previous))))
+        findings.append(Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left))
+    findings.sort(key=lambda finding: finding.difference)
+    allowed = max(EXPLAINED * base, tolerance)
+    if findings and findings[0].difference <= allowed:
+        return Verdict(difference, tolerance, findings[0], tuple(findings))
+    cause, layers = _by_elimination(replays, difference, rounding, allowed)
+    return Verdict(difference, tolerance, cause, tuple(findings), layers)
+
+
+def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
+    """Explanations by the softmax over the same logits."""
+    record = replays.record
+    temperatures = record.temperature * np.geomspace(0.25, 4, 25)
+    for _ in range(6):  # the grid narrows around its best point
+        left = [_mean(np.abs(replays.difference(logits, float(t)))) for t in temperatures]
+        best = int(np.argmin(left))
+        low, high = temperatures[max(best - 1, 0)], temperatures[min(best + 1, len(temperatures) - 1)]
+        fitted, least = float(temperatures[best]), left[best]
+        temperatures = np.geomspace(low, high, 9)
+    said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
+    yield Finding(TEMPERATURE, said, TEMPERATURE_MEND, least)
+    if replays.support is not None:
+        left = _mean(np.abs(replays.difference(logits, support=None)))
+        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_MEND, left)
+        return
+    yield from _of_filters(replays, logits)
+
+
+def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
+    """Top-k and top-p that the sampler may have used, fitted.
+
+    A sampler that normalises over a set of tokens with probability m has log p / m where the learner has log p. So the
+    difference of every token is log m.
+    """
+    mass = np.exp(replays.difference(logits)[replays.inside])
+    if np.quantile(mass, 0.99) > 1.001:
+        return  # the sampler cannot have lost probability by a filter
+    probabilities = np.asarray(jax.nn.softmax(logits / replays.record.temperature, axis=-1))
+    order = np.argsort(-probabilities, axis=-1, kind="stable")[..., :MOST_DRAWABLE]
+    ordered = np.take_along_axis(probabilities, order, axis=-1)
+    through = np.cumsum(ordered, axis=-1)
+    count = int(np.median(np.argmin(np.abs(through[replays.inside] - mass[:, None]), axis=-1))) + 1
+    share = float(mass.min()) - 1e-6
+    sets = (
+        (f"top_k {count}", order[..., :count]),
+        (f"top_p {share:.3g}", np.where(through - ordered < share, order, -1)),
+    )
+    for name, ids in sets:
+        left = _mean(np.abs(replays.difference(logits, support=ids.astype(np.int32))))
+        yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_MEND, left)
+
+
+def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
+    """Recorded log-probabilities that belong to the neighbouring token."""
+    learner = replays.difference(logits) + replays.sampled
+    for by, said in ((1, "next"), (-1, "previous")):
+        moved = np.full_like(learner, np.nan)
+        if by == 1:
+            moved[:, :-1] = learner[:, 1:]
+        else:
+            moved[:, 1:] = learner[:, :-1]
+        both = np.isfinite(moved) & replays.inside
+        # A shift of a few tokens may leave nothing to compare.
+        if both.sum() > replays.inside.sum() / 2:
+            left = float(np.abs(moved - replays.sampled)[both].mean())
+            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_MEND, left)
+
+
+def _of_conditions(replays: _Replays, facts: PromptFacts | None) -> Iterator[Finding]:
+    for cause in CAUSES:
+        for case in cause.cases(replays.record, facts or PromptFacts()):
+            yield Finding(cause.name, case.said, cause.mend, replays.left(case.conditions))
+
+
+def _by_elimination(
+    replays: _Replays, difference: np.ndarray, rounding: np.ndarray | None, allowed: float
+) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
+    """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
+    base = _mean(np.abs(difference))
+    if rounding is not None:
+        # Recorded differences that follow the other dtype's are its rounding.
+        inside = replays.inside
+        follows = float(np.corrcoef(-rounding[inside], -difference[inside])[0, 1])
+        if follows < -0.5 or follows > 0.5:
+            said = f"the sampler computed in {replays.models.other_dtype}"
+            return Finding(DTYPE, said, DTYPE_MEND, base), ()
+    record = replays.record
+    evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
+    columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
+    # The token of column t is predicted by query t - 1.
+    early = replays.inside & (columns - 1 < evicted[:, None])
+    before, after = _mean(np.abs(difference[early])), _mean(np.abs(difference[replays.inside & ~early]))
+    if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
+        said = "no tested condition explains the difference, and tokens without evictions have it, too"
+        return Finding(WEIGHTS, said, WEIGHTS_MEND, base), ()
+    swapped, layers = _swap(replays)
+    if swapped is not None and swapped.difference <= allowed:
+        return swapped, layers
+    if not early.any():
+        return None, layers
+    said = "only tokens after the first eviction differ, and no tested condition explains how"
+    return Finding(VISIBILITY, said, VISIBILITY_MEND, base), layers
+
+
+def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
+    """The best swap of two layers' or two KV heads' masks, and how the record looks with one layer dense."""
+    stated = Conditions.of(replays.record)
+    _, layers, heads, _ = stated.evicted_at.shape
+    if layers < 2:
+        return None, ()
+    dense = np.where(stated.evicted_at > 0, NEVER, 0).astype(np.int32)
+
+    def with_layers(changed: dict[int, np.ndarray]) -> float:
+        evicted_at = stated.evicted_at.copy()
+        for layer, mask in changed.items():
+            evicted_at[:, layer] = mask
+        return replays.left(replace(stated, evicted_at=evicted_at))
+
+    left = sorted((with_layers({layer: dense[:, layer]}), layer) for layer in range(layers))
+    suspects = [layer for _, layer in left[:SUSPECTS]]
+    masks = stated.evicted_at
+    found = []
+    for one, other in combinations(sorted(suspects), 2):
+        difference = with_layers({one: masks[:, other], other: masks[:, one]})
+        found.append((difference, f"the masks of the layers {one} and {other} were swapped"))
+    for layer in suspects[:2]:
+        for one, other in combinations(range(heads), 2):
+            order = np.arange(heads)
+            order[[one, other]] = other, one
+            difference = with_layers({layer: masks[:, layer, order]})
+            found.append((difference, f"the masks of the KV heads {one} and {other} of layer {layer} were swapped"))
+    difference, said = min(found)
+    mend = next(cause.mend for cause in CAUSES if cause.name == SWAPPED)
+    return Finding(SWAPPED, said, mend, difference), tuple((layer, value) for value, layer in left)

@@ -1,0 +1,91 @@
+"""smd-certify: is this rollout the policy that you are about to train?
+
+    smd-certify rollout.npz --model DIR                     prints the difference, and the cause if there is one
+    smd-certify rollout.npz --model DIR --out report.html   one page with a picture; report.json for other programs
+
+Replays a record of any sampler through the model, under the recorded evictions, positions and sampling support. The
+format is in docs/certify.md. Exit status 0: one policy; 1: not one policy; 2: the record or the model cannot be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from smd_jax.certify import report
+from smd_jax.certify.causes import prompt_facts
+from smd_jax.certify.record import load_record
+from smd_jax.certify.verdict import Models, certify
+from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.weights import load_checkpoint, read_config
+
+DIFFERENT = 1
+
+
+@dataclass(frozen=True)
+class Args:
+    """Replays a recorded rollout."""
+
+    record: tyro.conf.Positional[Path]  # .npz or .safetensors
+    model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: what is about to be trained
+    previous: str | None = None  # an older checkpoint that the sampler may have had
+    dtype: Literal["float32", "bfloat16"] = "float32"  # that the sampler computed in
+    rows: int = 8  # of the record that are replayed, from the first on
+    out: Path | None = None  # .html or .json
+    debug: bool = False  # show the traceback of every error
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The console script.
+
+    Raises:
+      SystemExit: with status 1 if sampler and learner are not one policy, with 2 for bad input.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    args = tyro.cli(Args, prog="smd-certify", description=__doc__, args=given)
+    with reported(args.debug), users_mistakes():
+        one_policy = run(args)
+    if not one_policy:
+        raise SystemExit(DIFFERENT)
+
+
+def run(args: Args) -> bool:
+    """Prints the verdict and writes the report. Returns whether sampler and learner are one policy.
+
+    Raises:
+      UserError, ValueError, OSError: a record or a model that cannot be read, a report that cannot be written.
+    """
+    if args.out is not None:
+        if args.out.suffix not in (".html", ".json"):
+            raise UserError(f"expected --out to end in .html or .json; got {args.out}")
+        if args.out.exists():
+            raise UserError(f"expected no file at --out {args.out}; found one")
+    if args.rows < 1:
+        raise UserError(f"expected --rows >= 1; got {args.rows}")
+    directory = model_directory(args.model)
+    config = read_config(directory)
+    record = load_record(args.record, config.num_layers, config.num_kv_heads, config.vocab_size)
+    facts = prompt_facts(load_tokenizer(directory))
+    config, params = load_checkpoint(directory)
+    other = "bfloat16" if args.dtype == "float32" else "float32"
+    computed = {name: Decoder(dataclasses.replace(config, dtype=name)) for name in ("float32", "bfloat16")}
+    previous = None if args.previous is None else load_checkpoint(model_directory(args.previous))[1]
+    models = Models(computed[args.dtype], params, (computed[other], params), other, previous)
+    verdict = certify(models, record.first_rows(args.rows), facts)
+    print("\n".join(report.lines(verdict)))
+    if args.out is not None:
+        title = f"{args.record.name} replayed"
+        as_json = args.out.suffix == ".json"
+        text = json.dumps(report.to_json(verdict), indent=1) if as_json else report.to_html(verdict, title)
+        args.out.write_text(text, encoding="utf-8")
+        print(f"report      {args.out}")
+    return verdict.is_one_policy

@@ -1,0 +1,240 @@
+"""Records of samplers: read, checked, replayed, and the cause of a mismatch named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import smd_jax as smd
+from smd_jax.certify import report
+from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
+from smd_jax.certify.conditions import Conditions, replay_logits, token_logprobs
+from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
+from smd_jax.certify.verdict import Models, certify
+from smd_jax.commands.certify import main
+from smd_jax.message.masks import NEVER
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
+
+CONFIG = tiny_model_config(num_layers=3)
+MODEL = smd.Decoder(CONFIG)
+FACTS = PromptFacts(bos=1, system=(7, 8, 9), generation=(5, 6))
+LENGTHS = (12, 9, 7, 6)
+
+
+def wide_params(config, seed=0):
+    """Random parameters that are large enough for attention to matter."""
+    return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(config, seed))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return wide_params(CONFIG)
+
+
+def rolled_out(params, sampling=None):
+    """Four prompts of different lengths that begin with the system message and end with the generation prompt."""
+    width = max(LENGTHS)
+    tokens = np.array(jax.random.randint(jax.random.key(0), (4, width), 10, 250))
+    for row, length in enumerate(LENGTHS):
+        tokens[row, width - length : width - length + 3] = FACTS.system
+        tokens[row, -2:] = FACTS.generation
+    valid = np.arange(width) >= width - np.array(LENGTHS)[:, None]
+    sizes = smd.RolloutConfig(max_new_tokens=32, budget=12, buffer=4, sampling=sampling or smd.SamplingConfig())
+    prompts = smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
+    return smd.rollout(MODEL, params, prompts, jax.random.key(1), policy=smd.eviction.TOVA(), config=sizes)
+
+
+@pytest.fixture(scope="module")
+def arrays(params):
+    return arrays_of(rolled_out(params))
+
+
+def checked(arrays) -> Record:
+    return check_record(arrays, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+
+
+def named(params, record, **more):
+    verdict = certify(Models(MODEL, params, **more), record, FACTS)
+    return verdict.cause.cause if verdict.cause else None, verdict
+
+
+def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
+    """The record whose log-probabilities come from a replay under the conditions."""
+    record = checked(arrays)
+    count = int(record.response_lengths.max())
+    columns = np.minimum(record.prompt_lengths[:, None] + np.arange(count), record.tokens.shape[1] - 1)
+    response = jnp.asarray(np.take_along_axis(record.tokens, columns, axis=1))
+    logits = replay_logits(model, params, conditions, count)
+    logprobs = arrays["logprobs"].copy()
+    np.put_along_axis(logprobs, columns, np.asarray(token_logprobs(logits, response, jnp.float32(temperature))), axis=1)
+    return checked({**arrays, "logprobs": logprobs})
+
+
+# --- verdicts
+
+
+def test_a_rollout_is_one_policy(params, arrays):
+    cause, verdict = named(params, checked(arrays))
+    assert checked(arrays).has_evictions
+    assert verdict.is_one_policy and cause is None and verdict.kind == "rounding" and verdict.max_abs < 2e-5
+
+
+def test_recorded_support_is_one_policy(params):
+    given = arrays_of(rolled_out(params, smd.SamplingConfig(top_k=6)))
+    assert named(params, checked(given))[1].is_one_policy
+    without = {name: array for name, array in given.items() if not name.startswith("support")}
+    cause, verdict = named(params, checked(without))
+    assert cause == "sampling support" and not verdict.is_one_policy
+
+
+CASES = [(cause.name, number) for cause in CAUSES for number in range(2)]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_an_injected_cause_is_named(params, arrays, name, number):
+    (cause,) = (cause for cause in CAUSES if cause.name == name)
+    cases = list(cause.cases(checked(arrays), FACTS))
+    if number >= len(cases):
+        pytest.skip("the cause has one case")
+    found, verdict = named(params, sampler_under(params, arrays, cases[number].conditions))
+    assert found == name, report.lines(verdict)
+    assert verdict.cause is not None and verdict.cause.said == cases[number].said
+
+
+def test_other_injected_causes_are_named(params, arrays):
+    stated = Conditions.of(checked(arrays))
+    cause, verdict = named(params, sampler_under(params, arrays, stated, temperature=0.8))
+    assert cause == "temperature" and verdict.cause is not None and "0.8;" in verdict.cause.said
+    assert named(params, checked({**arrays, "logprobs": np.roll(arrays["logprobs"], 1, 1)}))[0] == "tokens misaligned"
+    older = jax.tree.map(lambda x: 0.95 * x, params)
+    stale = sampler_under(older, arrays, stated)
+    assert named(params, stale)[0] == "stale weights"
+    cause, verdict = named(params, stale, previous=older)
+    assert cause == "stale weights" and verdict.findings[0].difference < 1e-5
+    low = smd.Decoder(dataclasses.replace(CONFIG, dtype="bfloat16"))
+    rounded = sampler_under(params, arrays, stated, model=low)
+    assert named(params, rounded, other=(low, params), other_dtype="bfloat16")[0] == "dtype"
+    verdict = certify(Models(low, params, (MODEL, params), "float32"), rounded, FACTS)
+    assert verdict.is_one_policy and verdict.cause is None
+
+
+def test_two_swapped_layers_are_found(params, arrays):
+    swapped = arrays["evicted_at"][:, [2, 1, 0]]
+    swapped = swapped[:, [1, 0, 2]]  # neither reversed nor rolled as a whole
+    swapped = arrays["evicted_at"][:, [0, 2, 1]]
+    cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
+    assert cause == "layers or heads swapped"
+    assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.said
+
+
+def test_numbers_of_a_verdict():
+    """By hand."""
+    from smd_jax.certify.verdict import Verdict
+
+    difference = np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]])
+    verdict = Verdict(difference, 1e-4, None, ())
+    assert verdict.mean_abs == pytest.approx(0.2) and verdict.max_abs == pytest.approx(0.4)
+    assert verdict.bias == pytest.approx((0.16, np.std([0.1, -0.1, 0.4, 0.2, 0.2]) / 5**0.5))
+    assert verdict.growth == pytest.approx((0.15, 0.4)) and verdict.kind == "bias"
+
+
+# --- the record
+
+
+def test_evicted_at_and_kept_are_the_same(arrays):
+    """A row of five tokens by hand: after query 2, keys 0 and 2 are left."""
+    tokens = np.array([[5, 6, 7, 8, 9]])
+    given = {"tokens": tokens, "prompt_lengths": np.array([2]), "lengths": np.array([5])}
+    given["logprobs"] = np.full((1, 5), -1.0, np.float32)
+    kept = {"kept_after": np.array([[2, -1]]), "kept": np.full((1, 2, 3, 2, 2), -1)}
+    kept["kept"][0, 0] = [0, 2]
+    evicted_at = np.full((1, 1, 1, 5), 99)
+    evicted_at[..., 1] = 3
+    one, other = checked({**given, **kept}), checked({**given, "evicted_at": evicted_at})
+    expected = [NEVER, 3, NEVER, NEVER, NEVER]
+    assert (one.evicted_at == expected).all() and (other.evicted_at == expected).all()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
+    path = tmp_path / f"rollout{suffix}"
+    save_record(path, arrays)
+    record = load_record(path, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    for field in dataclasses.fields(Record):
+        np.testing.assert_array_equal(getattr(record, field.name), getattr(checked(arrays), field.name))
+    with pytest.raises(FileExistsError, match="expected no file at"):
+        save_record(path, arrays)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokens": None}, "tokens missing"),
+        ({"masks": np.zeros(1, int)}, "got masks"),
+        ({"routing": np.zeros(1, int)}, "routing: expected a record of a model without experts"),
+        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats; got int64"),
+        ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
+        ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        ({"tokens": np.full((4, 44), 264)}, "below 264, .*; got 264 in row 0, column 0. Was the record made with"),
+        ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
+        ({"temperature": np.float32(0)}, "temperature: expected a number > 0; got 0.0"),
+        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"evicted_at: expected the shape \(4, 3, 2, 44\)"),
+        ({"evicted_at": np.zeros((4, 3, 2, 44), int)}, "row 0"),
+        ({"kept": np.zeros((4, 1, 3, 2, 1), int)}, "expected kept and kept_after together"),
+        ({"support_ids": np.zeros(3, int)}, "expected support_ids and support_offsets together"),
+        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "support_offsets: expected 129 numbers"),
+    ],
+)
+def test_a_bad_record_is_refused(arrays, changed, said):
+    given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
+    with pytest.raises(ValueError, match=said):
+        checked(given)
+
+
+def test_a_key_that_comes_back_is_refused(arrays):
+    kept = np.tile(np.arange(3), (4, 2, 3, 2, 1))
+    kept[:, 0] += 1  # keys 1, 2, 3 first, then 0, 1, 2
+    given = {name: array for name, array in arrays.items() if name != "evicted_at"}
+    with pytest.raises(ValueError, match="row 0, compression 1"):
+        checked({**given, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
+
+
+def test_what_a_tokenizer_says():
+    facts = prompt_facts(byte_tokenizer())
+    assert len(facts.generation) > 0
+    assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(place, config=CONFIG)
+    return place
+
+
+def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    params = smd.load_checkpoint(directory)[1]
+    save_record(tmp_path / "good.npz", arrays_of(rolled_out(params)))
+    main([str(tmp_path / "good.npz"), "--model", str(directory), "--out", str(tmp_path / "good.json")])
+    assert "one policy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "good.json").read_text(encoding="utf-8"))["one_policy"] is True
+    bad = arrays_of(rolled_out(params))
+    bad["logprobs"] = np.roll(bad["logprobs"], 1, 1)
+    save_record(tmp_path / "bad.npz", bad)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "bad.npz"), "--model", str(directory), "--out", str(tmp_path / "bad.html")])
+    assert stopped.value.code == 1 and "tokens misaligned" in capsys.readouterr().out
+    page = (tmp_path / "bad.html").read_text(encoding="utf-8")
+    assert "tokens misaligned" in page and "data:image/png;base64," in page and "http" not in page
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "missing.npz"), "--model", str(directory)])
+    assert stopped.value.code == 2 and "expected a readable record" in capsys.readouterr().err
