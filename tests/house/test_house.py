@@ -25,7 +25,7 @@ MAX_LINES = 600
 # and the arithmetic that both share. A package imports those before it, never one behind it.
 ORDER = (
     *("base", "devices", "message", "text", "tasks", "eviction", "cache", "model", "sampler"),
-    *("corrections", "losses", "learner", "monitor", "train", "runs", "memory", "certify", "commands"),
+    *("corrections", "losses", "learner", "monitor", "train", "runs", "memory", "certify", "integrations", "commands"),
 )
 
 # Flat modules that stand on the packages: what users test with.

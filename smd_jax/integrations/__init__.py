@@ -1,0 +1,4 @@
+"""Adapters to other RL libraries. Each is an extra with its own dependency, and the core imports none of them.
+
+`smd_jax.integrations.tunix` trains with the GRPO learner of Tunix (google-tunix).
+"""
