@@ -42,9 +42,9 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
     return [(text[: match.start(2)].count("\n"), match[2]) for match in FENCE.finditer(text) if match[1] == "python"]
 
 
-# Pages whose code needs a package that our environment leaves out, and the part of the library that imports it.
-NEEDS = {"tunix.md": "tunix"}
-IMPORTS = {"smd_jax.integrations.tunix": "tunix"}
+# What needs a package that our environment leaves out: pages, which tests/integrations runs, and modules.
+RUN_ELSEWHERE = {"tunix.md"}
+NEEDS = {"smd_jax.integrations.tunix": "tunix"}
 
 
 def run(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -56,14 +56,11 @@ def run(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return vars(module)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_blocks(page)], ids=lambda path: str(path.relative_to(ROOT))
-)
+RUN_HERE = [page for page in PAGES if python_blocks(page) and page.name not in RUN_ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    if page.name in NEEDS:
-        # Not `importorskip`, under which a warning of the package would be an error.
-        if importlib.util.find_spec(NEEDS[page.name]) is None:
-            pytest.skip(f"{page.name} needs {NEEDS[page.name]}, which constraints.txt leaves out")
     names = run(page, monkeypatch)
     if page == README:
         assert float(capsys.readouterr().out) <= 2e-5, "what the README's example prints"
@@ -101,7 +98,7 @@ def is_there(names: list[str]) -> bool:
         if not hasattr(found, name) and isinstance(found, types.ModuleType):
             if importlib.util.find_spec(f"{found.__name__}.{name}") is None:
                 return False
-            needed = IMPORTS.get(f"{found.__name__}.{name}")
+            needed = NEEDS.get(f"{found.__name__}.{name}")
             if needed is not None and importlib.util.find_spec(needed) is None:
                 return True
             importlib.import_module(f"{found.__name__}.{name}")

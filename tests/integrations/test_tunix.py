@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 
 import jax
@@ -25,6 +26,7 @@ from smd_jax.integrations.tunix import Actor, Replay, SmdGRPOLearner, SmdRollout
 from smd_jax.integrations.tunix.versions import check_version
 from smd_jax.model.lora import LORA, LoraConfig, add_lora, base_params
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from tests.paths import ROOT
 
 # Tunix and what it imports warn of deprecations.
 pytestmark = [
@@ -129,6 +131,15 @@ def test_training_raises_the_reward():
     learner.train([{"prompts": np.array(PROMPTS)}] * 12)
     means = learner.rl_cluster._rl_metrics_logger.get_metric_history("rewards", "score/mean", "train")
     assert np.mean(means[-3:]) > np.mean(means[:3]) + 1
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs" / "tunix.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(code.splitlines()) <= 60
+    exec(compile(code, "docs/tunix.md", "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out
+    assert abs(float(printed.strip("[]\n").split()[0]) - 1) < 1e-5
 
 
 def test_gradient_is_that_of_our_replay():
