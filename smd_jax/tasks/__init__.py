@@ -27,16 +27,12 @@ from smd_jax.tasks.lengths import PromptLimit as PromptLimit
 from smd_jax.tasks.functions import import_function as import_function
 from smd_jax.tasks.task import completion_text as completion_text
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask as ReasoningGymTask
-from smd_jax.tasks.gsm8k import Gsm8kTask as Gsm8kTask
-from smd_jax.tasks.gsm8k import load_gsm8k as load_gsm8k
-from smd_jax.tasks.datasets import load_jsonl as load_jsonl
 from smd_jax.tasks.rewards import RewardFunction as RewardFunction
 from smd_jax.tasks.rewards import Rewards as Rewards
 from smd_jax.tasks.graded import Graded as Graded
 from smd_jax.tasks.graded import Failure as Failure
 from smd_jax.tasks.rewards import RewardWarning as RewardWarning
 from smd_jax.tasks.rewards import TooManyFailures as TooManyFailures
-from smd_jax.tasks.rewards import compute_rewards as compute_rewards
 from smd_jax.tasks.reward_functions import math_answer as math_answer
 from smd_jax.tasks.reward_functions import gsm8k_answer as gsm8k_answer
 from smd_jax.tasks.reward_functions import exact_match as exact_match

@@ -1,6 +1,6 @@
-"""Which files of a folder, or of a data set on the Hub, belong to which split: found by `datasets`.
+"""The data files of a folder, or of a data set on the Hub, and their splits, as `datasets` finds them.
 
-What a folder's card says is limited before it is read, and a folder's name is taken literally.
+A folder's card is checked before `datasets` reads it. A folder's name is never taken for a pattern.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CARDS = ("README.md", ".huggingface.yaml")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
 
-# What `datasets` raises for a card whose values have other types than it expects.
+# `datasets` raises these for a card whose values have other types than it expects.
 _CARD_ERRORS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError, yaml.YAMLError)
 
 
@@ -51,7 +51,7 @@ def files_of_folder(folder: Path, config: str | None) -> FoundFiles:
     if glob.escape(str(folder)) == str(folder):
         builder = builder_of(str(folder), config)
         return FoundFiles(builder, {str(split): [*map(Path, names)] for split, names in _data_files(builder)})
-    # `datasets` takes the name of the folder for a pattern: it looks at links in a folder of another name.
+    # `datasets` would take the folder's name for a pattern, so it sees links in a temporary folder.
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary).resolve()
         for file in folder.rglob("*"):
@@ -71,7 +71,7 @@ def builder_of(name: str, config: str | None) -> Any:
     """The `datasets.DatasetBuilder` of a folder, or of a data set on the Hub.
 
     Raises:
-      ValueError: rows that a program makes; an unknown configuration; a card that cannot be read.
+      ValueError: a data set that is a program; an unknown configuration; a card that cannot be read.
       FileNotFoundError, ConnectionError: as `datasets.load_dataset_builder`.
     """
     datasets = library()
@@ -89,7 +89,7 @@ def builder_of(name: str, config: str | None) -> Any:
 
 
 def module_of(builder: Any) -> str:
-    """The module of `datasets` whose builder it is, such as "csv"; of a data set's own class the first one below it."""
+    """The module of `datasets` that defines the builder or its base class, such as "csv"."""
     names = [kind.__module__.split(".") for kind in type(builder).__mro__]
     return next((name[2] for name in names if name[:2] == ["datasets", "packaged_modules"]), "")
 
@@ -100,7 +100,7 @@ def is_text_builder(builder: Any) -> bool:
 
 
 def fetch_files(name: str, builder: Any) -> Path:
-    """Fetches the data files of a data set on the Hub, with its card, and gives the folder that holds them."""
+    """Fetches the data files and the card of a data set on the Hub; returns their folder."""
     from huggingface_hub import snapshot_download
 
     matches = [HUB_FILE.fullmatch(str(file)) for _, files in _data_files(builder) for file in files]
@@ -111,7 +111,7 @@ def fetch_files(name: str, builder: Any) -> Path:
 
 
 def fetched_folder(name: str) -> Path | None:
-    """The folder of a data set that `fetch_files` has fetched before; None: there is none."""
+    """The folder of a data set that `fetch_files` fetched before, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -122,7 +122,7 @@ def fetched_folder(name: str) -> Path | None:
 
 
 def library() -> Any:
-    """The package `datasets`, imported where it is used: it takes a second."""
+    """The package `datasets`, imported late because that takes a second."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -146,7 +146,7 @@ def _check_card(path: Path) -> None:
 
 
 def _config_error(name: str, config: str | None, error: Exception) -> ValueError:
-    """What is wrong with the configuration, or else the data set."""
+    """The error about the configuration, or else about the data set."""
     datasets = library()
     try:
         configs = datasets.get_dataset_config_names(name)

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from smd_jax.tasks.graded import Failure, Graded, part_of, without_opinion
 from smd_jax.tasks.reward_callers import Caller, CallsHere, CallsInProcess
-from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Outcome, value_of
+from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Outcome
 from smd_jax.tasks.task import Prompt, completion_of
 
 RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
@@ -305,43 +304,6 @@ def required_names(function: RewardFunction) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.default is p.empty and p.kind in named]
-
-
-def compute_rewards(
-    reward: RewardFunction,
-    prompts: Sequence[Prompt],
-    completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-) -> Float[np.ndarray, " batch"]:
-    """Calls `reward` (of a task, or any function written for TRL) as it is and is strict about what comes back: for
-    tests of a reward. In a run `Rewards` grades, and lives with failures.
-
-    Args:
-      reward: called as `reward(prompts=..., completions=..., **columns)`.
-      prompts: one per completion, repeated for every member of its group.
-      completions: the sampled texts.
-      columns: the other fields of the rows, one value per completion.
-
-    Returns:
-      float32 `[batch]`, every value finite.
-
-    Raises:
-      ValueError: prompts or a column of another length than the completions; not one reward per completion; a reward
-        that is NaN, infinite (also after rounding to float32), None, or no number.
-    """
-    _check_lengths({"prompts": prompts, **columns}, len(completions))
-    rewards = list(reward(prompts=list(prompts), completions=list(completions), **columns))
-    if len(rewards) != len(completions):
-        raise ValueError(f"expected {len(completions)} rewards, one per completion; got {len(rewards)}")
-    return np.array([_strict(row, value) for row, value in enumerate(rewards)], np.float32)
-
-
-def _strict(row: int, reward: Any) -> float:
-    value = value_of(reward)
-    if value is not None and not isinstance(value, tuple):
-        return value
-    wanted, got = value or ("a number", "None")
-    raise ValueError(f"expected {wanted} as the reward of every completion; row {row} got {got}")
 
 
 def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:

@@ -1,12 +1,12 @@
-"""Rows of the Hugging Face Hub, of files and of folders. No code that comes with a data set is ever run.
+"""Rows of the Hugging Face Hub, of files and of folders. Code that comes with a data set is never run.
 
     load_rows(DataSource("openai/gsm8k", config="main", split="train"))      the Hub, or its cache
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout; `save_to_disk`
-    load_rows(DataSource("folder", streaming=True))                          one after the other, nothing is copied
+    load_rows(DataSource("folder", streaming=True))                          one by one, nothing is copied
 
-`datasets` finds files and splits, and reads Parquet and Arrow. Text files are read by `smd_jax.tasks.text_files`, which
-keeps their values as they are. This module finds out what a name stands for, and says what is wrong with it.
+`datasets` finds files and splits (`smd_jax.tasks.folders`) and reads Parquet and Arrow. `smd_jax.tasks.text_files`
+reads CSV and JSON, and keeps their values as they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from smd_jax.tasks.compressed import OPENERS, check_unpacked
-from smd_jax.tasks.file_formats import check_content, format_of, is_csv, is_text, looks_like_a_path
+from smd_jax.tasks.data_files import (
+    builder_name,
+    check_beginning,
+    check_unpacked,
+    is_compressed,
+    is_text,
+    looks_like_a_path,
+)
 from smd_jax.tasks.folders import (
     builder_of,
     fetch_files,
@@ -34,13 +40,13 @@ from smd_jax.tasks.folders import (
     module_of,
 )
 from smd_jax.tasks.task import Row
-from smd_jax.tasks.text_files import csv_table, text_rows
+from smd_jax.tasks.text_files import text_rows
 from smd_jax.text.visible_text import one_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What `datasets` raises for files whose values have other types than it expects.
+# `datasets` raises these for files whose values have other types than it expects.
 DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
-FILE_SPLIT = "train"  # of what has no splits of its own, as `datasets` has it
+FILE_SPLIT = "train"  # of data without splits, as in `datasets`
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,11 @@ class DataSource:
 
     Attributes:
       name: a data set of the Hub such as "openai/gsm8k"; a file; or a folder, in the Hub's layout or as
-        `datasets.save_to_disk` writes it. What exists as a path is taken for one.
-      config: which of several configurations (subsets); None where there is one.
+        `datasets.save_to_disk` writes it. A path that exists comes first.
+      config: one of several configurations (subsets); None if there is only one.
       split: "train", or a part such as "train[:1000]", "train[90%:]", "train+validation". None: the only split, or else
         "train". A file has the one split "train".
-      streaming: read rows one after the other, in place of all of them before the start.
+      streaming: read rows one by one during the run instead of all of them before it.
     """
 
     name: str
@@ -64,7 +70,7 @@ class DataSource:
 
 @runtime_checkable
 class Rows(Protocol):
-    """Rows by number: a list, or a `datasets.Dataset`, which leaves them on disk."""
+    """Rows by number: a list, or a `datasets.Dataset`, whose rows stay on disk."""
 
     def __len__(self) -> int: ...
 
@@ -73,7 +79,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class RowStream(Protocol):
-    """Rows one after the other, as often as asked: what we use of `datasets.IterableDataset`."""
+    """Rows one by one, any number of times: the part of `datasets.IterableDataset` that we use."""
 
     def __iter__(self) -> Iterator[Row]: ...
 
@@ -83,16 +89,16 @@ class RowStream(Protocol):
 
 
 def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows | RowStream:
-    """The rows of a source: by number, or with `streaming` one after the other.
+    """Loads the rows of a source: by number, or with `streaming` one by one.
 
     Args:
-      columns: those that the rows must have.
+      columns: columns that the rows must have.
 
     Raises:
-      FileNotFoundError: no such file or folder, none with data in it, or no such data set on the Hub.
+      FileNotFoundError: no such file, folder or data set on the Hub, or a folder without data.
       ConnectionError: the Hub cannot be reached, and its cache doesn't have the data set.
-      ValueError: a file of another kind than its name says; an unknown configuration, split or column (listing those
-        that there are); no rows; rows that cannot be read (naming the line of a JSONL file).
+      ValueError: a file of another format than its name says; an unknown configuration, split or column (listing the
+        known ones); no rows; rows that cannot be read (naming the line of a JSONL file).
     """
     path = _path_of(source.name)
     if path is None:
@@ -104,9 +110,9 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows | RowStre
 
 
 def _path_of(name: str) -> Path | None:
-    """The file or folder of this name; None: there is none."""
+    """The file or folder of this name, or None."""
     if not name:
-        return None  # it would be the working directory
+        return None  # and not the working directory
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
@@ -116,7 +122,7 @@ def _path_of(name: str) -> Path | None:
 
 
 def check_hub_id(name: str) -> None:
-    """Raises FileNotFoundError for what must have been meant as a path, ValueError for what is no data set's name."""
+    """Raises FileNotFoundError for a name that must mean a path, ValueError for one that no data set can have."""
     if looks_like_a_path(name):
         path = Path(name).expanduser().absolute()
         folder = next(parent for parent in path.parents if parent.is_dir())
@@ -133,14 +139,14 @@ def check_hub_id(name: str) -> None:
 def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
     if source.config is not None:
         raise ValueError(f"expected no configuration with a file, which has none; got {source.config!r} with {path}")
-    kind = format_of(path)
-    check_content(path)
+    builder = builder_name(path)
+    check_beginning(path)
     if is_text(path):
         return _of_text_files({FILE_SPLIT: [path]}, source, columns)
-    if path.suffix.lower() in OPENERS:
+    if is_compressed(path):
         check_unpacked(path)
     files = {FILE_SPLIT: [glob.escape(str(path))]}
-    return _of_builder(library().load_dataset_builder(kind.builder, data_files=files), source, columns)
+    return _of_builder(library().load_dataset_builder(builder, data_files=files), source, columns)
 
 
 def _of_text_files(
@@ -155,26 +161,14 @@ def _of_text_files(
         return _stream_of(streams, source, columns)
     wanted = _chosen_split([*splits], source)
     named = {part.partition("[")[0].strip() for part in wanted.split("+")}
-    read = {name: _text_rows(splits[name], columns, separator) for name in named}
+    read = {name: [*_checked_rows([*map(str, splits[name])], columns, separator)] for name in named}
     if wanted in read:
-        return read[wanted]  # JSON without `datasets`, which takes a second to import
+        return read[wanted]  # without `datasets`, whose import takes a second
     return _rows_of(read, replace(source, split=wanted), columns)
 
 
-def _text_rows(paths: Sequence[Path], columns: Sequence[str], separator: str | None) -> Any:
-    """JSON as a list, whose values may have any types; CSV as a `datasets.Dataset`, which takes less memory."""
-    if not is_csv(paths[0]):
-        return [row for path in paths for row in _checked_rows([str(path)], columns, separator)]
-    datasets = library()
-    tables = [datasets.Dataset(csv_table(path, separator)) for path in paths]
-    for path, table in zip(paths, tables, strict=True):
-        check_columns(table.column_names, columns, str(path))
-        check_columns(table.column_names, tables[0].column_names, str(path))
-    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
-
-
 def _text_stream(paths: Sequence[Path], columns: Sequence[str], separator: str | None) -> Any:
-    # Of the list `datasets` makes one stream per file, and would make one per column of a list of those.
+    # `datasets` makes one stream per item of a list, which must be the files and not the columns.
     files = {"paths": [str(path) for path in paths], "columns": tuple(columns), "separator": separator}
     return library().IterableDataset.from_generator(_checked_rows, gen_kwargs=files)
 
@@ -187,7 +181,7 @@ def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str |
 
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
-    # What `save_to_disk` writes: a data set without splits, or one with them.
+    # `save_to_disk` writes a data set without splits, or one with splits.
     one, several = (path / "state.json").is_file(), (path / "dataset_dict.json").is_file()
     if not one and not several:
         return _of_folder_of_files(path, source, columns)
@@ -210,7 +204,7 @@ def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) 
     if not is_text_builder(builder):
         return _of_builder(builder, source, columns)
     for file in itertools.chain(*splits.values()):
-        check_content(file)
+        check_beginning(file)
     separator = str(builder.config.sep) if module_of(builder) == "csv" else None
     return _of_text_files(splits, source, columns, separator)
 
@@ -234,7 +228,7 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
         ) from error
     if not is_text_builder(builder):
         return _of_builder(builder, source, columns)
-    # As files, whose values `datasets` would change on their way into its tables.
+    # As files, because `datasets` would change their values on the way into its tables.
     return _of_folder_of_files(fetch_files(name, builder), source, columns)
 
 
@@ -250,7 +244,7 @@ def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Row
     with _read_errors(source):
         builder.download_and_prepare()
     wanted = _chosen_split([*builder.info.splits], source)
-    # Before the rows are asked for: `datasets` refuses splits that are empty in words of its own.
+    # Raises our error for an empty split, before `datasets` raises its own.
     _ranges(wanted, {name: split.num_examples for name, split in builder.info.splits.items()}, source)
     rows = builder.as_dataset(split=wanted)
     check_columns(rows.column_names, columns, source.name)
@@ -258,7 +252,7 @@ def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Row
 
 
 def _rows_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[str]) -> Rows:
-    """The wanted part, of lists or of `datasets.Dataset`s."""
+    """The wanted part of lists or of `datasets.Dataset`s."""
     wanted = _chosen_split([*splits], source)
     ranges = _ranges(wanted, {name: len(rows) for name, rows in splits.items()}, source)
     if any(isinstance(splits[name], list) for name, _ in ranges):
@@ -269,7 +263,7 @@ def _rows_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[st
 
 
 def _ranges(wanted: str, lengths: Mapping[str, int], source: DataSource) -> list[tuple[str, range]]:
-    """The split and the numbers of the rows that each part of `wanted` stands for."""
+    """The split and the row numbers of each part of `wanted`."""
     try:
         instruction = library().ReadInstruction.from_spec(wanted)
     except (ValueError, AssertionError) as error:
@@ -304,7 +298,7 @@ def _checked_stream(stream: Any, first: Row | None, source: DataSource, columns:
 
 @contextmanager
 def _read_errors(source: DataSource) -> Iterator[None]:
-    """Says in our words what `datasets`, pyarrow and pandas raise for data that they cannot read."""
+    """Replaces the errors of `datasets` and pyarrow about unreadable data by ours."""
     datasets = library()
     try:
         yield
@@ -328,11 +322,11 @@ def _chosen_split(there: Sequence[str], source: DataSource) -> str:
 
 
 class MissingColumnError(ValueError):
-    """Rows without a column that they must have."""
+    """Rows lack a column."""
 
 
 def check_columns(there: Sequence[str] | Mapping[str, Any], wanted: Sequence[str], where: str) -> None:
-    """Raises MissingColumnError for a column that rows don't have, listing those that they have."""
+    """Raises MissingColumnError for a missing column, listing the present ones."""
     missing = [name for name in wanted if name not in there]
     if missing:
         got = one_line(repr([*there]), 300)

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.dataset import ReseedingDataset
 
-from smd_jax.tasks.datasets import load_jsonl
-from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, Gsm8kTask, final_answer, gsm8k_gold, load_gsm8k, same_answer
+from smd_jax.tasks.build import TaskChoice, build_task
+from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, final_answer, gsm8k_gold, gsm8k_row, same_answer
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.reward_functions import math_answer
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
+from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.task import Task, batch_columns, batch_indices, longest_prompt, prompt_text
 from smd_jax.testing import byte_tokenizer
 from tests.paths import ROOT
@@ -161,6 +163,10 @@ def test_bad_sorting_tasks(parameters, message):
 # --- GSM8K
 
 
+def graded(row, completion):
+    return math_answer([completion], [row["answer"]])[0]
+
+
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
@@ -180,19 +186,13 @@ def test_bad_sorting_tasks(parameters, message):
     ],
 )
 def test_gsm8k_completions(completion, reward):
-    assert grade(Gsm8kTask([HOUSE, DUCKS]), 1, completion) == reward
+    assert graded(DUCKS, completion) == reward
 
 
 def test_thousands_separators_do_not_matter():
     for written in ("#### 70,000", "#### 70000", "$70,000", r"\boxed{70000}"):
-        assert grade(Gsm8kTask([HOUSE]), 0, written) == 1.0
-    assert grade(Gsm8kTask([HOUSE]), 0, "#### 70") == 0.0
-
-
-def test_the_question_comes_with_the_instruction():
-    task = Gsm8kTask([DUCKS], instruction="Answer after ####.")
-    assert task[0] == {"prompt": f"{DUCKS['question']}\nAnswer after ####.", "answer": DUCKS["answer"]}
-    assert isinstance(task, Task)
+        assert graded(HOUSE, written) == 1.0
+    assert graded(HOUSE, "#### 70") == 0.0
 
 
 def test_only_the_end_of_a_completion_is_graded():
@@ -203,7 +203,7 @@ def test_only_the_end_of_a_completion_is_graded():
 
 def test_grading_works_outside_the_main_thread():
     rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(grade(Gsm8kTask([DUCKS]), 0, "#### 18")))
+    thread = threading.Thread(target=lambda: rewards.append(graded(DUCKS, "#### 18")))
     thread.start()
     thread.join()
     assert rewards == [1.0]
@@ -213,22 +213,21 @@ def test_an_answer_that_cannot_be_computed_is_wrong():
     assert not same_answer("18", "9^9^9^9")
 
 
-@pytest.mark.parametrize("answer", ["18", "so it is ####", "####  \n"])
-def test_a_solution_without_a_final_answer(answer):
-    with pytest.raises(ValueError, match="row 1: expected an answer that ends with '#### <number>'; got"):
-        Gsm8kTask([DUCKS, {"question": "?", "answer": answer}])
+@pytest.mark.parametrize("answer", ["18", "so it is ####", "####  \n", 18])
+def test_a_solution_without_a_final_answer(tmp_path, answer):
+    path = write(tmp_path, json.dumps({"question": "?", "answer": answer}))
+    with pytest.raises(ValueError, match="row 0: .* expected an answer that ends with '#### <number>'; got"):
+        build_task(TaskChoice("gsm8k", source=str(path)))
 
 
 @pytest.mark.skipif(not GSM8K_FILE.exists(), reason=f"needs {GSM8K_FILE}")
 def test_real_gsm8k_solutions_earn_their_reward():
-    task = load_gsm8k(GSM8K_FILE)
-    rows = [task[i] for i in range(200)]
-    prompts, solutions = [row["prompt"] for row in rows], [row["answer"] for row in rows]
-    assert task.reward(prompts, solutions, **batch_columns(rows)) == [1.0] * 200
+    solutions = [gsm8k_row(row)["answer"] for row in load_rows(DataSource(str(GSM8K_FILE), split="train[:200]"))]
+    assert math_answer(solutions, solutions) == [1.0] * 200
     plain = [f"The answer is {gsm8k_gold(solution)}." for solution in solutions]
-    assert task.reward(prompts, plain, **batch_columns(rows)) == [1.0] * 200
+    assert math_answer(plain, solutions) == [1.0] * 200
     wrong = [re.sub(r"#### (.*)", r"#### 1\1", solution) for solution in solutions]  # one digit more in front
-    assert task.reward(prompts, wrong, **batch_columns(rows)) == [0.0] * 200
+    assert math_answer(wrong, solutions) == [0.0] * 200
 
 
 # --- JSONL
@@ -243,9 +242,7 @@ def write(folder, *lines):
 def test_rows_of_a_file(tmp_path):
     unusual = {"question": "one\u2028line", "answer": "#### 1", "level": 3}
     path = write(tmp_path, json.dumps(DUCKS), "", "  ", json.dumps(unusual, ensure_ascii=False))
-    assert load_jsonl(path) == [DUCKS, unusual]
-    assert len(load_gsm8k(path)) == 2
-    assert load_jsonl(write(tmp_path, '{"a": 1}'), required=()) == [{"a": 1}]
+    assert load_rows(DataSource(str(path)), ("question", "answer")) == [DUCKS, unusual]
 
 
 @pytest.mark.parametrize(
@@ -254,27 +251,13 @@ def test_rows_of_a_file(tmp_path):
         ('{"question": "?", ', 'expected a JSON object; got \'{"question": "\\?",\''),
         ("[1, 2]", r"expected a JSON object; got list \[1, 2\]"),
         (b'{"question": "\xff"}', "expected a JSON object; got .*utf-8"),
-        ('{"question": "?"}', r"expected the fields \['question', 'answer'\]; got \['question'\], without 'answer'"),
-        ('{"question": "?", "answer": 18}', "expected a string in 'answer'; got int 18"),
-        ('{"question": null, "answer": "#### 18"}', "expected a string in 'question'; got NoneType None"),
+        ('{"question": "?"}', r"expected the columns .*; got \['question'\], without \['answer'\]"),
     ],
 )
 def test_a_malformed_row_is_named_with_its_line(tmp_path, line, message):
     path = write(tmp_path, json.dumps(DUCKS), "", line)  # the blank line counts
     with pytest.raises(ValueError, match=f"rows.jsonl, line 3: {message}"):
-        load_jsonl(path)
-
-
-def test_a_gsm8k_row_without_an_answer_is_named_with_its_line(tmp_path):
-    path = write(tmp_path, json.dumps(DUCKS), "", '{"question": "?", "answer": "eighteen"}')
-    with pytest.raises(ValueError, match="rows.jsonl, line 3: expected an answer that ends with .* got 'eighteen'"):
-        load_gsm8k(path)
-
-
-@pytest.mark.parametrize("lines", [[], ["", "  "]])
-def test_an_empty_file(tmp_path, lines):
-    with pytest.raises(ValueError, match="expected at least one JSON object; got an empty file"):
-        load_jsonl(write(tmp_path, *lines))
+        load_rows(DataSource(str(path)), ("question", "answer"))
 
 
 # --- chat templates
@@ -328,7 +311,7 @@ def test_the_longest_prompt_has_room_for_the_tokenizers_own_token(chat):
 # --- the order of the rows
 
 
-@given(size=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(0, 2**32))
+@given(size=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(0, 2**32 - 1))
 def test_every_epoch_visits_every_row_once(size, batch, seed):
     steps = -(-3 * size // batch)
     visited = np.concatenate([batch_indices(size, batch, step, seed) for step in range(steps)])

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from smd_jax.tasks import compressed, folders
-from smd_jax.tasks.datasets import MAX_DEPTH
+from smd_jax.tasks import data_files, folders
 from smd_jax.tasks.sources import DataSource, RowStream, load_rows
+from smd_jax.tasks.text_files import MAX_DEPTH
 from tests.hub_files import no_hub, write_lines, write_parquet
 
 __all__ = ["no_hub"]
@@ -39,7 +39,7 @@ def refused(name: str | Path, message: str, columns: tuple[str, ...] = ()) -> No
     """By number and as a stream, in one short message."""
     for streaming in (False, True):
         with pytest.raises(ValueError, match=message) as error:
-            load_rows(DataSource(str(name), streaming=streaming), columns)
+            list(load_rows(DataSource(str(name), streaming=streaming), columns))  # pyright: ignore[reportArgumentType]
         assert len(str(error.value).replace(str(name), "")) < 700
 
 
@@ -211,7 +211,7 @@ def test_pairs_of_halves_are_whole_characters(tmp_path: Path):
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "csv.gz", "jsonl.bz2", "jsonl.xz", "csv.zst", "parquet.gz"])
 def test_a_small_file_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str):
-    monkeypatch.setattr(compressed, "FREE_BYTES", 2**20)
+    monkeypatch.setattr(data_files, "FREE_BYTES", 2**20)
     packs = {
         "gz": gzip.compress,
         "bz2": bz2.compress,
