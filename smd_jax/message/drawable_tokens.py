@@ -6,10 +6,14 @@ on its logits to the last bit, so it travels in the trajectory instead of being 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from smd_jax.message.foreign_tokens import Ints, whole_numbers
 from smd_jax.message.quantization import packed_size, unpack
 from smd_jax.message.sampling import among, is_one_of
 from smd_jax.pytrees import any_leaves
@@ -32,6 +36,45 @@ class DrawableTokens(struct.PyTreeNode):
     sets: Int[Array, "batch R k"] | UInt8[Array, "batch R bytes"] | None
     min_new_tokens: int = struct.field(pytree_node=False, default=0)
     eos_token_id: int | tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def from_csr(
+        cls,
+        support: Sequence[tuple[Ints, Ints]],
+        responses: Sequence[Ints],
+        *,
+        response_width: int | None = None,
+        vocab_size: int | None = None,
+    ) -> DrawableTokens:
+        """The sampling support that another engine reports, in compressed rows: vLLM's `SamplingMask`.
+
+        Args:
+          support: `(token_ids, offsets)` of each row; response token t could be any of
+            `token_ids[offsets[t]:offsets[t + 1]]`.
+          responses: the sampled ids of each row.
+          response_width: columns R; None: what the longest row needs.
+          vocab_size: of the model; with it, ids are checked, and large sets are stored as bits.
+
+        Raises:
+          ValueError: another number of rows or offsets, an empty set, a set without the sampled token, an id outside of
+            the vocabulary. The message names the row and the token.
+        """
+        if len(support) != len(responses):
+            raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
+        by_row = [_sets_of_row(row, sets, responses[row], vocab_size) for row, sets in enumerate(support)]
+        width = max(map(len, by_row)) if response_width is None else response_width
+        most = max(len(ids) for sets in by_row for ids in sets)
+        if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
+            bits = np.zeros((len(by_row), width, vocab_size), bool)
+            for row, sets in enumerate(by_row):
+                for column, ids in enumerate(sets):
+                    bits[row, column, ids] = True
+            return cls(jnp.asarray(np.packbits(bits, axis=-1, bitorder="little")))
+        found = np.full((len(by_row), width, most), -1, np.int32)
+        for row, sets in enumerate(by_row):
+            for column, ids in enumerate(sets):
+                found[row, column, : len(ids)] = ids
+        return cls(jnp.asarray(found))
 
     def first_columns(self, columns: int) -> DrawableTokens:
         """The sets of the first `columns` columns of the response alone."""
@@ -74,3 +117,26 @@ def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
             f"expected {packed_size(vocab, 1)} bytes of bits for a vocabulary of {vocab}; got {sets.shape[-1]} bytes"
         )
     return unpack(sets, 1, vocab) == 1
+
+
+def _sets_of_row(row: int, support: tuple[Ints, Ints], response: Ints, vocab_size: int | None) -> list[np.ndarray]:
+    """The set of every response token of a row, checked."""
+    ids = whole_numbers(support[0], f"token ids of the sampling support of row {row}")
+    offsets = whole_numbers(support[1], f"offsets of the sampling support of row {row}")
+    count = len(response)
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+        raise ValueError(
+            f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support of row {row}, one more "
+            f"than response tokens; got {np.array2string(offsets, threshold=8)}"
+        )
+    most = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    for place in np.flatnonzero((ids < 0) | (ids >= most))[:1]:
+        raise ValueError(f"expected ids from 0 to {most - 1} in the sampling support; got {ids[place]} (row {row})")
+    sets = np.split(ids, offsets[1:-1])
+    for place, (token, drawable) in enumerate(zip(response, sets, strict=True)):
+        if int(token) not in drawable:
+            raise ValueError(
+                f"expected the sampled token {int(token)} in its sampling support; it is missing (row {row}, response "
+                f"token {place})"
+            )
+    return sets

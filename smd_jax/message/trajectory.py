@@ -64,6 +64,7 @@ class Trajectory(struct.PyTreeNode):
         dropped: Sequence[Sequence[foreign.Compression]] | None = None,
         evicted_at: Sequence[np.ndarray] | None = None,
         visible: Sequence[np.ndarray] | None = None,
+        support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
         temperature: float = 1.0,
         vocab_size: int | None = None,
         prompt_width: int | None = None,
@@ -79,7 +80,8 @@ class Trajectory(struct.PyTreeNode):
 
         Args:
           prompts, responses: token ids. A response has its end-of-sequence token, if there was one.
-          logprobs: of the response tokens, in nats, at the sampler's temperature, over the whole vocabulary.
+          logprobs: of the response tokens, in nats, at the sampler's temperature, over the whole vocabulary or over
+            `support`.
           terminated: whether each response ended by itself, rather than at a limit of its length.
           layers, kv_heads: of the model.
           kept: compressions of each row's cache in the order of time, `(after, keys[layer][kv_head])`: once query
@@ -88,6 +90,8 @@ class Trajectory(struct.PyTreeNode):
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, any number from n on for a key that
             stayed. The first two axes may be 1, for what all layers or heads share.
           visible: `[layers, kv_heads, n, n]` booleans, which query saw which key; axes of 1 as in `evicted_at`.
+          support: the tokens that the sampler's filters left, `(token_ids, offsets)` of each row, see
+            `smd_jax.message.drawable_tokens.DrawableTokens.from_csr`; None: all tokens.
           temperature: of the sampler.
           vocab_size: with it, ids are checked against the vocabulary.
           prompt_width, response_width: columns P and R of the batch; None: what the longest row needs. The same ones
@@ -118,6 +122,10 @@ class Trajectory(struct.PyTreeNode):
         seen = foreign.evicted_by_row(
             rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at, visible=visible
         )
+        drawable = None
+        if support is not None:
+            width = rows.logprobs.shape[1]
+            drawable = DrawableTokens.from_csr(support, responses, response_width=width, vocab_size=vocab_size)
         return cls(
             tokens=jnp.asarray(rows.tokens),
             valid=jnp.asarray(rows.valid),
@@ -125,6 +133,7 @@ class Trajectory(struct.PyTreeNode):
             terminated=jnp.asarray(ended),
             mask=ShadowMask(jnp.asarray(foreign.to_columns(seen, rows))),
             temperature=temperature,
+            drawable=drawable,
         )
 
     @property
