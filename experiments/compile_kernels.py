@@ -16,10 +16,6 @@ Fields     `temp_bytes` is main memory beside arguments and results. `registers`
            every tile of scores counts as live. Of loops, `cache_bytes` are those of one layer's keys, `cache_writes`
            the operations of innermost loops that write as much, in-place updates aside: see `hlo.py`.
 
-Splash attention, which ships with JAX, stands beside our TPU kernels on gathered segments. It masks with a static
-causal offset and segment ids, so it can stand in only where keys are evicted at segment boundaries alone; it knows
-nothing of intervals. Reported, not required.
-
 The description of the H100, experiments/targets/h100.txtpb, is XLA's own, as a machine with one reports it.
 """
 
@@ -48,7 +44,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lib import assembler, hlo
@@ -126,7 +121,6 @@ class Program:
       most_bytes: temporary memory that it may take.
       cache_bytes: of one layer's keys, if it is a loop over caches.
       refused: why it cannot be compiled at all, by the kernel's own account.
-      required: ours; a row that is not good is a failure.
     """
 
     labels: dict[str, Any]
@@ -137,7 +131,6 @@ class Program:
     most_bytes: float | None = None
     cache_bytes: int | None = None
     refused: str | None = None
-    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -218,7 +211,7 @@ def compile_all(names: Sequence[str], quick: bool, dumps: assembler.Dumps) -> bo
             for program in programs(target, quick):
                 row = compile_program(program, target, dumps)
                 print(json.dumps({name: fact for name, fact in asdict(row).items() if fact is not None}), flush=True)
-                good &= is_good(program, row) or not program.required
+                good &= is_good(program, row)
     return good
 
 
@@ -233,7 +226,6 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
         cases = list(itertools.product(("bfloat16", "float32"), (128, 64)))
         for dtype, head_dim in cases[:1] if quick else cases:
             yield from tpu_attention(array, dtype, head_dim)
-            yield from splash_attention(array, dtype, head_dim)
     if target.decode is not None:
         for shape in DECODE_SHAPES:
             yield decode_kernel(array, target, shape)
@@ -325,50 +317,6 @@ def tpu_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
 def forward_and_backward(kernel: MosaicTpuKernel, blocks: Blocks, d_out: jax.Array) -> Any:
     out, lse = kernel.forward(blocks)
     return out, *kernel.backward(blocks, out, lse, d_out)
-
-
-def splash_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
-    """Forward, and forward with gradients, of the segments, with two widths of tiles."""
-    blocks = attention_blocks(array, TPU_SHAPES["segments"], dtype, head_dim)
-    q = array((len(blocks.q), GROUP, BUFFER, head_dim), blocks.q.dtype)
-    inputs = (q, blocks.k, blocks.v, blocks.born)
-    for tile in (128, 384):
-        passes = {
-            "splash forward": (partial(splash, tile), inputs),
-            "splash forward+backward": (partial(splash_and_gradients, tile), (q, *inputs)),
-        }
-        for name, (function, arguments) in passes.items():
-            labels = {"kernel": name, "sizes": f"kv {tile}", "shape": "segments", "dtype": dtype, "head_dim": head_dim}
-            yield Program(labels, jax.jit(function), arguments, required=False)
-
-
-def splash(tile: int, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> Any:
-    """Splash attention over gathered segments, `q` `[blocks, group, buffer, head_dim]`; padding is another segment."""
-    mask = splash_attention_mask.CausalMask((BUFFER, BUDGET + BUFFER), offset=BUDGET)
-    tiles = splash_attention_kernel.BlockSizes(
-        block_q=BUFFER,
-        block_kv=tile,
-        block_kv_compute=tile,
-        block_q_dq=BUFFER,
-        block_kv_dq=tile,
-        block_q_dkv=BUFFER,
-        block_kv_dkv=tile,
-        block_kv_dkv_compute=tile,
-    )
-    kernel = splash_attention_kernel.make_splash_mqa_single_device(
-        splash_attention_mask.MultiHeadMask([mask] * GROUP), block_sizes=tiles
-    )
-
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> Any:
-        ids = splash_attention_kernel.SegmentIds(q=jnp.ones((BUFFER,), jnp.int32), kv=segment)
-        return kernel(q, k, v, segment_ids=ids)
-
-    return jax.vmap(one)(q, k, v, segment)
-
-
-def splash_and_gradients(tile: int, d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array):
-    out, pull = jax.vjp(lambda q, k, v: splash(tile, q, k, v, segment), q, k, v)
-    return out, pull(d_out)
 
 
 # ---------------------------------------------------------------- decoding

@@ -1,26 +1,24 @@
-"""Can our learner replay what an engine on torch sampled with an eviction of its own?
+"""Replays in JAX what an engine on torch sampled with its own eviction.
 
-Question   kvpress's DecodingPress evicts keys of SmolLM2-135M-Instruct while transformers samples on torch. With a
-           record of which keys went and when: how far is log p of a token in our learner, in JAX, from log p under
-           which torch drew it? How far in a dense learner, which is what every other trainer has?
+Question   kvpress's DecodingPress evicts keys of SmolLM2-135M-Instruct while transformers samples on torch. Given a
+           record of the evictions, how far is log p of a token in our learner from log p in the sampler? And in a dense
+           learner?
 Command    make smollm2
            python experiments/foreign_sampler.py --kvpress-python PATH --out experiments/results/foreign_sampler.json
 Cost       a few minutes of CPU time
 Result     experiments/results/foreign_sampler.json
 
-Sampler    Four passages (experiments/passages.py), cut to prompts of unequal length; one row at a time, float32, at a
-           temperature, from the whole vocabulary. `DecodingPress` around KnormPress and SnapKVPress: prompts are read
-           whole and kept whole, then every --interval tokens each layer and KV head is cut to --budget keys.
-Record     Two hooks around the press's own (bench/engines/kvpress_recorder.py) see which keys were left; the learner
-           gets tokens, log-probabilities and these keys through `Trajectory.from_records`, and nothing else.
-           Positions: transformers' models count the keys of the cache where nobody tells them positions, and after a
-           compression these are fewer. The engine gives positions, as transformers' `generate` does, so that keys keep
-           those at which they were cached.
-Fields     max_abs_dlogp, mean_abs_dlogp: |log p in the learner - log p in the sampler| over all response tokens, in
-           nats. dense_: of a learner that sees every key. press "none" evicts nothing: what two frameworks differ by.
-           evicted_share: of the keys that a query without eviction would have seen, over queries of the response.
+Sampler    Four passages (experiments/lib/passages.py), cut to prompts of unequal length; one row at a time, float32,
+           from the whole vocabulary. `DecodingPress` around KnormPress and SnapKVPress: the prompt is kept whole, then
+           every --interval tokens each layer and KV head is cut to --budget keys.
+Record     Two hooks around the press (bench/engines/kvpress_recorder.py) see which keys remain. The learner gets
+           tokens, log-probabilities and these keys through `Trajectory.from_records`. The engine passes positions, as
+           transformers' `generate` does: after a compression models of transformers would count fewer keys.
+Fields     max_abs_dlogp, mean_abs_dlogp: |log p in the learner - log p in the sampler| over all response tokens, nats.
+           dense_: of a learner that sees every key. press "none": the difference of the two frameworks.
+           evicted_share: of the keys that the response's queries would see without eviction.
 
-The environment of kvpress, which must not be smd_jax's own:
+The environment of kvpress, separate from that of smd_jax:
 
     python3.11 -m venv kvpress && kvpress/bin/pip install torch==2.13.0 kvpress==0.5.5
 """

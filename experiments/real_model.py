@@ -1,41 +1,31 @@
-"""A real model under a budget: what do shadow masks, naive training and TIS do to SmolLM2-135M-Instruct?
+"""Shadow masks, naive training and TIS on SmolLM2-135M-Instruct under a budget.
 
-Question   The learner of SmolLM2, whose sampler forgets a third of its keys, either ignores it (naive), weights tokens
-           (TIS), or replays what the sampler saw (shadow; with a frozen dense teacher: shadow-anchor). What is gained,
-           with the budget and with the full cache, beside a sampler that forgets nothing (full-cache)?
-Found      Under SnapKV, which loses much, three seeds establish that shadow masks end above TIS with the budget, and
-           at temperature 1 with the full cache; above naive they are in the mean, which is not established. Under
-           TOVA of each head, which loses little, two seeds establish nothing.
+Question   A sampler that evicts a third of its keys trains a learner that ignores it (naive), weights tokens (TIS) or
+           replays what the sampler saw (shadow; with a frozen dense teacher: shadow-anchor). What does each gain, with
+           the budget and with the full cache, compared with a sampler that evicts nothing (full-cache)?
 Command    make smollm2                                               the model, once
-           python experiments/real_model.py                           everything; the same line goes on after a stop
-           python experiments/real_model.py --minutes 90              a part: ends in order, after a few rollouts
-           python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot, and one run
-           python experiments/real_model.py --rule tova-heads         under another sampler
+           python experiments/real_model.py                           everything; the same command resumes
+           python experiments/real_model.py --minutes 90              stops in order after a few rollouts
+           python experiments/real_model.py --arms shadow --seeds 0   one arm: its pilot and one run
+           python experiments/real_model.py --rule tova-heads         another eviction policy
            python experiments/real_model.py --arms naive tis shadow shadow-anchor --seeds 2      a third seed
-Cost       a run 13 to 14 minutes on one core of an AMD EPYC (family 25, model 17): a rollout and its update 42 s; on
-           one of family 25, model 1, 51 s, of family 26, model 2, 24 s. SnapKV has ten runs of the pilot, one untrained
-           and fourteen that are reported, TOVA eight, one and eight. Two processes with other --arms and the same
-           --runs do not disturb each other; --collect then writes the rows of both.
-Result     experiments/results/real_model.json, a row a run; of runs that are not finished, the curve so far.
+Cost       13 to 14 minutes per run on one core of an AMD EPYC (family 25, model 17). Processes with other --arms and
+           the same --runs may run together; --collect then writes the rows of all.
+Result     experiments/results/real_model.json, a row per run; an unfinished run has its curve so far
 
-Task       three numbers up to ten added step by step, `experiments/real/task.py`: exact rewards, sums to evaluate on
-           that are never trained on. Prompts of some 161 tokens, responses of up to 64, temperature 1.
-Sampler    SnapKV with four sinks, as `smd-train` has it, 128 keys and a buffer of 16; with --rule tova-heads TOVA of
-           each head, which before training had most right answers of the rules that were tried on validation rows.
-           `evicted_share` of a row is measured: of the tokens of a whole sequence, the share whose keys are gone when
-           its last query looks.
-Chosen     by looking, before any training, on 24 sums of which none is evaluated on, at temperature 1. These prompts
-           are right of 0.42 with the full cache, 0.08 with 128 keys, none with 64; their responses have 43 tokens.
-           Others, with the full cache: one worked example 0.04; terser steps 0.21, and 0.00 of four numbers; sums in
-           words (32 sums) 0.03.
-Learner    GRPO, 4 prompts x 8 completions, one step a rollout, a prompt read once for its completions; adapters (LoRA,
-           rank 16, all projections) and not all weights, for memory and for checkpoints that are small; AdamW, constant
+Task       Three numbers up to ten added step by step (`experiments/real/task.py`): exact rewards; evaluation sums are
+           never trained on. Prompts of about 161 tokens, responses of up to 64, temperature 1.
+Sampler    SnapKV with four sinks, 128 keys and a buffer of 16; --rule tova-heads: TOVA of each head.
+           `evicted_share`: share of the tokens whose keys are evicted when the last query attends.
+Chosen     Prompt and budget, before any training, on 24 sums that are not evaluated: right answers at temperature 1
+           are 0.42 with the full cache, 0.08 with 128 keys, none with 64.
+Learner    GRPO, 4 prompts x 8 completions, one step per rollout; LoRA of rank 16 on all projections; AdamW, constant
            rate after 5 steps.
-Rate       of `RATES`, for every arm, the best mean of final sparse and dense greedy reward on a pilot seed, judged on
-           validation rows. (The first plan was one rate for all arms, the best of the full-cache arm, and 24 rollouts.
-           With that rate, 1e-3, shadow masks learnt fast and then lost it all.)
-Order      pilot, the untrained model, all arms of seed 0, all arms of seed 1. Every 4 rollouts a checkpoint. Seed 2 of
-           the four arms with a budget came later, under SnapKV, when the report of two seeds was there.
+Rate       Of `RATES`, for every arm the best mean of final sparse and dense greedy reward on a pilot seed, on
+           validation rows. (The first plan was one rate for all arms, the best of the full-cache arm, and 24 rollouts;
+           with that rate, 1e-3, shadow masks learnt fast and then lost it.)
+Order      Pilot, the untrained model, all arms of seed 0, then of seed 1. A checkpoint every 4 rollouts. Seed 2 of the
+           arms with a budget under SnapKV was added after two seeds had been reported.
 """
 
 from __future__ import annotations
@@ -68,22 +58,22 @@ RATES = (3e-4, 1e-3)
 
 @dataclass(frozen=True)
 class Args:
-    """Runs the study, or the part of it that is asked for. What is kept under --runs is not made again."""
+    """Runs the study or a part of it. Rows kept under --runs are not made again."""
 
     arms: tuple[str, ...] | None = None  # by name; default: all
     seeds: tuple[int, ...] = SEEDS  # reported ones
-    rule: Rule = "snapkv"  # by which the sampler forgets
-    learning_rates: tuple[float, ...] = RATES  # to choose from; a single one is taken without a pilot
+    rule: Rule = "snapkv"  # eviction policy of the sampler
+    learning_rates: tuple[float, ...] = RATES  # to choose from; a single one needs no pilot
     model: Path = ROOT / "runs" / "smollm2"  # SmolLM2-135M-Instruct in Hugging Face's format
     runs: Path = ROOT / "runs" / "real_model"  # checkpoints, metrics and rows
-    results: Path = RESULTS / "real_model.json"  # file that rows are merged into
-    minutes: float | None = None  # stop in order after so many; the same command goes on
-    collect: bool = False  # run nothing: write the rows that are kept
+    results: Path = RESULTS / "real_model.json"  # merged file of rows
+    minutes: float | None = None  # stop in order after this time; the same command resumes
+    collect: bool = False  # run nothing; write the kept rows
 
 
 @dataclass(frozen=True)
 class Study:
-    """The jobs that were asked for, in their order, and where they are kept."""
+    """The selected jobs in order, and where their rows are kept."""
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
@@ -99,7 +89,7 @@ class Study:
             raise ValueError(f"expected seeds other than that of the pilot, {PILOT_SEED}; got {list(self.seeds)}")
 
     def pilot(self) -> list[Job]:
-        """None where there is nothing to choose."""
+        """Pilot jobs; none with a single rate."""
         if len(self.rates) == 1:
             return []
         return [job for arm in self.arms if arm.trains for job in self.pilot_of(arm)]
@@ -108,7 +98,7 @@ class Study:
         return [Job(arm, rate, PILOT_SEED, True, self.sizes, self.rule) for rate in self.rates]
 
     def reported(self) -> list[Job]:
-        """Seed by seed, without training first; only the arms whose pilot is complete."""
+        """Reported jobs, seed by seed, of the arms whose pilot is complete; the untrained model first."""
         rates = {arm.name: self.rate(arm) for arm in self.arms if arm.trains}
         jobs = []
         for seed in self.seeds:
@@ -121,7 +111,7 @@ class Study:
         return jobs
 
     def rate(self, arm: Arm) -> float | None:
-        """The learning rate that the arm's pilot speaks for."""
+        """The best learning rate of the arm's pilot; None while it is incomplete."""
         if len(self.rates) == 1:
             return self.rates[0]
         rewards: dict[float, float] = {}
@@ -133,14 +123,14 @@ class Study:
         return best_rate(rewards)
 
     def run(self, minutes: float | None = None) -> None:
-        """All that is missing. The file of results is written again after every run."""
+        """Runs all missing jobs; writes the file of results after every run."""
         until = None if minutes is None else time.monotonic() + 60 * minutes
         origin = provenance()
 
         def late() -> bool:
             return until is not None and time.monotonic() > until
 
-        for stage in (self.pilot, self.reported):  # what is reported waits for the rate
+        for stage in (self.pilot, self.reported):  # reported jobs need the rate
             self._keep_results(stage())
             for job in stage():
                 if is_finished(job, self.base, self.runs):
@@ -148,11 +138,11 @@ class Study:
                 finished = execute(job, self.base, self.runs, origin | {"command": command(job)}, late)
                 self.collect()
                 if not finished:
-                    print("time is up: the same command goes on", flush=True)
+                    print("time is up; the same command resumes", flush=True)
                     return
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
-        """Finished rows of these jobs in the file of results count as kept: the study goes on on another machine."""
+        """Keeps the finished rows of these jobs from the file of results, so that another machine can resume."""
         finished = {row.get("settings"): row for row in read_rows(self.results) if row["finished"]}
         for job in jobs:
             row = finished.get(fingerprint(job.settings(self.base)))
@@ -160,7 +150,7 @@ class Study:
                 keep_row(job, self.base, self.runs, row)
 
     def collect(self) -> list[Row]:
-        """The rows that are there, written beside those of other arms and seeds."""
+        """Merges the kept rows into the file of results."""
         rows = [row for job in [*self.pilot(), *self.reported()] if (row := kept(job, self.base, self.runs))]
         new = {key_of(row) for row in rows}
         merged = [row for row in read_rows(self.results) if key_of(row) not in new] + rows
@@ -169,9 +159,9 @@ class Study:
 
 
 def command(job: Job) -> str:
-    """Makes the row of this job alone."""
+    """The command that makes the row of this job only."""
     words = ["--rule", job.rule, "--arms", job.arm.name, "--runs", "runs/again"]
-    if not job.pilot:  # that runs first, whatever seeds are asked for
+    if not job.pilot:  # a pilot runs for any seeds
         words += ["--seeds", str(job.seed), "--learning-rates", f"{job.learning_rate:g}"]
     return " ".join(["python", "experiments/real_model.py", *words])
 
@@ -199,7 +189,7 @@ def main(args: Args) -> None:
             raise ValueError(f"expected a checkpoint in {args.model}, which `make smollm2` makes; got none")
         base = load_base(args.model)
         study = Study(arms, args.seeds, args.learning_rates, base, args.runs, args.results, rule=args.rule)
-        study.collect()  # refuses kept runs of other settings before anything is run
+        study.collect()  # raises for kept runs of other settings before a run
     if args.collect:
         return
     try:

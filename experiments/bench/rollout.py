@@ -1,7 +1,7 @@
-"""Sampling speed of smd_jax, transformers, Tunix and kvpress on one CPU core.
+"""Sampling speed of smd_jax, transformers and kvpress on one CPU core.
 
 Question   Tokens per second, time of a decoding step and bytes of the cache, for the same model in every library.
-Command    python experiments/bench/rollout.py --hf-python PATH --tunix-python PATH --kvpress-python PATH --json
+Command    python experiments/bench/rollout.py --hf-python PATH --kvpress-python PATH --json
            python experiments/bench/rollout.py --continuous     (responses of 64 to 2,048 tokens: continuous batching
                                                                  against fixed batches)
            python experiments/bench/rollout.py --engine ours --bits 8 4 2 --batch 64 --lengths 512
@@ -18,7 +18,6 @@ Engines    ours          policy Knorm, the rule of kvpress' press
            ours-dense    policy Dense
            ours-4bit     with --bits 4: a quantised cache, groups as long as the buffer
            hf            `generate` with its dynamic cache; hf-static: its static cache, not by default
-           tunix         the vanilla sampler, a dense cache
            kvpress       DecodingPress around KnormPress, 128 keys every 32 steps
            All return log-probabilities of the sampled tokens. The header of each file in experiments/bench/engines/
            lists the settings of its library.
@@ -37,7 +36,6 @@ Environments of the peers, separate from that of smd_jax:
 
     python3.11 -m venv hf      && hf/bin/pip install torch==2.13.0 numpy && hf/bin/pip install transformers==5.23.0
     python3.11 -m venv kvpress && kvpress/bin/pip install torch==2.13.0 numpy && kvpress/bin/pip install kvpress==0.5.5
-    python3.12 -m venv tunix   && tunix/bin/pip install google-tunix==0.1.7 jax==0.12.0.1 flax==0.12.12
 """
 
 from __future__ import annotations
@@ -58,9 +56,9 @@ from bench.turns import Row, take_turns, write
 from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
-Engine = Literal["ours", "ours-snapkv", "ours-h2o", "ours-dense", "hf", "hf-static", "tunix", "kvpress"]
+Engine = Literal["ours", "ours-snapkv", "ours-h2o", "ours-dense", "hf", "hf-static", "kvpress"]
 POLICY = {"ours": "knorm", "ours-snapkv": "snapkv", "ours-h2o": "h2o", "ours-dense": "dense"}
-PEERS = ("hf", "tunix", "kvpress")
+PEERS = ("hf", "kvpress")
 FIELDS = ("engine", "device", "batch", "prompt", "new_tokens", "budget", "buffer", "tokens_per_s")
 FIELDS += ("ms_per_step_early", "ms_per_step_late", "cache_bytes", "expected_cache_bytes", "max_abs_dlogp")
 FIELDS += ("limit_share",)
@@ -72,7 +70,6 @@ class Args:
 
     engine: tuple[Engine, ...] = ()  # a peer without interpreter is left out
     hf_python: str | None = None  # interpreter with torch and transformers
-    tunix_python: str | None = None  # interpreter with Tunix
     kvpress_python: str | None = None  # interpreter with kvpress
     lengths: tuple[int, ...] = (512, 2048)  # new tokens of a row
     bits: tuple[Literal[8, 4, 2], ...] = ()  # add ours with quantised caches
@@ -90,13 +87,14 @@ class Args:
 
     def python(self, engine: Engine) -> str | None:
         """The interpreter of an engine, None without one."""
-        found = {"tunix": self.tunix_python, "kvpress": self.kvpress_python}
-        return sys.executable if engine in POLICY else found.get(engine, self.hf_python)
+        if engine in POLICY:
+            return sys.executable
+        return self.kvpress_python if engine == "kvpress" else self.hf_python
 
 
 def with_defaults(args: Args) -> Args:
     """All engines by default; tiny sizes with --quick."""
-    engines: tuple[Engine, ...] = ("ours", "ours-h2o", "ours-dense", "hf", "tunix", "kvpress")
+    engines: tuple[Engine, ...] = ("ours", "ours-h2o", "ours-dense", "hf", "kvpress")
     args = replace(args, engine=args.engine or engines)
     if not args.quick:
         return args
@@ -146,7 +144,6 @@ def table(title: str, rows: list[Row]) -> None:
         "tokens/s",
         "/CPU s",
         "× best peer",
-        "× Tunix",
         "× fixed",
         "live rows",
         "ms early",
@@ -158,7 +155,7 @@ def table(title: str, rows: list[Row]) -> None:
     for row in rows:
         speed = row["tokens_per_s"]
         best = speed * row["seconds"] / row["cpu_seconds_min"]  # per CPU second of the fastest turn
-        ratios = [ratio(speed, rows, names) for names in (PEERS, ("tunix",), ("ours-fixed",))]
+        ratios = [ratio(speed, rows, names) for names in (PEERS, ("ours-fixed",))]
         times = (row["ms_per_step_early"], row["ms_per_step_late"])
         flat = None if times[0] is None else row["cpu_ms_per_step_late"] / row["cpu_ms_per_step_early"]
         live = row["utilisation"] if row.get("spread") else None

@@ -1,8 +1,8 @@
-"""Speed of a GRPO update in smd_jax, Tunix, TRL and plain torch on one CPU core.
+"""Speed of a GRPO update in smd_jax, TRL and plain torch on one CPU core.
 
 Question   Seconds and peak memory of a whole update (forward, loss, backward, AdamW; no reference model, no generation)
            of the same model in every library, in float32.
-Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --tunix-python PATH --json
+Command    python experiments/bench/update.py --torch-python PATH --trl-python PATH --json
            python experiments/bench/update.py --prompts --lengths 576 --json   (prompts read once for a group)
 Cost       about six minutes on a quiet machine; 8 GB of memory, because all engines are alive at once
 Result     experiments/results/update_cpu.json, update_prompts_cpu.json
@@ -29,7 +29,6 @@ Environments of the peers, separate from that of smd_jax:
     python3.11 -m venv torch && torch/bin/pip install torch==2.13.0 numpy && torch/bin/pip install transformers==5.23.0
     python3.11 -m venv trl   && trl/bin/pip install torch==2.13.0 numpy \\
                              && trl/bin/pip install transformers==5.23.0 trl==1.16.0 accelerate==1.15.0 datasets==5.2.0
-    python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7 jax==0.12.0.1 flax==0.12.12
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from smd_jax.monitor.progress import summary_table
 
 HERE = Path(__file__).parent
 OURS = (sys.executable, str(HERE / "engines" / "smd_update.py"))
-Engine = Literal["ours", "torch", "trl", "tunix"]
+Engine = Literal["ours", "torch", "trl"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Size:
 
 
 SIZES = {
-    576: Size(32, 64, 8, 128, 32, ("torch", "trl", "tunix")),
+    576: Size(32, 64, 8, 128, 32, ("torch", "trl")),
     4096: Size(4, 64, 1, 256, 128, ("torch",)),
 }
 
@@ -76,10 +75,9 @@ SIZES = {
 class Args:
     """Times GRPO updates of several libraries, in turns."""
 
-    engine: tuple[Engine, ...] = ("ours", "torch", "trl", "tunix")  # a peer without interpreter is left out
+    engine: tuple[Engine, ...] = ("ours", "torch", "trl")  # a peer without interpreter is left out
     torch_python: str | None = None  # interpreter with torch and transformers
     trl_python: str | None = None  # interpreter with TRL
-    tunix_python: str | None = None  # interpreter with Tunix
     lengths: tuple[int, ...] = tuple(SIZES)  # tokens of a sequence
     repeats: int = 5  # measured updates of each
     boolean: bool = False  # add ours with the mask as T × T booleans (minutes per turn)
@@ -99,7 +97,7 @@ class Args:
 
     def python(self, engine: Engine) -> str | None:
         """The interpreter of an engine, None without one."""
-        found = {"torch": self.torch_python, "trl": self.trl_python, "tunix": self.tunix_python}
+        found = {"torch": self.torch_python, "trl": self.trl_python}
         return sys.executable if engine == "ours" else found[engine]
 
 

@@ -128,14 +128,6 @@ ARMS = (
     Arm("anchor-then-shadow", "shadow", smd.corrections.Shadow(), first=ANCHOR_ALONE),
     Arm("anchor-then-mixed", "shadow", smd.corrections.Shadow(), dense_share=0.5, first=ANCHOR_ALONE),
     Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
-    # Other choices of what is the same for the arms above.
-    Arm("tis-1-step", "dense", smd.corrections.TIS(), minibatches=1),
-    Arm("tis-16-steps", "dense", smd.corrections.TIS(), minibatches=16),
-    Arm("shadow-1-step", "shadow", smd.corrections.Shadow(), minibatches=1),
-    Arm("shadow-16-steps", "shadow", smd.corrections.Shadow(), minibatches=16),
-    Arm("shadow-anchor-0.01", "shadow", smd.corrections.Shadow(), "anchor", teacher_coef=0.01),
-    Arm("shadow-anchor-1", "shadow", smd.corrections.Shadow(), "anchor", teacher_coef=1.0),
-    Arm("shadow-anchor-quarter", "shadow", smd.corrections.Shadow(), "anchor", teacher_rows=0.25),
 )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lib.hlo import ITEM_BYTES
+from lib.hlo import ITEM_BYTES, parse
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 COLLECTIVE = re.compile(rf" = (.*?) ({KINDS})(-start)?\(")
@@ -43,22 +43,10 @@ class Collective(NamedTuple):
 
 def collectives(hlo: str, devices: int) -> Iterator[Collective]:
     """The collectives of an optimised program, in program order."""
-    bodies = computations(hlo)
+    bodies = {name: [operation.line for operation in body] for name, body in parse(hlo).items()}
     entry = re.search(r"^ENTRY %?(\S+)", hlo, re.MULTILINE)
     assert entry is not None, "a program has an entry"
     yield from _of(bodies, entry[1], devices, 1, False)
-
-
-def computations(hlo: str) -> dict[str, list[str]]:
-    """Computation -> its lines."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in hlo.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
-            lines = found[header[1]] = []
-        elif " = " in line:
-            lines.append(line)
-    return found
 
 
 def _of(bodies: dict[str, list[str]], name: str, devices: int, rounds: int, loop: bool) -> Iterator[Collective]:

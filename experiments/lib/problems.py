@@ -1,11 +1,11 @@
-"""Small tasks with the models that learn them: seconds to minutes a run on one core, and nothing to download.
+"""Small tasks with models that learn them in seconds to minutes on one core; nothing to download.
 
     sums     "3 8 2 … =" -> "3 1 3 …"          running sums modulo 10: the operands are needed once, in order
     sorting  "5 3 8 1 … =" -> "1 3 5 8 …"      every step looks at all operands again
     copy     "3 8 2 … =" -> "3 3 8 1 2 3 …"    each operand copied, then the sum so far: half of the steps look back
-    walk     a walk along the edges of a graph that stands in the prompt: any length, the same difficulty at every step
+    walk     a walk along the edges of a graph in the prompt: any length, the same difficulty at every step
 
-A letter or digit is a token. Rows of the splits come from random streams of their own.
+A letter or digit is a token. Each split has its own random stream.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class Problem:
     """A task of one length. Equal problems make equal rows.
 
     Attributes:
-      length: of an instance; what it counts, the class says.
+      length: of an instance, in the unit of the subclass.
     """
 
     length: int
 
     name: ClassVar[str]
     hidden_size: ClassVar[int] = 64
-    start_every: ClassVar[int] = 20  # supervised steps between two looks at the start's reward
+    start_every: ClassVar[int] = 20  # supervised steps between two evaluations of the start
 
     @property
     def start_problem(self) -> Problem:
-        """Whose supervised start this one shares, with all its parameters."""
+        """The problem whose supervised start this one shares."""
         return self
 
     def lesson(self, step: int) -> tuple[Problem, int]:
-        """What a supervised step of the start learns from: rows of which problem, and how many."""
+        """Problem and number of rows of a supervised step of the start."""
         return self, 128
 
     def schedule(self) -> optax.Schedule:
@@ -77,26 +77,26 @@ class Problem:
         return optax.linear_schedule(0.0, 1e-3, 30)
 
     @property
-    @abstractmethod
     def prompt_width(self) -> int:
-        """Tokens of every prompt."""
+        """Tokens of every prompt: here the digits and "="."""
+        return self.length + 1
 
     @property
-    @abstractmethod
     def response_width(self) -> int:
         """Tokens of an answer, its end of sequence included."""
+        return self.length + 1
 
     @abstractmethod
     def draw(self, random: np.random.Generator) -> Row:
         """A row with "prompt" and "answer"."""
 
-    @abstractmethod
     def grade(self, prompt: str, completion: str, answer: str) -> float:
-        """From 0 to 1: the share of the steps that are right."""
+        """The share of right steps: here of the answer's characters in their place; later ones are ignored."""
+        return sum(a == b for a, b in zip(completion, answer, strict=False)) / len(answer)
 
     @property
     def label(self) -> str:
-        """As a study names it: "sums-12"."""
+        """Name in the studies: "sums-12"."""
         return f"{self.name}-{self.length}"
 
     def rows(self, split: Split, size: int = TRAINING_ROWS) -> Rows:
@@ -120,7 +120,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a problem, as a task. Row i of a split is the same in every process, whatever the size."""
+    """Rows of a problem as a task. Row i of a split is the same in every process and for every size."""
 
     problem: Problem
     split: Split
@@ -138,31 +138,15 @@ class Rows:
         return [self.problem.grade(prompt, completion, answer) for prompt, completion, answer in triples]
 
 
-def share_in_place(completion: str, answer: str) -> float:
-    """The share of the answer's characters that stand at their place; what follows the last one is ignored."""
-    return sum(a == b for a, b in zip(completion, answer, strict=False)) / len(answer)
-
-
 @dataclass(frozen=True)
 class RunningSums(Problem):
     """`length` digits, and their sums so far, modulo 10."""
 
     name: ClassVar[str] = "sums"
 
-    @property
-    def prompt_width(self) -> int:
-        return self.length + 1
-
-    @property
-    def response_width(self) -> int:
-        return self.length + 1
-
     def draw(self, random: np.random.Generator) -> Row:
         digits = random.integers(0, 10, self.length)
         return {"prompt": text_of(digits) + "=", "answer": text_of(np.cumsum(digits) % 10)}
-
-    def grade(self, prompt: str, completion: str, answer: str) -> float:
-        return share_in_place(completion, answer)
 
 
 @dataclass(frozen=True)
@@ -171,20 +155,9 @@ class Sorting(Problem):
 
     name: ClassVar[str] = "sorting"
 
-    @property
-    def prompt_width(self) -> int:
-        return self.length + 1
-
-    @property
-    def response_width(self) -> int:
-        return self.length + 1
-
     def draw(self, random: np.random.Generator) -> Row:
         digits = random.integers(0, 10, self.length)
         return {"prompt": text_of(digits) + "=", "answer": text_of(np.sort(digits))}
-
-    def grade(self, prompt: str, completion: str, answer: str) -> float:
-        return share_in_place(completion, answer)
 
 
 @dataclass(frozen=True)
@@ -192,10 +165,6 @@ class CopySums(Problem):
     """`length` digits; each is repeated, and then comes the sum so far, modulo 10."""
 
     name: ClassVar[str] = "copy"
-
-    @property
-    def prompt_width(self) -> int:
-        return self.length + 1
 
     @property
     def response_width(self) -> int:
@@ -206,24 +175,18 @@ class CopySums(Problem):
         both = np.stack([digits, np.cumsum(digits) % 10], axis=1).reshape(-1)
         return {"prompt": text_of(digits) + "=", "answer": text_of(both)}
 
-    def grade(self, prompt: str, completion: str, answer: str) -> float:
-        return share_in_place(completion, answer)
-
 
 @dataclass(frozen=True)
 class Walk(Problem):
-    """A graph of six nodes with `DEGREE` edges from each stands in the prompt, a token an edge, and behind it the node
-    to begin at; the response is a walk of `length` edges, any of the graph's.
+    """A walk of `length` edges along a graph of six nodes with `DEGREE` edges from each.
 
-    A step is right if it is an edge of the graph and begins where the token before it ends, right or not: a mistake
-    costs one step (two, if it is no edge at all) and not the rest, so that a step is as hard at the end of a walk as at
-    its beginning. What is needed is the edges of one node, from the prompt or from an earlier visit, so that a walk
-    renews what it needs. Which edge is taken is drawn: a policy has a bit of entropy a step. Who knows the rule and has
-    forgotten the graph is right in two steps of five.
+    The prompt has the graph, one token per edge, and the first node. A step is right if it is an edge of the graph and
+    begins where the previous token ends. A mistake costs one step (two if it is no edge at all) and not the rest, so
+    every step is equally hard. Which edge is taken is drawn: a policy has one bit of entropy per step. A policy that
+    knows the rule and has lost the graph is right in two steps of five.
 
-    An edge is one token, rather than its two nodes, because attention finds it in one step: then a model of two layers
-    learns walks of 512 steps within minutes. Spelt in letters, it had not left the plateau of guesses (a step in two
-    right) after 600 supervised steps.
+    An edge is one token instead of two nodes: attention then finds it in one step, and a model of two layers learns
+    walks of 512 steps within minutes. With two tokens it was still at chance after 600 supervised steps.
     """
 
     name: ClassVar[str] = "walk"
@@ -232,15 +195,15 @@ class Walk(Problem):
 
     @property
     def start_problem(self) -> Walk:
-        """One start for walks of all lengths: they differ in nothing else."""
+        """Walks of all lengths share one start."""
         return Walk(max(self.length, self.LONGEST))
 
     def lesson(self, step: int) -> tuple[Walk, int]:
-        """Short walks, and from step 100 on every fourth time long ones, about as many tokens of either."""
+        """Short walks; from step 100 on, every fourth step long ones with about as many tokens."""
         return (self, max(4096 // self.length, 1)) if step >= 100 and step % 4 == 0 else (Walk(32), 96)
 
     def schedule(self) -> optax.Schedule:
-        """It falls, because steps of 1e-2 leave a walk at 94 %."""
+        """Falls, because a constant 1e-2 stays at 94 %."""
         return optax.warmup_exponential_decay_schedule(
             0.0, 1e-2, 30, transition_steps=200, decay_rate=1 / math.e, end_value=1e-3
         )
@@ -248,10 +211,6 @@ class Walk(Problem):
     @property
     def prompt_width(self) -> int:
         return len(WALK_NODES) * self.DEGREE + 1
-
-    @property
-    def response_width(self) -> int:
-        return self.length + 1
 
     def draw(self, random: np.random.Generator) -> Row:
         count = len(WALK_NODES)
@@ -296,7 +255,7 @@ def problem_of(label: str) -> Problem:
     """ "sums-12" -> RunningSums(12).
 
     Raises:
-      ValueError: for a label of none; says which there are.
+      ValueError: for an unknown label.
     """
     name, dash, length = label.rpartition("-")
     if name not in PROBLEMS or not dash or not length.isdecimal() or int(length) < 1:

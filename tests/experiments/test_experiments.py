@@ -20,8 +20,17 @@ EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
 # Scripts of finished measurements, which commit b191876 has.
 DELETED = {
-    *("choices", "collectives", "compile_update", "first_run", "gradients", "kvpress_parity", "mismatch", "parity"),
-    *("predict_kernels", "readable_text", "sharding", "bench/startup"),
+    *(
+        "choices",
+        "collectives",
+        "compile_update",
+        "first_run",
+        "gradients",
+        "kvpress_parity",
+        "memory_wall",
+        "mismatch",
+    ),
+    *("parity", "predict_kernels", "readable_text", "sharding", "bench/startup"),
 }
 
 

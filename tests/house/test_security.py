@@ -34,7 +34,7 @@ OURS = sorted(
     path
     for folder in ("smd_jax", "kernels", "experiments", "docs", ".ci")
     for path in (ROOT / folder).rglob("*.py")
-    if not path.name.startswith(("hf_", "kvpress_", "torch_", "trl_", "tunix_"))  # peers, in their own environments
+    if not path.name.startswith(("hf_", "kvpress_", "torch_", "trl_"))  # peers, in their own environments
 )
 
 # --- the source tree

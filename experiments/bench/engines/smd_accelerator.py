@@ -48,7 +48,6 @@ def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, f
 
 def copy_rate(rehearse: bool) -> float:
     """Bytes a second, read and written."""
-    # Not `smd_roofline`'s, which imports the whole library: this stage must run without it.
     x = jnp.zeros((2**20 if rehearse else 2**30) // 4, jnp.float32)
     return 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)["least_seconds"]
 
@@ -227,24 +226,24 @@ def whole(rehearse: bool) -> Iterator[Job]:
         tie_embeddings=True,
         dtype="bfloat16",
     )
-    sizes = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, context=32_768, copied=2**30, prompt=4096)
+    sizes = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, prompt=4096)
     if rehearse:
-        sizes = replace(smd_roofline.TINY, batches=(2,), budget=16, segments=3, copied=2**20, prompt=24)
+        sizes = replace(smd_roofline.TINY, batches=(2,), budget=16, segments=3, prompt=24)
     batch = (2, 64, 16, 16, 8) if rehearse else (SEQUENCES, TOKENS, PROMPT, BUDGET, BUFFER)
     few = sizes.batches[0]
     # What is short first: the stage may end at its limit.
     for name, rows in (("ours", few), ("ours-dense", few)):
-        yield f"rollout, {name}, {rows} rows", partial(rollout_row, sizes, name, rows)
+        yield f"rollout, {name}, {rows} rows", partial(rollout_row, sizes, name, rows, rehearse)
     for visibility in ("shadow", "dense"):
         yield f"update, {visibility}", partial(update_row, sizes.model, visibility, *batch, rehearse)
     for rows in sizes.batches[1:]:
-        yield f"rollout, ours, {rows} rows", partial(rollout_row, sizes, "ours", rows)
+        yield f"rollout, ours, {rows} rows", partial(rollout_row, sizes, "ours", rows, rehearse)
 
 
-def rollout_row(sizes: Any, name: str, rows: int) -> Iterator[Row]:
+def rollout_row(sizes: Any, name: str, rows: int, rehearse: bool) -> Iterator[Row]:
     import smd_roofline
 
-    bandwidth = smd_roofline.copy_bandwidth(sizes.copied)
+    bandwidth = copy_rate(rehearse)
     params = smd_roofline.random_weights(sizes.model)
     row = smd_roofline.step_row(sizes, name, rows, params, bandwidth)
     yield row | {"limit_share": row["share_of_roofline"], "copy_bytes_per_second": bandwidth}

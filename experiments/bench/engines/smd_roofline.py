@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,6 @@ CHECKED = 2  # rows whose log-probabilities the learner computes again
 PREFILLED = 1  # prompts read at once: their caches are alive beside those of the rows
 POLICIES = {
     "ours": smd.eviction.Knorm(),
-    "ours-snapkv": smd.eviction.SnapKV(),
-    "ours-h2o": smd.eviction.H2O(),
     "ours-dense": smd.eviction.Dense(),
 }
 
@@ -44,8 +41,6 @@ class Sizes:
     budget: int
     buffer: int
     segments: int  # sampled; the first two are not timed
-    context: int  # tokens of a row in the dense cache
-    copied: int  # bytes of the array that is copied to measure the rate
     prompt: int | None = None  # tokens of a prompt; none: as many as the budget
 
     @property
@@ -53,22 +48,7 @@ class Sizes:
         return self.prompt or self.budget
 
 
-TINY = Sizes(
-    tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=64, buffer=8, segments=4, context=1024, copied=2**22
-)
-
-
-def copy_bandwidth(size: int, repeats: int = 10) -> float:
-    """Bytes a second, read and written, of a copy that is large enough to leave every cache."""
-    x = jnp.zeros(size // 4, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(x))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(copy(x))
-        seconds.append(time.perf_counter() - start)
-    return 2 * x.nbytes / min(seconds)
+TINY = Sizes(tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=64, buffer=8, segments=4)
 
 
 def random_weights(config: smd.ModelConfig) -> smd.model.Params:
