@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from smd_jax.message.masks import Segments
-from smd_jax.testing import random_evictions, tiny_model_config, write_random_checkpoint
+from smd_jax.testing import random_evictions
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
 
 with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
     from bench import limits
-    from bench.engines.common import Sizes, model_sizes, read_sizes
+    from bench.engines.common import Sizes, model_sizes
 
 
 @pytest.mark.parametrize(("prompt", "new", "budget", "buffer"), [(7, 20, 6, 4), (3, 20, 8, 3), (5, 9, 30, 4)])
@@ -89,51 +86,6 @@ def test_a_rollout_reads_what_it_draws(sizes: Sizes):
     attention = 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
     expected = 3 * (2 * 2 * (sizes.layer_weights() + sizes.head_weights()) + attention)
     assert limits.rollout_flops(row, sizes) == expected
-
-
-@pytest.mark.parametrize(("qkv_bias", "tied"), [(True, True), (False, False)])
-def test_sizes_of_a_checkpoint(tmp_path: Path, qkv_bias: bool, tied: bool):
-    """As they are read from config.json; its parameters are those of the checkpoint's tensors."""
-    config = tiny_model_config(num_layers=3, num_heads=6, head_dim=16, hidden_size=96, qkv_bias=qkv_bias)
-    write_random_checkpoint(tmp_path / "model", config=replace(config, tie_embeddings=tied))
-    sizes = read_sizes(tmp_path / "model")
-    assert (sizes.layers, sizes.heads, sizes.kv_heads, sizes.head_dim) == (3, 6, 2, 16)
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    assert sizes.parameters() == sum(tensor.size for tensor in stored.values())
-
-
-def test_another_family_is_refused(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ValueError, match="expected a checkpoint of model_type llama or qwen2; got 'mamba'"):
-        read_sizes(tmp_path)
-
-
-def test_a_step_reads_the_prompt_of_a_group_once():
-    """Two completions of one token from a prompt of five: five tokens are read, two heads are needed, and the update is
-    that of two sequences."""
-    sizes = SIZES[1]
-    row = {"group": 2, "budget": None, "buffer": None}
-    rollout, update = limits.step_flops({"tokens": [(5, 1), (5, 1)]}, row, sizes)
-    read = 5 * sizes.layer_weights() + 2 * sizes.head_weights()
-    assert rollout == pytest.approx(2 * read + limits.attention_flops(5 * 6 / 2, sizes))
-    same = {"sequences": 2, "tokens": 6, "prompt": 5, "budget": None, "buffer": None}
-    assert update == limits.update_flops(same, sizes)
-
-
-def test_shares_of_a_step():
-    """Each half of the arithmetic at the rate of its own products."""
-    sizes = SIZES[1]
-    steps = [{"seconds": 4.0, "tokens": [(5, 3)] * 2}, {"seconds": 2.0, "tokens": [(5, 3)] * 2}]
-    row = {"engine": "ours", "group": 2, "budget": None, "buffer": None, "steps": steps}
-    slow = {"engine": "product", "backward": False, "gflops_per_second": 1e-3}
-    fast = {"engine": "product", "backward": True, "gflops_per_second": 2e-3}
-    [found] = limits.with_step_limits([slow, row, fast], sizes)
-    rollout, update = limits.step_flops(steps[0], row, sizes)
-    assert found["limit_seconds"] == pytest.approx(rollout / 1e6 + update / 2e6)
-    assert found["update_limit_seconds"] == pytest.approx(update / 2e6)
-    assert found["limit_share"] == pytest.approx(found["limit_seconds"] * (1 / 4 + 1 / 2) / 2)
-    with pytest.raises(ValueError, match="expected products of a sampler's step and of an update"):
-        limits.with_step_limits([slow, row], sizes)
 
 
 def test_shares():

@@ -30,7 +30,7 @@ DELETED = {
         "memory_wall",
         "mismatch",
     ),
-    *("parity", "predict_kernels", "readable_text", "sharding", "bench/startup"),
+    *("parity", "predict_kernels", "readable_text", "sharding", "bench/startup", "bench/step"),
 }
 
 

@@ -175,7 +175,7 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
 
 
 def test_an_arm_may_have_its_own_number_of_steps():
-    (arm,) = arms_of(("shadow-16-steps",))
+    arm = replace(CELL.arms[-1], minibatches=16)
     job = Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, prompts=16))
     assert runs.make_loop(job).config.minibatches == 16 == job.identity["minibatches"]
 

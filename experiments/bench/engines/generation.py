@@ -1,6 +1,6 @@
-"""What all engines of `bench/rollout.py` share beside `common.py`: sizes, prompts, times of single steps, the row.
+"""Shared by all engines of `bench/rollout.py`: sizes, prompts, times of single steps, the row.
 
-Standard library only: it runs in four environments.
+Standard library only, because it runs in several environments.
 """
 
 from __future__ import annotations

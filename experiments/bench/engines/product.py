@@ -1,13 +1,10 @@
-"""The yardstick of `bench/rollout.py`, `update.py`, `step.py`: what bare matrix products of the model's shapes reach.
+"""The yardstick of `bench/rollout.py` and `update.py`: the rate of bare matrix products of the model's shapes.
 
 Command    python experiments/bench/engines/product.py --rows 32                  (a step of 32 rows)
            python experiments/bench/engines/product.py --rows 4608 --backward     (8 sequences of 576 tokens)
-           python experiments/bench/engines/product.py --rows 64 --model runs/smollm2 --threads 2
 
-A turn makes each product of one pass once, layer by layer with matrices of its own, as one program of XLA that does
-nothing else. `--backward` adds those of the gradients, to the activations and to the weights. `--held 2`
-takes the matrices of two layers for all, which changes nothing where many rows share a matrix, and saves memory. Takes
-its turns among the engines, because the rate of a machine changes while they run.
+A turn makes each product of a pass once, layer by layer, as one XLA program. `--backward` adds the products of the
+gradients. It takes turns with the engines, because the rate of a machine changes while they run.
 """
 
 from __future__ import annotations
@@ -16,19 +13,17 @@ import argparse
 
 import common
 
-common.use_threads(common.asked_threads())  # before jax is imported
+common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-FLOPS_OF_A_TURN = 2e10  # a fifth of a second or so: the clock, and being sent to work, do not count
-
-Operands = list[tuple[jax.Array, jax.Array]]
+FLOPS_OF_A_TURN = 2e10  # about a fifth of a second
 
 
-def operands(products: list[tuple[int, int]], rows: int, backward: bool) -> Operands:
-    """The factors of these products for `rows` tokens; of those of their gradients, too."""
+def operands(products: list[tuple[int, int]], rows: int, backward: bool) -> list[tuple[jax.Array, jax.Array]]:
+    """Operands of these products for `rows` tokens; with `backward` also those of the gradients."""
     rng = np.random.default_rng(0)
     pairs = []
     for inputs, outputs in products:
@@ -41,39 +36,25 @@ def operands(products: list[tuple[int, int]], rows: int, backward: bool) -> Oper
     return [(jnp.asarray(left), jnp.asarray(right)) for left, right in pairs]
 
 
-def programs_of_a_pass(args: argparse.Namespace, sizes: common.Sizes) -> list[Operands]:
-    """The factors of each program of a pass: the layers that are held, again and again; the head in the last."""
-    held = sizes.layers if args.held is None else args.held
-    if held < 1 or sizes.layers % held:
-        raise SystemExit(f"expected --held to divide the {sizes.layers} layers; got {held}")
-    layers = operands(sizes.layer_products() * held, args.rows, args.backward)
-    head = operands([sizes.head_product()], args.rows, args.backward)
-    return [layers] * (sizes.layers // held - 1) + [layers + head]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=32, help="tokens of a pass")
-    parser.add_argument("--backward", action="store_true", help="the products of the gradients, too")
-    parser.add_argument("--untied", action="store_true", help="of a model with an output projection of its own")
-    parser.add_argument("--model", default=None, help="of the model of this checkpoint directory")
-    parser.add_argument("--held", type=int, default=None, help="layers with matrices of their own; all by default")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--backward", action="store_true", help="add the products of the gradients")
+    parser.add_argument("--untied", action="store_true", help="a separate output projection")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--driven", action="store_true", help="every turn waits for a line on standard input")
     args = parser.parse_args()
     clock = common.Clock(args, warmup=1)
-    sizes = common.model_sizes(args.untied) if args.model is None else common.read_sizes(args.model)
-    a_pass = programs_of_a_pass(args, sizes)
+    sizes = common.model_sizes(args.untied)
+    products = [*(sizes.layer_products() * sizes.layers), sizes.head_product()]
+    pairs = operands(products, args.rows, args.backward)
     program = jax.jit(lambda pairs: [left @ right for left, right in pairs])
-    pairs = [pair for program in a_pass for pair in program]
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in pairs)
     passes = max(round(FLOPS_OF_A_TURN / flops), 1)
     for _ in range(clock.updates):
         clock.begin()
         for _ in range(passes):
-            for factors in a_pass:
-                jax.block_until_ready(program(factors))
+            jax.block_until_ready(program(pairs))
         clock.end()
     row = {"engine": "product", "device": "cpu", "rows": args.rows, "backward": args.backward}
     measured = clock.measured(sizes.parameters(), ["jax", "jaxlib"])
