@@ -1,4 +1,4 @@
-"""Advantages of tokens: by hand, against a plain loop, against TRL's (golden/make_ppo.py), and whatever the padding."""
+"""Advantages of tokens: by hand, against a plain loop, against TRL's (golden/ppo.json), and whatever the padding."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The critic: its place among the parameters, and its loss by hand and against TRL's (golden/make_ppo.py)."""
+"""The critic: its place among the parameters, and its loss by hand and against TRL's (golden/ppo.json)."""
 
 import json
 

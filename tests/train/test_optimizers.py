@@ -1,4 +1,4 @@
-"""Optimizers against torch's and transformers' (`golden/make_optimizers.py`), schedules by hand, what decays, bytes."""
+"""Optimizers against torch's and transformers' (`golden/optimizers.json`), schedules by hand, what decays, bytes."""
 
 import json
 import math
