@@ -1,20 +1,20 @@
-"""Do the kernels compile to what they should, for accelerators that are not there?
+"""Compiles all kernels for an H100 and for TPUs, without the hardware, and checks the result.
 
-Question   For an H100 and a TPU: does every kernel compile, do its registers suffice, does it use the matrix units?
+Question   Does every kernel compile, do its registers suffice, does it use the matrix units?
            How much memory does the attention of a whole layer take at 32,768 tokens, 64 query and 8 KV heads, head_dim
            128 and a budget of 1,024 + 128, forward and backward? Does the loop of a rollout leave its cache in place,
            or does an operation in it write a cache's worth of bytes at every token?
 Command    make compile-kernels        (makes an environment with the compilers, 1.5 GB; no GPU, no TPU)
            .venv-compilers/bin/python experiments/compile_kernels.py [--target h100] [--quick]
 Cost       with --quick three minutes on two quiet CPU cores; without it, eight
-Result     one JSON object a line and program. Exit status 1 if a program of ours does not compile; if a kernel spills,
-           has no matrix instruction, or waits for every single one (`serialized`); if the layer takes more than 2.5 GB;
-           or if a loop writes its cache.
+Result     one JSON object per line and program. Exit status 1 if a program of ours does not compile; if a kernel
+           spills, has no matrix instruction, or waits for every single one (`serialized`); if the layer takes more
+           than 2.5 GB; or if a loop writes its cache.
 
-Fields     `temp_bytes` is main memory beside arguments and results. `registers`, `spill_bytes`, `serialized`, `wgmma`
-           (tensor core instructions) and `mxu` (the TPU's, by kernel): see `assembler.py`. `flops` is XLA's number:
+Fields     `temp_bytes` is main memory besides arguments and results. `registers`, `spill_bytes`, `serialized`, `wgmma`
+           (tensor core instructions) and `mxu` (the TPU's, by kernel): see `lib/assembler.py`. `flops` is XLA's number:
            every tile of scores counts as live. Of loops, `cache_bytes` are those of one layer's keys, `cache_writes`
-           the operations of innermost loops that write as much, in-place updates aside: see `hlo.py`.
+           the operations of innermost loops that write as much, in-place updates aside: see `lib/hlo.py`.
 
 The description of the H100, experiments/targets/h100.txtpb, is XLA's own, as a machine with one reports it.
 """
@@ -75,8 +75,8 @@ class Target:
 
     Attributes:
       platform: as JAX calls it.
-      topology: one device of it lies in this.
-      decode: its own decode kernel; none: only attention is compiled for it.
+      topology: a topology with one such device.
+      decode: its decode kernel; None: only attention is compiled.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Target:
     decode: Hardware | None = None
 
     def sharding(self) -> NamedSharding:
-        """Everything on one device."""
+        """A sharding with everything on one device."""
         if self.platform == "tpu":
             topology = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)
         else:
@@ -104,7 +104,7 @@ TARGETS = {
     "tpu_v5e": Target("tpu_v5e", "tpu", "v5e:2x2x1", "mosaic_tpu"),
     "tpu_v6e": Target("tpu_v6e", "tpu", "v6e:2x2x1"),
 }
-QUICK = ("h100", "tpu_v5e")  # with --quick, and of the TPU's attention kernels bfloat16 and head_dim 128 alone
+QUICK = ("h100", "tpu_v5e")  # with --quick; of the TPU's attention kernels only bfloat16 and head_dim 128
 
 
 # ---------------------------------------------------------------- from a program to a line of output
@@ -112,11 +112,11 @@ QUICK = ("h100", "tpu_v5e")  # with --quick, and of the TPU's attention kernels 
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled, and what is looked at.
+    """A program to compile and its checks.
 
     Attributes:
       labels: fields of the row that name it, "kernel" among them.
-      function: jitted. args, kwargs: its arguments; shapes with a sharding stand for arrays, since nothing is computed.
+      function: jitted. args, kwargs: its arguments, as shapes with a sharding.
       kernels: it is nothing but kernels, of which the assembler is asked.
       most_bytes: temporary memory that it may take.
       cache_bytes: of one layer's keys, if it is a loop over caches.
@@ -378,7 +378,7 @@ def codes_kernel(array: Array, target: Target, shape: Shape, bits: int) -> Progr
 
 
 def decode_loop(array: Array, impl: Implementation) -> Program:
-    """The cache side of decoding alone: write a key, attend, observe, in `LAYERS` layers."""
+    """Only the cache side of decoding: write a key, attend, observe, in `LAYERS` layers."""
     shape = LOOP
     kv = array((shape.batch, shape.kv_heads, shape.slots, shape.head_dim), jnp.bfloat16)
     columns = array(kv.shape[:3], jnp.int32)

@@ -83,7 +83,7 @@ class Row:
 
 
 def runs(args: Args) -> list[dict[str, Any]]:
-    """Every press at every budget; without a press there is none."""
+    """Every press at every budget; "none" has no budget."""
     evicting = [{"press": name, "budget": budget} for name in args.press if name != "none" for budget in args.budget]
     return [{"press": "none", "budget": 0}] * ("none" in args.press) + evicting
 
@@ -91,7 +91,7 @@ def runs(args: Args) -> list[dict[str, Any]]:
 def to_trajectory(
     prompts: list[list[int]], rows: list[dict[str, Any]], shape: smd.ModelConfig, end: int | None, args: Args
 ) -> smd.Trajectory:
-    """What the engine says of one run, as our learner takes it.
+    """Turns one run of the engine into a trajectory for our learner.
 
     Args:
       rows: of the engine, see bench/engines/kvpress_sampler.py.
@@ -112,7 +112,7 @@ def to_trajectory(
 
 
 def evicted_share(trajectory: smd.Trajectory) -> float:
-    """Of the keys that the queries of the response would have seen, those that they didn't."""
+    """The share of hidden keys among those that the response's queries would see without eviction."""
     assert isinstance(trajectory.mask, smd.ShadowMask)
     asking = np.asarray(trajectory.response_mask)[:, None, None]  # [rows, 1, 1, R]
 
@@ -125,7 +125,7 @@ def evicted_share(trajectory: smd.Trajectory) -> float:
 
 
 def compare(run: dict[str, Any], trajectory: smd.Trajectory, compressions: int, learner: Any, args: Args) -> Row:
-    """Our learner's log-probabilities against those of the record, under the record's mask and under none.
+    """Compares our learner's log-probabilities with the record, under the record's mask and with every key.
 
     Args:
       learner: `(trajectory, mask) -> logprobs [rows, R]`.
@@ -160,7 +160,7 @@ def ask(python: str, engine: str, job: dict[str, Any]) -> dict[str, Any]:
       python: interpreter of its environment. engine: name of its script, without `.py`.
 
     Raises:
-      SystemExit: it failed, and has said why on standard error.
+      SystemExit: if the engine fails; its error is on standard error.
     """
     command = [python, str(ENGINES / f"{engine}.py")]
     done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, env=environment())

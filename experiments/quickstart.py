@@ -1,19 +1,17 @@
-"""The main job: a language model trained by RL with a KV cache of fixed size, sampler and learner exactly one policy.
+"""Trains a language model by RL with a KV cache of fixed size, sampler and learner exactly one policy.
 
-Task       Sort the 8 digits that hide among 16 letters: "k3xq7ab0cd1efg3hi2jk9m8p=" -> "01233789". Reward 1 for the
-           exact answer, else 0. A head keeps 18 keys of up to 34 (H2O, + 2 of buffer): the sampler forgets 4 of 10.
+Task       Sort 8 digits hidden among 16 letters: "k3xq7ab0cd1efg3hi2jk9m8p=" -> "01233789". Reward 1 for the
+           exact answer, else 0. A head keeps 18 keys of up to 34 (H2O, + 2 of buffer).
 Steps      1. Warm start, here: supervised, dense, until a tiny model sorts with its full cache.
            2. GRPO, by `smd-train grpo --preset sorting`: rollouts under the budget, the learner under the recorded
               shadow mask, and a distillation whose teacher is the warm start with its full context ("anchor").
 Command    make run            or    python experiments/quickstart.py [--correction none] [--seeds 3] [--help]
-           All other options are those of smd-train, with the warm start that lies there from then on:
+           Other options: smd-train on the warm start, which is kept:
            smd-train grpo --preset sorting --model runs/quickstart/warm-start-300/seed-0 --budget 12
 Cost       about 3 minutes a seed on two CPU cores
-Result     experiments/results/quickstart.json and docs/results.md; a run's own files lie under runs/quickstart.
-           The committed rows were made on 2026-11-21 by code from before commit 603eaf4, as each row says, on a CPU
-           that was not recorded. Later code draws other tokens and evaluates on other rows: see docs/results.md.
+Result     a table of rewards and differences; the files of the runs are under runs/quickstart
 
-`--correction none` is the naive baseline: the same sparse sampler, a dense learner that pretends nothing was evicted.
+`--correction none` is the naive baseline: the same sampler, and a dense learner that ignores the evictions.
 """
 
 from __future__ import annotations
@@ -62,9 +60,9 @@ WIDTH = 8 + 16 + 1 + 8 + 1  # symbols, "=", digits, end of sequence
 
 @dataclass(frozen=True)
 class Args:
-    """Trains one policy a seed, and prints and keeps what came of it."""
+    """Trains one policy per seed and prints its rewards."""
 
-    correction: Literal["shadow", "none"] = "shadow"  # the learner sees what the sampler saw, or everything
+    correction: Literal["shadow", "none"] = "shadow"  # visibility of the learner
     distill: Distillation = "auto"  # second track; auto: anchor with shadow masks, else none
     distill_coef: float = 0.5  # its weight in the loss
     policy: Literal["h2o", "dense"] = "h2o"  # of the sampler; dense never evicts: the upper bound
@@ -73,7 +71,7 @@ class Args:
     warm_start_steps: int = 300  # supervised steps before them
     learning_rate: float = 3e-4  # of GRPO; rises for a twentieth of the steps, then falls to a tenth along a cosine
     memory: str | None = None  # of a device, such as 64MiB: chooses microbatch and completions decoded at once
-    runs: Path = Path("runs/quickstart")  # where warm starts and the runs' own files go
+    runs: Path = Path("runs/quickstart")  # folder of warm starts and runs
     resume: bool = False  # continue a run that was stopped
 
     @property
@@ -122,7 +120,7 @@ def main(args: Args) -> None:
 
 
 def check(args: Args) -> None:
-    """Every mistake ends here, before the warm start: a dry run with a model that has learnt nothing."""
+    """A dry run with an untrained model, so that bad flags fail before the warm start."""
     try:
         for seed in range(args.seeds):
             check_directory(args.run(seed), args.resume)
@@ -141,13 +139,13 @@ def command(args: Args, seed: int, model: Path) -> list[str]:
     words += ["--seed", str(seed), "--max-steps", str(args.steps), "--learning-rate", str(args.learning_rate)]
     words += ["--correction", "naive" if args.correction == "none" else args.correction, "--eviction", args.policy]
     words += ["--distill", args.teacher, "--distill-coef", str(args.distill_coef)]
-    words += ["--eval-decode", "h2o:18+2", "dense"]  # whatever the sampler does
+    words += ["--eval-decode", "h2o:18+2", "dense"]  # for every sampler
     words += [] if args.memory is None else ["--memory", args.memory]
     return [*words, "--resume"] if args.resume else words
 
 
 def warm_start(args: Args, seed: int) -> None:
-    """Trains on answers, and writes a Hugging Face checkpoint with its tokenizer; nothing if it is there already."""
+    """Trains on answers and writes a Hugging Face checkpoint with its tokenizer, unless it exists."""
     if (args.model(seed) / "config.json").is_file():
         return
     steps = args.warm_start_steps
@@ -170,7 +168,7 @@ def write_model(directory: Path, params: Any) -> None:
 
 
 def result(args: Args, seed: int) -> dict[str, Any]:
-    """What one seed came to: sparse decodes under the budget, dense with the full cache."""
+    """Rewards of one seed: sparse decodes under the budget, dense with the full cache."""
     history = read_metrics(args.run(seed) / "metrics.jsonl")
     before, *_, after = read_metrics(args.run(seed) / EVALUATIONS_FILE)
     differences = [row["sampling/sampling_logp_difference/mean"] for row in history]

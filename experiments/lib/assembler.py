@@ -1,7 +1,7 @@
-"""What the assemblers say of a kernel: registers and matrix instructions, from the compilers' own dumps.
+"""Registers and matrix instructions of a kernel, from the dumps of the compilers.
 
-ptxas reports to NVIDIA's side what it made of PTX; libtpu dumps the last stage before machine code. Both go to folders
-that the compilers have to know of before they are loaded.
+ptxas writes a report on the PTX that it assembled; libtpu dumps the last stage before machine code. Both write into
+folders that must be set before the compilers are loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dumps:
-    """Folders into which the compilers write about the programs that they compile."""
+    """Folders for the dumps of the compilers."""
 
     gpu: Path
     tpu: Path
 
     @classmethod
     def in_folder(cls, folder: Path) -> Dumps:
-        """Makes the folders and tells the compilers of them; to be called before the first compilation."""
+        """Creates the folders and sets them for the compilers; call it before the first compilation."""
         dumps = cls(folder / "gpu", folder / "tpu")
         dumps.gpu.mkdir()
         dumps.tpu.mkdir()
@@ -31,23 +31,23 @@ class Dumps:
         return dumps
 
     def empty(self) -> None:
-        """Before a compilation: what is there afterwards is of that one."""
+        """Deletes the dumps of earlier compilations."""
         for folder in (self.gpu, self.tpu):
             for path in folder.iterdir():
                 path.unlink()
 
     def facts(self, platform: str) -> dict[str, Any]:
-        """What the platform's assembler says of the kernels compiled since `empty`."""
+        """Facts about the kernels compiled since `empty`."""
         return gpu_facts(self.gpu) if platform == "cuda" else {"mxu": matrix_instructions(self.tpu)}
 
 
 def gpu_facts(folder: Path) -> dict[str, Any]:
-    """From the PTX, and from the report of the assembler that read it.
+    """Facts from the PTX and from the report of its assembler.
 
     Returns:
-      registers: what a thread gets when the kernel starts; warpgroups then pass some on to each other.
-      spill_bytes: stores and loads of values for which there was no register.
-      serialized: the compiler had to wait for every wgmma before the next.
+      registers: per thread when the kernel starts; warpgroups then exchange some.
+      spill_bytes: stores and loads of spilled registers.
+      serialized: whether every wgmma waits for the one before.
       wgmma: tensor core instructions.
     """
     code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.ptx"))

@@ -1,4 +1,4 @@
-"""The command line that the studies share: which part of a study is run, where rows are kept, and when to stop."""
+"""Command line shared by the studies: which part of a study runs, where rows are kept, and when it stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lib.runs import Sizes
 from lib.samplers import sampler_of
 from lib.starts import StartLevel
 
-# A few rollouts, to see that all of it works.
+# A few rollouts, as a smoke test.
 QUICK = Sizes(
     rollouts=2, prompts=4, group=4, warmup=1, evaluate_every=1, evaluation_rows=16, start=StartLevel(0.02, rows=16)
 )
@@ -26,30 +26,30 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class StudyArgs:
-    """Runs the study, or the part of it that is asked for. Rows that are kept under --runs are not made again."""
+    """Runs the study or a part of it. Rows kept under --runs are not made again."""
 
     tasks: tuple[str, ...] | None = None  # such as sums-12; default: the study's
     samplers: tuple[str, ...] | None = None  # such as tova:14+2; default: the study's
     arms: tuple[str, ...] | None = None  # by name; default: the study's
     seeds: tuple[int, ...] | None = None  # reported ones; default: the study's
-    learning_rates: tuple[float, ...] | None = None  # to choose from; a single one is taken without a pilot
+    learning_rates: tuple[float, ...] | None = None  # to choose from; a single one needs no pilot
     runs: Path | None = None  # folder of all studies' runs; default: runs
     results: Path | None = None  # file of the rows; default: experiments/results for the study's own cells and rates
     workers: int = 2  # processes, one core each
-    minutes: float | None = None  # begin no run later than this; what is left is for the next call
+    minutes: float | None = None  # start no run after this time; the next call resumes
     quick: bool = False  # a few small rollouts, under runs/NAME-quick
-    collect: bool = False  # run nothing: write the rows that are kept
-    rows_from: Path | None = None  # run nothing: add the rows of this file, the results of a clean clone
+    collect: bool = False  # run nothing; write the kept rows
+    rows_from: Path | None = None  # run nothing; add the rows of this file, made in a clean clone
 
 
 def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[float, ...], sizes: Sizes) -> Grid:
-    """The part of a study that is asked for.
+    """The selected part of a study.
 
     Args:
       name: of the script in experiments/, without its ending.
 
     Raises:
-      ValueError: for a task, sampler or arm that no cell has; says which there are.
+      ValueError: for a task, sampler or arm that no cell has.
     """
     whole = (args.learning_rates, args.seeds, args.tasks, args.samplers, args.quick) == (None, None, None, None, False)
     folder = f"{name}-quick" if args.quick else name
@@ -69,10 +69,7 @@ def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[floa
 
 
 def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of the tasks and samplers asked for, with the arms and seeds asked for.
-
-    Seeds may be others than the study's: the rows of more seeds are more of the same.
-    """
+    """The selected cells with the selected arms and seeds. Seeds may differ from those of the study."""
     tasks = None if args.tasks is None else {problem_of(label).label for label in args.tasks}
     samplers = None if args.samplers is None else {sampler_of(label).label for label in args.samplers}
     kinds = [
@@ -103,7 +100,7 @@ def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def run(grid: Grid, args: StudyArgs) -> list[Row]:
-    """The rows: made, with `--collect` those that are kept, or with `--rows-from` those of a clone."""
+    """Runs the grid; with `--collect` or `--rows-from` it only reads rows."""
     if args.rows_from is not None:
         return add_rows(grid.results, args.rows_from)
     return grid.collect() if args.collect else grid.run()
@@ -126,14 +123,14 @@ def add_rows(results: Path, source: Path) -> list[Row]:
 
 
 def as_written(header: str | None) -> str:
-    """A script's header for --help, line by line: tyro joins lines that begin with a letter."""
+    """Indents a script's header for --help: tyro joins lines that begin with a letter."""
     assert header is not None, "every script has one"
     return textwrap.indent(header, " ")
 
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Ends a script with one message and exit status 2 where its arguments ask for what there is not."""
+    """Turns a ValueError into one message and exit status 2."""
     try:
         yield
     except ValueError as error:

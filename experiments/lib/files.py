@@ -1,4 +1,4 @@
-"""Rows of a study as JSON: a list, one row a line, written in one move."""
+"""Rows of a study as JSON: a list, one row per line, written atomically."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none if it is not there."""
+    """The rows of a file; none if the file is missing."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A JSON list, one row a line."""
+    """Writes a JSON list, one row per line."""
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
     write_text(path, f"[\n{lines}\n]\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """In one move: what is there is whole, whenever the study is stopped."""
+    """Writes the file in one move, so that a stopped study leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -36,10 +36,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_kept(path: Path, settings: str) -> Row | None:
-    """The row of a run that was kept, None of one that was not.
+    """The kept row of a run; None without one.
 
     Raises:
-      ValueError: if it was run with other settings.
+      ValueError: if the run had other settings.
     """
     if not path.exists():
         return None
@@ -53,15 +53,15 @@ def read_kept(path: Path, settings: str) -> Row | None:
 
 
 def write_kept(path: Path, settings: str, row: Row) -> None:
-    """For `read_kept`."""
+    """Writes the file that `read_kept` reads."""
     write_text(path, json.dumps({"settings": settings, "row": row}, allow_nan=False))
 
 
 def fingerprint(settings: str) -> str:
-    """What a row carries of the settings that it was made with."""
+    """Hash of a run's settings, stored in its row."""
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def number(value: float) -> float | None:
-    """With six significant digits; None for what JSON does not have."""
+    """Rounds to six significant digits; None for NaN and infinities, which JSON lacks."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

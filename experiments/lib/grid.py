@@ -1,8 +1,8 @@
-"""The jobs of a study: every arm of every cell gets the same tries.
+"""The jobs of a study.
 
-Each arm of a cell (a problem and a sampler) has the same grid of learning rates. A criterion is a set of decodings: its
-rate is the one with the highest mean reward of these over the pilot seeds, the lower one of two equals. Pilot seeds are
-not reported, and judged on rows of their own.
+Each arm of a cell (a problem and a sampler) has the same grid of learning rates. A criterion is a set of decodings. It
+chooses the rate with the highest mean reward of these decodings over the pilot seeds; of two equals the lower one.
+Pilot seeds are not reported and are evaluated on validation rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ BY_CACHE: tuple[Criterion, ...] = (("sparse", "sparse_greedy"), ("dense", "dense
 
 @dataclass(frozen=True)
 class Cell:
-    """Where arms are compared.
+    """A problem and a sampler under which arms are compared.
 
     Attributes:
-      seeds: that are reported.
-      pilot: the sampler under which the learning rates of this problem are chosen, for all cells that name it; None:
-        the cell's own.
+      seeds: the reported ones.
+      pilot: the sampler under which the learning rates are chosen; None: the cell's own.
     """
 
     problem: Problem
@@ -54,7 +53,7 @@ class Cell:
         return Job(self.problem, self.sampler, arm, rate, seed, False, sizes)
 
     def pilot_job(self, arm: Arm, rate: float, seed: int, sizes: Sizes) -> Job:
-        """A run that helps to choose a rate."""
+        """A run of a pilot."""
         return Job(self.problem, self.pilot or self.sampler, arm, rate, seed, True, sizes)
 
 
@@ -63,12 +62,12 @@ class Grid:
     """The jobs of a study.
 
     Attributes:
-      script: the study's, as in "experiments/map.py".
-      rates: learning rates to choose from; a single one is taken without a pilot.
-      criteria: each chooses a rate of its own; an arm is reported at all rates chosen for it.
-      first_rates: the rates of `rates` that every pilot begins with. While the best one is the smallest or largest that
-        ran, the next one of `rates` beyond it runs too. None: all of `rates`.
-      minutes: no job is begun later than this after the start; None: all are.
+      script: of the study, such as "experiments/map.py".
+      rates: learning rates to choose from; a single one needs no pilot.
+      criteria: each chooses one rate; an arm is reported at all chosen rates.
+      first_rates: the rates that every pilot begins with. While the best one is the smallest or largest that ran, the
+        next one of `rates` runs too. None: all of `rates`.
+      minutes: no job starts later than this; None: no limit.
       clean: refuse to run while tracked files differ from the commit.
     """
 
@@ -91,15 +90,15 @@ class Grid:
                 raise ValueError(f"expected seeds other than those of the pilot, {self.pilot_seeds}; got {both}")
 
     def command(self, job: Job) -> str:
-        """Makes the row of this job alone, whatever has been run before."""
+        """The command that makes the row of this job only."""
         words = ["--tasks", job.problem.label, "--samplers", job.sampler.label, "--arms", job.arm.name]
         words += ["--seeds", str(job.seed), "--learning-rates", f"{job.learning_rate:g}", "--runs", "runs/again"]
         return shlex.join(["python", self.script, *words])
 
     def run(self) -> list[Row]:
-        """All rows, cell by cell, those of its pilot first. The file of results is written again after every one."""
+        """Makes all rows, cell by cell, pilots first. Writes the file of results after every row."""
         began = time.monotonic()
-        keep_programs()  # before the workers do, so that one process says where
+        keep_programs()  # before the workers do, so that only one process prints it
         with one_core_each(self.workers) as pool:
             for cell in self.cells:
                 while self._run_jobs(pool, list(self.pilot_jobs(cell)), began):
@@ -108,7 +107,7 @@ class Grid:
         return self.collect()
 
     def pilot_jobs(self, cell: Cell) -> Iterable[Job]:
-        """Those that the kept rows ask for. None for an arm that does not train, and with a single rate."""
+        """The pilot jobs that the kept rows require; none for an arm without training or with a single rate."""
         if len(self.rates) == 1:
             return
         for arm in cell.arms:
@@ -118,7 +117,7 @@ class Grid:
                         yield cell.pilot_job(arm, rate, seed, self.sizes)
 
     def reported_jobs(self, cell: Cell) -> Iterable[Job]:
-        """Of the arms whose pilot is complete. Seed by seed: after a stop, all arms have the first seeds."""
+        """Jobs of the arms whose pilot is complete, seed by seed: after a stop all arms have the same seeds."""
         chosen = {arm: sorted(set(self.chosen_rates(cell, arm))) for arm in cell.arms}
         for seed in cell.seeds:
             for arm, rates in chosen.items():
@@ -126,7 +125,7 @@ class Grid:
                     yield cell.job(arm, rate, seed, self.sizes)
 
     def chosen_rates(self, cell: Cell, arm: Arm) -> list[float]:
-        """The learning rate of every criterion; none while the pilot is not complete."""
+        """The learning rate of every criterion; none while the pilot is incomplete."""
         if len(self.rates) == 1 or not arm.trains:
             return [self.rates[0]]
         rewards = [self._pilot_rewards(cell, arm, rate) for rate in self._wanted_rates(cell, arm)]
@@ -135,7 +134,7 @@ class Grid:
         return self._best_rates(cell, arm, self._wanted_rates(cell, arm))
 
     def _wanted_rates(self, cell: Cell, arm: Arm) -> list[float]:
-        """The first rates, and those beyond a best one at the edge, as far as the rows tell."""
+        """The first rates, and the rates beyond a best one at the edge, as far as rows exist."""
         every = sorted(self.rates)
         first = sorted(self.first_rates or every)
         low, high = every.index(first[0]), every.index(first[-1])
@@ -157,7 +156,7 @@ class Grid:
         ]
 
     def _pilot_rewards(self, cell: Cell, arm: Arm, rate: float) -> tuple[float, ...] | None:
-        """The mean reward of every criterion over the pilot seeds; None while one is missing."""
+        """The mean reward of every criterion over the pilot seeds; None while a row is missing."""
         rows = [kept_row(cell.pilot_job(arm, rate, seed, self.sizes), self.runs) for seed in self.pilot_seeds]
         found = [row for row in rows if row is not None]
         if len(found) < len(rows):
@@ -165,14 +164,14 @@ class Grid:
         return tuple(float(np.mean([row[kind] for row in found for kind in kinds])) for kinds in self.criteria)
 
     def collect(self) -> list[Row]:
-        """The rows that are there, written to the file of results with those of other cells and seeds."""
+        """Merges the kept rows into the file of results."""
         jobs = [job for cell in self.cells for job in (*self.pilot_jobs(cell), *self.reported_jobs(cell))]
         rows = [row for job in dict.fromkeys(jobs) if (row := kept_row(job, self.runs)) is not None]
         merge_rows(self.results, rows)
         return rows
 
     def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> bool:
-        """Whether a job has run."""
+        """Runs the missing jobs; returns whether one ran."""
         self._keep_results(jobs)
         missing = [job for job in dict.fromkeys(jobs) if kept_row(job, self.runs) is None]
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
@@ -186,9 +185,9 @@ class Grid:
         return ran
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
-        """Of the rows in the file of results, those of these jobs count as kept: a study goes on on another machine.
+        """Keeps the rows of these jobs from the file of results, so that another machine can resume.
 
-        Rows of other settings are made again, and then replaced.
+        Rows of other settings are made again and replaced.
         """
         there = {(_key(row), row.get("settings")): row for row in read_rows(self.results)}
         for job in jobs:
@@ -198,14 +197,14 @@ class Grid:
 
 
 def best_rate(rewards: dict[float, float]) -> float:
-    """The learning rate with the highest reward, the lower one of two equals."""
+    """The learning rate with the highest reward; of two equals the lower one."""
     return max(sorted(rewards), key=lambda rate: rewards[rate])
 
 
 def one_core_each(workers: int) -> Pool:
-    """Processes with a core each: the programs are so small that a second core would only wait.
+    """Processes with one core each: the programs are too small for a second one.
 
-    Rows can be made again bitwise on CPU alone. JAX must not be forked, and reads this before it is imported.
+    Rows repeat bitwise on CPUs only. JAX must not be forked, and reads the environment at its import.
     """
     os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
@@ -224,10 +223,10 @@ def _unless_late(until: float | None, job: Job, runs: Path, command: str, clean:
 
 
 def merge_rows(results: Path, rows: Sequence[Row]) -> None:
-    """Adds rows to a file of results, in place of those of the same jobs.
+    """Adds rows to a file of results and replaces those of the same jobs.
 
     Raises:
-      ValueError: if arms of one cell and seed began from different starts. The file stays as it is.
+      ValueError: if arms of one cell and seed began from different starts. The file is not changed.
     """
     new = {_key(row) for row in rows}
     merged = [row for row in read_rows(results) if _key(row) not in new] + list(rows)

@@ -1,7 +1,7 @@
-"""What optimised HLO says of the loops over a KV cache: does an operation in them write a whole cache?
+"""Finds operations in the loops of optimised HLO that write a whole KV cache.
 
-A cache of gigabytes must be updated in place, a slot a token. One copy of it per decoded token, which a compiler adds
-without a word when it cannot prove that nobody else reads the buffer, costs more than the step.
+A cache of gigabytes must be updated in place, one slot per token. A compiler that cannot prove that a buffer has no
+other reader silently adds a copy of it per decoded token, which costs more than the step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
-# Name a buffer without writing it, or contain the operations that do. Of an asynchronous copy, the `-done` half counts.
+# Kinds that write no buffer, or contain the operations that do. Of an asynchronous copy the `-done` half counts.
 NO_WRITE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
 IN_PLACE = {"dynamic-update-slice"}
 PREFILL = "/prefill/"  # in the names of operations under `jax.named_scope("prefill")` of smd_jax/sampler/prefill.py
@@ -22,7 +22,9 @@ class Operation(NamedTuple):
     """One line of optimised HLO.
 
     Attributes:
-      shapes: type of its result, all of them for a tuple. calls: computations that it names. line: the whole text.
+      shapes: type of its result.
+      calls: computations that it names.
+      line: the whole text.
     """
 
     name: str
@@ -49,11 +51,11 @@ def parse(hlo: str) -> dict[str, list[Operation]]:
 def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
     """Operations of the innermost loops over a cache that write at least `cache_bytes`, in-place updates aside.
 
-    Such loops are those that decode and those that compress a cache some rows at a time. Loops of the prefill run once
-    a prompt, not once a token, and hold the squares of scores that a policy observes: they are left out.
+    These loops decode, or compress a cache some rows at a time. Loops of the prefill are skipped: they run once per
+    prompt and hold the scores that a policy observes.
 
     Raises:
-      ValueError: no loop carries a cache, so that nothing was looked at.
+      ValueError: if no loop carries a cache.
     """
     computations = parse(hlo)
     return [
@@ -69,7 +71,7 @@ def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
 def largest(shapes: str) -> int:
     """Bytes of the largest array in an HLO type.
 
-    What a TPU holds in VMEM, memory space 1, does not count: to bring a cache there is to read it.
+    Arrays in a TPU's VMEM (memory space 1) do not count: copying a cache there reads it.
     """
     arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
     sizes = (
@@ -81,7 +83,7 @@ def largest(shapes: str) -> int:
 
 
 def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> list[str]:
-    """Bodies of the loops that carry caches and contain no other such loop."""
+    """Bodies of the innermost loops that carry caches."""
     bodies = {
         re.findall(r"\bbody=%?([\w.\-]+)", operation.line)[0]
         for operations in computations.values()
@@ -94,7 +96,7 @@ def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> l
 
 
 def executed(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:
-    """Operations of a computation and of what it calls; a fusion counts as one."""
+    """Operations of a computation and of its callees; a fusion counts as one."""
     for operation in computations[name]:
         yield operation
         if operation.kind in NO_WRITE:
@@ -103,7 +105,7 @@ def executed(computations: dict[str, list[Operation]], name: str) -> Iterator[Op
 
 
 def in_place(computations: dict[str, list[Operation]], operation: Operation) -> bool:
-    """Whether the operation writes no array, or one slice of an array that it takes over."""
+    """Whether the operation writes no array, or only a slice of a donated array."""
     if operation.kind == "fusion":
         inside = {op.name: op for op in computations[operation.calls[0]]}
         (root,) = (op for op in inside.values() if op.line.startswith("ROOT"))

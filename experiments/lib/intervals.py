@@ -19,8 +19,8 @@ class Estimate(NamedTuple):
 
     @property
     def established(self) -> bool:
-        """Whether the sign of a difference is known: the interval does not hold 0, and is of three seeds or more. Two
-        differences that happen to be alike have an interval of no width."""
+        """Whether the interval excludes 0 and has three seeds or more. Two equal differences have an interval of width
+        zero."""
         return self.count > 2 and abs(self.mean) > self.half
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """mean ± t(0.975, n - 1) · s / √n.
 
     Over five seeds a percentile bootstrap is about half as wide, because it takes the spread of the five for that of
-    all seeds. The ends may lie outside of what a reward can be.
+    all seeds. The ends may exceed the range of a reward.
 
     Raises:
       ValueError: for no values.
@@ -47,7 +47,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
-    """The difference of two arms over the seeds that both have: what a seed does to both cancels.
+    """The mean difference of two arms over their common seeds.
 
     Raises:
       ValueError: if they have no seed in common.

@@ -1,9 +1,8 @@
-"""Where a result comes from: what every result file says beside its numbers.
+"""Provenance of a result: date, command, commit, versions, CPU.
 
-A time without its machine, or a reward without the code that earned it, is hard to use: the same commit was 3.4 times
-kvpress on one CPU and 2.0 times on another.
+Speeds depend on the machine: the same commit was 3.4 times as fast as kvpress on one CPU and 2.0 times on another.
 
-Standard library only, so that a script can ask before it imports JAX.
+Standard library only, so that a script can use it before it imports JAX.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def provenance(packages: Sequence[str] = ("jax", "jaxlib", "flax")) -> dict[str,
 
 
 def command_line() -> str:
-    """As one would type it in the repository; of other paths only the names, which nobody else has."""
+    """The command as typed in the repository; of absolute paths only the last name."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
@@ -44,14 +43,14 @@ def command_line() -> str:
 
 
 def commit() -> str:
-    """Short hash of the code that runs, with a "+" where tracked files were changed since.
+    """Short hash of the running code, with a "+" if tracked files have changed.
 
-    Results are no code: a study writes them while it runs, and is not another one for that.
+    Results do not count: a study writes them while it runs.
     """
     try:
         head = git("rev-parse", "--short", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!experiments/results")
-    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or sources without their history
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or sources without history
         return "not recorded"
     return f"{head}+" if changed else head
 
@@ -81,7 +80,7 @@ def git(*words: str) -> str:
 
 
 def cpu() -> str:
-    """Number, name, and the numbers that tell apart what some hypervisors give one name."""
+    """Number and name of the CPUs, with family, model and stepping: some hypervisors use one name for several CPUs."""
     listing = Path("/proc/cpuinfo")
     if not listing.exists():
         return f"{os.cpu_count()} x {platform.processor() or platform.machine()}"
@@ -89,13 +88,13 @@ def cpu() -> str:
 
 
 def describe_cpu(listing: str, count: int) -> str:
-    """From the text of /proc/cpuinfo. ARM's has no name there: the architecture stands for it."""
+    """Reads the text of /proc/cpuinfo; on ARM, which lists no name, the name is the architecture."""
     name = found(listing, "model name") or platform.machine()
     numbers = [f"{short} {value}" for short, field in CPU_FACTS.items() if (value := found(listing, field))]
     return f"{count} x {name}" + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def found(listing: str, field: str) -> str | None:
-    """The first processor's value of a field."""
+    """The value of a field of the first processor."""
     match = re.search(rf"^{re.escape(field)}\s*:\s*(.+)$", listing, re.MULTILINE)
     return match[1].strip() if match else None

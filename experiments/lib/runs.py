@@ -1,6 +1,6 @@
-"""One run of a study: from the start that all arms of a seed share, train, evaluate, keep one row.
+"""One run of a study: train from the shared start of a seed, evaluate, keep one row.
 
-A row that is kept is not made again; one that was made with other settings is refused.
+A kept row is not made again; one with other settings raises.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 
-# Of every rollout, where learner and sampler are one policy: nats, float32.
+# Limit of every rollout where learner and sampler are one policy: nats, float32.
 MAX_MISMATCH_KL = 1e-6
 QUANT_GROUP = 8  # tokens that share the range of a quantised key channel
-# Ways of decoding an evaluation has: under the budget and with the full cache, at the sampler's temperature and greedy.
+# Decodings of an evaluation: under the budget and with the full cache, at the sampler's temperature and greedily.
 DECODINGS = ("sparse", "dense", "sparse_greedy", "dense_greedy")
-# Means over the rollouts of a run go into its row.
+# Metrics whose means over the rollouts are in the row.
 MEASURED = (
     "reward",
     "entropy",
@@ -51,7 +51,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run costs, and how it learns.
+    """Sizes of a run.
 
     Attributes:
       warmup: rollouts over which the learning rate rises.
@@ -75,8 +75,7 @@ class Job:
     """One run. Equal jobs make equal rows on one kind of machine.
 
     Attributes:
-      pilot: its row chooses a learning rate, and is judged on validation rows; nothing is ever chosen on the rows that
-        the others are evaluated on.
+      pilot: whether its row only chooses a learning rate, on validation rows.
     """
 
     problem: Problem
@@ -93,7 +92,7 @@ class Job:
 
     @property
     def settings(self) -> str:
-        """Everything that the numbers of the run depend on, but for the code."""
+        """Everything except the code that the numbers of the run depend on."""
         return repr((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
@@ -111,7 +110,7 @@ class Job:
 
     @property
     def identity(self) -> Row:
-        """What the row says of the job."""
+        """The fields of the row that describe the job."""
         return {
             "arm": self.arm.name,
             "seed": self.seed,
@@ -131,21 +130,21 @@ class Job:
 
 
 def kept_row(job: Job, runs: Path) -> Row | None:
-    """The row of a job that has been run, None of one that has not.
+    """The kept row of a job; None without one.
 
     Raises:
-      ValueError: if it was run with other settings.
+      ValueError: if the run had other settings.
     """
     return read_kept(job.folder(runs) / "run.json", job.settings)
 
 
 def keep(job: Job, runs: Path, row: Row) -> None:
-    """For `kept_row`."""
+    """Keeps a row for `kept_row`."""
     write_kept(job.folder(runs) / "run.json", job.settings, row)
 
 
 def finished(job: Job, runs: Path, command: str, clean: bool = True) -> Row:
-    """The row as it was kept, or else made now. `command` makes this row alone.
+    """The kept row, or a new one. `command` makes this row only.
 
     Raises:
       RuntimeError: with `clean`, if tracked files differ from the commit before the run or after it.
@@ -164,10 +163,10 @@ def finished(job: Job, runs: Path, command: str, clean: bool = True) -> Row:
 
 
 def execute(job: Job, runs: Path) -> Row:
-    """Trains from the seed's start, and evaluates on the way.
+    """Trains from the seed's start and evaluates on the way.
 
     Raises:
-      RuntimeError: learner and sampler are to be one policy, and a rollout shows that they are not.
+      RuntimeError: if learner and sampler must be one policy and a rollout shows a difference.
     """
     began = time.process_time()
     sizes = job.sizes
@@ -209,7 +208,7 @@ def execute(job: Job, runs: Path) -> Row:
 
 
 def measured(history: Sequence[Row]) -> Row:
-    """Means over the rollouts, and over their last tenth as `name/end`."""
+    """Means over the rollouts; `name/end`: over their last tenth."""
     row: Row = {}
     for name in MEASURED:
         values = np.array([metrics[name] for metrics in history if name in metrics])
@@ -240,7 +239,7 @@ def make_loop(job: Job) -> smd.GRPOLoop:
 
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
-    """Adam after a warm-up. The rate lies in the state, not in the program, which is compiled once for all rates."""
+    """Adam with a warm-up. The rate is in the state, so one program is compiled for all rates."""
     steps = job.sizes.warmup * job.minibatches
     rise = optax.scale_by_schedule(optax.linear_schedule(1 / steps, 1.0, steps - 1))
 
@@ -252,7 +251,7 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
 
 
 def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int) -> Evaluator:
-    """Under the sampler's budget and with the full cache, at the sampler's temperature and greedy."""
+    """Evaluates under the budget and with the full cache, at the sampler's temperature and greedily."""
     greedy = SamplingConfig(temperature=0.0)
     decodes = (
         Decode("sparse", sampler.eviction),
@@ -261,17 +260,17 @@ def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split
         Decode("dense_greedy", FULL_CACHE, sampling=greedy),
     )
     if isinstance(sampler.eviction, LearnedGate):
-        # Tokens and evictions without chance; stands in the curve alone.
+        # Tokens and evictions without chance; only in the curve.
         decodes += (Decode("sparse_decided", replace(sampler.eviction, greedy=True), sampling=greedy),)
     config = EvaluationConfig(decodes, loop.config.rollout, problem.prompt_width, rows=rows, seed=7)
     return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
 
 
 def evaluated(evaluator: Evaluator, params: Any) -> dict[str, float]:
-    """Mean rewards by way of decoding."""
+    """Decoding -> mean reward."""
     return {result.name: result.reward for result in evaluator.run(params)}
 
 
 def of_pilot(job: Job, seed: int) -> Job:
-    """The same job on a seed that is not reported."""
+    """The same job as a pilot on another seed."""
     return replace(job, seed=seed, pilot=True)

@@ -1,4 +1,4 @@
-"""Samplers of the studies: an eviction policy with its budget and buffer, by a name that fits on a command line."""
+"""Samplers of the studies: an eviction policy with its budget and buffer, named as in "tova:14+2"."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, Recent, SnapKV, StreamingLLM
 
-# Windows and sinks fit budgets of some ten keys.
+# Windows and sinks for budgets of about ten keys.
 POLICIES: dict[str, EvictionPolicy] = {
     "tova": TOVA(),  # one choice for all heads, as in the paper
-    "tova-heads": TOVA(shared=False),  # every KV head chooses for itself
+    "tova-heads": TOVA(shared=False),  # one choice per KV head
     "h2o": H2O(),
     "snapkv": SnapKV(window=4, kernel=1),
     "streaming": StreamingLLM(),
@@ -23,15 +23,12 @@ POLICIES: dict[str, EvictionPolicy] = {
     "oldest": StreamingLLM(sinks=13),  # a prompt of 13 tokens is never evicted
     "gate": LearnedGate(),
 }
-# Whose choice of keys depends on the parameters: the sampler changes what it forgets while it learns.
-LEARNS_WHAT_TO_FORGET = ("tova", "tova-heads", "h2o", "snapkv", "knorm")
-
 _TEXT = re.compile(r"(?P<policy>[a-z0-9-]+):(?P<budget>\d+)\+(?P<buffer>\d+)")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A cache of `budget` + `buffer` slots per layer and KV head, and what it drops."""
+    """A cache of `budget` + `buffer` slots per layer and KV head, with its eviction policy."""
 
     policy: str
     budget: int
@@ -56,7 +53,7 @@ def sampler_of(label: str) -> Sampler:
     """ "tova:14+2" -> Sampler("tova", 14, 2).
 
     Raises:
-      ValueError: for what is no sampler, or a policy that is none of these; says which there are.
+      ValueError: for another form, or an unknown policy.
     """
     found = _TEXT.fullmatch(label)
     if found is None or found["policy"] not in POLICIES:

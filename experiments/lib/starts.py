@@ -128,7 +128,7 @@ def check_one_start(rows: Iterable[Row]) -> None:
 def cells_of_two_starts(rows: Iterable[Row]) -> list[tuple[object, ...]]:
     """Cells and seeds (task, policy, budget, seed) whose rows began from different starts.
 
-    Rows made before starts had a hash are told apart by the reward of the start under the cell's own sampler.
+    Old rows without a hash are distinguished by the reward of the start under the cell's sampler.
     """
     starts: dict[tuple[object, ...], set[object]] = {}
     for row in rows:
@@ -138,16 +138,16 @@ def cells_of_two_starts(rows: Iterable[Row]) -> list[tuple[object, ...]]:
 
 
 def examples_of(problem: Problem, step: int, seed: int, tokens: Tokenizer) -> Examples:
-    """What a supervised step of the start learns from."""
+    """The examples of a supervised step."""
     lesson, size = problem.lesson(step)
     rows = lesson.rows("train")
-    # Other rows than those of the rollouts' first steps, which go by the seed itself.
+    # Other rows than those of the first rollouts, which use the seed itself.
     batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
     pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
     examples = encode_examples(tokens, *pairs, width=lesson.prompt_width + lesson.response_width)
     if lesson.length == problem.length:
         return examples
-    # A shorter answer is the beginning of a longer one, and must not teach to end there.
+    # A shorter answer is the beginning of a longer one: its end is no target.
     return examples.replace(targets=examples.targets.at[:, -1].set(False))
 
 

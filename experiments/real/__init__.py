@@ -1,1 +1,1 @@
-"""The study on a real model: its task, and a run. `experiments/real_model.py` says which runs there are."""
+"""The study on a real model: its task, its jobs, and one run. `experiments/real_model.py` lists the runs."""

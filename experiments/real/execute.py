@@ -1,4 +1,4 @@
-"""One run of the study on a real model: train in pieces from checkpoint to checkpoint, evaluate, keep the row."""
+"""One run of the study on a real model: train from checkpoint to checkpoint, evaluate, keep the row."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ CURVE += ("rollout_corr/eff_sample_size",)
 
 
 def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bool]) -> bool:
-    """Goes on with a job, and keeps its row every few rollouts. Whether it is finished: not when time was up.
+    """Continues a job and keeps its row every few rollouts; returns whether it is finished.
 
     Args:
-      origin: provenance of this process, with the command that makes the row.
+      origin: provenance of this process, with the command of the row.
     """
     folder = job.folder(runs)
     loop = make_loop(job, base)
@@ -93,20 +93,20 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
         seed=job.seed,
     )
     optimizer = OptimizerConfig(learning_rate=job.learning_rate, warmup_steps=sizes.warmup)
-    # Microbatches are so small that all activations fit: nothing is computed twice.
+    # Microbatches are small enough to keep all activations.
     model = smd.Decoder(base.config)
     return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
 
 
 def first_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
-    """Adapters that add nothing yet, the same of all arms of a seed. Without them frozen weights are the teacher."""
+    """The state with zero adapters, the same for all arms of a seed. The frozen weights are the teacher."""
     key = jax.random.key(job.seed)
     params = add_lora(base.load(), LoraConfig(job.sizes.rank), jax.random.fold_in(key, 1))
     return smd.init_state(params, loop.optimizer, key)
 
 
 def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -> Row:
-    """Under the budget and with the full cache, at temperature 1 and greedy."""
+    """Evaluates under the budget and with the full cache, at temperature 1 and greedily."""
     greedy = SamplingConfig(temperature=0.0)
     ways = (
         Decode("dense", FULL_CACHE),
@@ -124,7 +124,7 @@ def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -
 
 
 def check_exact(job: Job, folder: Path) -> None:
-    """Raises RuntimeError where learner and sampler are to be one policy, and a rollout shows that they are not."""
+    """Raises RuntimeError if learner and sampler must be one policy and a rollout shows a difference."""
     largest = max((row["mismatch_kl"] for row in history_of(folder)), default=0.0)
     if job.arm.is_exact and not largest <= MAX_MISMATCH_KL:
         raise RuntimeError(
@@ -134,7 +134,7 @@ def check_exact(job: Job, folder: Path) -> None:
 
 
 def identity(job: Job, loop: smd.GRPOLoop) -> Row:
-    """What the row says of the job."""
+    """The fields of the row that describe the job."""
     sizes = job.sizes
     width = loop.config.prompt_width
     return {
@@ -157,7 +157,7 @@ def identity(job: Job, loop: smd.GRPOLoop) -> Row:
 
 
 def progress(folder: Path) -> Row:
-    """Means over the rollouts so far, and the curve of some metrics."""
+    """Means over the rollouts so far, and the curves of some metrics."""
     history = history_of(folder)
     curve = [{name: number(row[name]) for name in CURVE if name in row} | {"step": row["step"]} for row in history]
     return {"done": len(history), **(measured(history) if history else {}), "curve": curve}

@@ -1,4 +1,4 @@
-"""A run of the study on a real model, as it is asked for: which arm, at which rate, in which sizes."""
+"""A run of the study on a real model: arm, rate, seed, sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RULES: dict[Rule, EvictionPolicy] = {"snapkv": SnapKV(), "tova-heads": TOVA(shar
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run costs, and how it learns; lengths in tokens.
+    """Sizes of a run; lengths in tokens.
 
     Attributes:
       terms, shots: of the task.
       warmup: rollouts over which the learning rate rises.
-      chunk: rollouts between two checkpoints, and between two looks at the clock.
+      chunk: rollouts between two checkpoints.
       microbatch: rows of one forward and backward pass; whole groups, which share their prompt.
     """
 
@@ -54,7 +54,7 @@ class Base:
     """The model that all runs start from.
 
     Attributes:
-      load: reads the parameters. A run gives their buffers away, so every run reads them again.
+      load: reads the parameters. A run donates their buffers, so every run reads them again.
     """
 
     config: smd.ModelConfig
@@ -67,8 +67,8 @@ class Job:
     """One run.
 
     Attributes:
-      pilot: chooses the learning rate, and is judged on validation rows.
-      rule: by which the sampler forgets. `settings` has it as `policy`.
+      pilot: whether it chooses the learning rate, on validation rows.
+      rule: eviction policy of the sampler. `settings` contains it as `policy`.
     """
 
     arm: Arm
@@ -91,18 +91,18 @@ class Job:
 
     @property
     def held_out(self) -> DigitSums:
-        """Nothing is ever chosen on the rows that reported runs are evaluated on."""
+        """The rows of the evaluation: validation rows for a pilot."""
         if self.pilot:
             return self.rows("validation", self.sizes.validation_rows)
         return self.rows("evaluation", self.sizes.evaluation_rows)
 
     @property
     def policy(self) -> Protect:
-        """Of the sampler that forgets."""
+        """The eviction policy of the sampler."""
         return Protect(RULES[self.rule], sinks=4)
 
     def settings(self, base: Base) -> str:
-        """Everything that the numbers of the run depend on, but for the code and the weights."""
+        """Everything except code and weights that the numbers of the run depend on."""
         return repr((self, self.policy, base.config))
 
     def folder(self, runs: Path) -> Path:
@@ -112,16 +112,16 @@ class Job:
 
 
 def kept(job: Job, base: Base, runs: Path) -> Row | None:
-    """The row of a job as far as it has come, None of one that was not begun.
+    """The kept row of a job, which may be unfinished; None without one.
 
     Raises:
-      ValueError: if it was run with other settings.
+      ValueError: if the run had other settings.
     """
     return read_kept(job.folder(runs) / "run.json", job.settings(base))
 
 
 def keep_row(job: Job, base: Base, runs: Path, row: Row) -> None:
-    """For `kept`."""
+    """Keeps a row for `kept`."""
     write_kept(job.folder(runs) / "run.json", job.settings(base), row)
 
 

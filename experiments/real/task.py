@@ -6,11 +6,11 @@
     …        as many worked examples as `shots`
     user     2 + 9 + 0 =
 
-The sums are reasoning-gym's `basic_arithmetic` with additions alone. Its own verifier is not used: rewards are exact, 1
-where the last number of the text is the answer and else 0, so that a short answer earns nothing by being short.
+The sums are reasoning-gym's `basic_arithmetic` with additions only. The reward is 1 if the last number of the text is
+the answer and 0 otherwise; reasoning-gym's own verifier would reward short answers.
 
-There are but 1,331 sums of three numbers from 0 to 10. So that nothing is evaluated that was trained on, a sum's
-checksum says which split it belongs to, whatever its number in the dataset.
+There are only 1,331 sums of three numbers from 0 to 10. The checksum of a sum decides its split, so no evaluated sum is
+trained on.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from smd_jax.tasks.task import Completion, Prompt, Row, completion_text
 
 Split = Literal["evaluation", "validation", "train"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-LOOKED_AT = 10_000  # rows of the dataset, which has every sum of three some seven times
-# On these the prompts were tried out, so that they are not evaluated on.
+LOOKED_AT = 10_000  # rows of the dataset, which has every sum of three about seven times
+# The prompts were chosen on these sums, so they are not evaluated.
 TRIED = frozenset(
     """2 + 9 + 0, 1 + 5 + 1, 9 + 5 + 10, 3 + 5 + 10, 8 + 7 + 9, 3 + 5 + 8, 1 + 4 + 5, 8 + 0 + 6, 8 + 10 + 5, 9 + 6 + 8,
     10 + 9 + 8, 8 + 7 + 5, 1 + 0 + 2, 2 + 9 + 9, 3 + 0 + 4, 6 + 5 + 10, 8 + 3 + 2, 9 + 5 + 9, 2 + 5 + 3, 1 + 10 + 3,
     3 + 1 + 6, 2 + 1 + 6, 4 + 0 + 5, 9 + 3 + 4, 4 + 8 + 3, 9 + 6 + 4, 5 + 3 + 0, 1 + 0 + 6, 8 + 10 + 0, 9 + 0 + 2,
     1 + 3 + 6""".replace("\n   ", "").split(", ")
 )
-PARTS = 8  # of all sums: one to evaluate on, one to choose on, the rest to train on
+PARTS = 8  # of all sums: one for evaluation, one for validation, the rest for training
 
 SYSTEM = "Add step by step, then give the answer."
 EXAMPLES = {
@@ -44,7 +44,7 @@ EXAMPLES = {
     4: ((4, 3, 6, 2), (8, 6, 5, 1), (2, 9, 1, 7)),
 }
 
-# A minus behind a digit or a letter takes something away.
+# A minus after a digit or a letter is a subtraction.
 NUMBER = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")
 
 
@@ -53,9 +53,9 @@ class DigitSums:
     """Rows of a split, as a task. Prompts are chat messages.
 
     Attributes:
-      size: rows, each with a sum of its own.
+      size: rows, all with different sums.
       terms: numbers of a sum.
-      shots: worked examples in front of the question.
+      shots: worked examples before the question.
     """
 
     split: Split
@@ -72,7 +72,7 @@ class DigitSums:
 
     @property
     def label(self) -> str:
-        """As the results name it."""
+        """Name in the results."""
         return f"digit-sums-{self.terms}"
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class DigitSums:
         fields = {"terms": self.terms, "digits": 1}
         parameters = [(f"{end}_{name}", value) for name, value in fields.items() for end in ("min", "max")]
         parameters += [("operators", ("+",)), ("allow_parentheses", False), ("allow_negation", False)]
-        # Row i does not depend on the size, which says only how far one may look.
+        # Row i does not depend on the size of the dataset.
         every = ReasoningGymTask("basic_arithmetic", 0, LOOKED_AT, tuple(parameters))
         found: dict[str, None] = {}
         for index in range(len(every)):
@@ -100,7 +100,7 @@ class DigitSums:
         raise ValueError(f"expected at most {len(found)} rows, the sums that are in {self.split}; got {self.size}")
 
     def messages(self, expression: str) -> list[dict[str, str]]:
-        """The question behind its examples."""
+        """The chat messages: examples, then the question."""
         said = [{"role": "system", "content": SYSTEM}]
         for digits in EXAMPLES[self.terms][: self.shots]:
             said.append({"role": "user", "content": f"{' + '.join(map(str, digits))} ="})
@@ -115,13 +115,13 @@ class DigitSums:
 
 
 def exact(text: str, answer: int) -> float:
-    """1 where the last number of the text is the answer, else 0: "four and 3 is 7." is right of 7, "seven" is not."""
+    """1 if the last number of the text is the answer, else 0: "four and 3 is 7." is right for 7, "seven" is not."""
     numbers = NUMBER.findall(text)
     return float(bool(numbers) and float(numbers[-1]) == answer)
 
 
 def split_of(expression: str) -> Split:
-    """The first two splits are those of an eighth of the sums each, less those that were tried."""
+    """The split of a sum: an eighth each for evaluation and validation, without the tried sums."""
     if expression in TRIED:
         return "train"
     return SPLITS[min(zlib.crc32(expression.encode()) % PARTS, len(SPLITS) - 1)]
@@ -132,7 +132,7 @@ def digits_of(expression: str) -> list[int]:
 
 
 def worked(digits: Sequence[int]) -> str:
-    """The answer as an example gives it."""
+    """The worked answer of an example."""
     total = digits[0]
     steps = [f"I start with {total}."]
     for digit in digits[1:]:

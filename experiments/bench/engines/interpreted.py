@@ -1,4 +1,4 @@
-"""GPU kernels on a CPU, for rehearsals: parameters of JAX's interpreter, and what it lacks.
+"""Runs GPU kernels on a CPU for rehearsals: parameters and gaps of JAX's interpreter.
 
 The interpreter is private to JAX (`jax._src`) and may move; on a GPU this file is not imported.
 """
@@ -21,7 +21,7 @@ def parameters() -> InterpretGPUParams:
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
-    """Reading beyond the slots gives zeros, as TMA does; where nobody does, memory that was not written is NaN."""
+    """Reads beyond the slots give zeros, as TMA does; without such reads unwritten memory is NaN."""
     ragged = slots % DecodeSizes().keys
     return InterpretGPUParams(
         out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
@@ -29,7 +29,7 @@ def decode_parameters(slots: int) -> InterpretGPUParams:
 
 
 class Transposed:
-    """A reference seen as its transpose, which the interpreter does not know."""
+    """The transpose of a reference, which the interpreter lacks."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
@@ -42,7 +42,7 @@ class Transposed:
 
 
 def teach() -> None:
-    """For the rest of this process: layouts, which mean nothing on a CPU, and products of transposed operands."""
+    """Patches the kernels for the rest of this process: layouts and products of transposed operands."""
     multiply = plgpu.wgmma
 
     def wgmma(acc: Any, a: Any, b: Any) -> None:

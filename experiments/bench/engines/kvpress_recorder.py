@@ -3,7 +3,7 @@
     attention ─► hook before: holds on to the keys ─► the press ─► hook behind: which of them are left?
 
 A press takes keys away and puts them in another order, but doesn't change them. So a key that is left is found by its
-numbers, whatever the press. Two equal keys in one cache, or a key that is none of those before, end the program.
+numbers, for every press. Two equal keys in one cache, or an unknown key, raise an error.
 """
 
 from __future__ import annotations

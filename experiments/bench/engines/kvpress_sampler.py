@@ -66,7 +66,7 @@ def sample(model: PreTrainedModel, prompt: list[int], press: BasePress | None, j
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints: standard output carries the answer alone
+    os.dup2(2, 1)  # libraries print to standard error: standard output carries only the answer
     job = json.load(sys.stdin)
     torch.set_num_threads(1)
     disable_progress_bar()

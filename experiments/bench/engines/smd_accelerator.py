@@ -1,8 +1,7 @@
-"""One stage of `bench/accelerator.py`, which says what each is for: its jobs one after another, a JSON object a line.
+"""Runs one stage of `bench/accelerator.py`: its jobs in sequence, one JSON object per line.
 
-Before a job comes `{"begin": name}`; a job that fails ends the process, and the other side goes on behind it. Nothing
-is caught here: after an error of the device its context is lost anyway. What a stage needs is imported by the stage, so
-that what is missing stops no other.
+A line `{"begin": name}` precedes each job. A failing job ends the process, because an error of the device loses its
+context; the parent then starts a new process at the next job. A stage imports only what it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CACHE_LIMIT = 2**28  # bytes that no cache of a GPU holds (50 MB on Hopper): les
 
 
 def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, float]:
-    """Median and least of a call, all its results there; the first call, which compiles, does not count."""
+    """Median and minimum of a call with all results ready; the first call compiles and does not count."""
     jax.block_until_ready(f(*args))
     found = []
     for _ in range(repeats):
@@ -103,7 +102,7 @@ def attention(rehearse: bool) -> Iterator[Job]:
         args = bench.Args("cpu", buffer=32, heads=2, kv_heads=1, head_dim=64, dtype="bfloat16", impls=impls, rounds=1)
         sizes = ((256, 32),)
     else:
-        # XLA's T x T mask, at a length at which it fits, is there to be seen once.
+        # XLA's T x T mask, once, at a length at which it fits.
         impls = ("mosaic_gpu", "segments", "cudnn causal", "stock mask")
         args = replace(bench.Args("gpu", impls=impls, longest_mask=4096, rounds=10))
         args = bench.with_defaults(args)
@@ -166,10 +165,10 @@ def decode(rehearse: bool) -> Iterator[Job]:
 
 
 def decode_row(name: str, kernel: Callable[..., Any], cache: Cache, rehearse: bool) -> Iterator[Row]:
-    """A step of several layers, each with a cache of its own, again and again in one program.
+    """A step of several layers with one cache each, repeated in one program.
 
-    A call by itself would be mostly the way to the device. All layers together are too large for the device's cache,
-    and every call needs the output of the one before.
+    A single call would mostly measure the launch. All layers together exceed the device's cache, and every call needs
+    the output of the one before.
     """
     layers = 1 if rehearse else max(2, -(-CACHE_LIMIT // cache.bytes))
     rounds = 1 if rehearse else max(1, round(2**33 / (layers * cache.bytes)))
@@ -183,7 +182,7 @@ def decode_row(name: str, kernel: Callable[..., Any], cache: Cache, rehearse: bo
     def steps(x: Any, held: Any, valid: Any) -> Any:
         def step(_: Any, carry: Any) -> Any:
             x, received = carry
-            # What does not change must not be prepared once, ahead of the loop.
+            # Keeps XLA from hoisting work on the constants out of the loop.
             here, filled = jax.lax.optimization_barrier((held, valid))
             for k, v in here:
                 x, seen = kernel(x, k, v, filled)
@@ -231,7 +230,7 @@ def whole(rehearse: bool) -> Iterator[Job]:
         sizes = replace(smd_roofline.TINY, batches=(2,), budget=16, segments=3, prompt=24)
     batch = (2, 64, 16, 16, 8) if rehearse else (SEQUENCES, TOKENS, PROMPT, BUDGET, BUFFER)
     few = sizes.batches[0]
-    # What is short first: the stage may end at its limit.
+    # Short jobs first: the stage may end at its limit.
     for name, rows in (("ours", few), ("ours-dense", few)):
         yield f"rollout, {name}, {rows} rows", partial(rollout_row, sizes, name, rows, rehearse)
     for visibility in ("shadow", "dense"):
@@ -252,7 +251,7 @@ def rollout_row(sizes: Any, name: str, rows: int, rehearse: bool) -> Iterator[Ro
 def update_row(
     config: Any, visibility: Any, sequences: int, tokens: int, prompt: int, budget: int, buffer: int, rehearse: bool
 ) -> Iterator[Row]:
-    """Updates of a sampler's rows, a row a microbatch; the rate that it is a share of is that of a square product."""
+    """Updates with one row per microbatch; `limit_share` is relative to the rate of a square product."""
     import optax
     import smd_roofline
 
@@ -306,7 +305,7 @@ def update_row(
 
 
 def sizes_of(config: Any) -> Any:
-    """A model's sizes, for `bench.limits`."""
+    """Sizes of a model for `bench.limits`."""
     from bench.engines.common import Sizes
 
     return Sizes(

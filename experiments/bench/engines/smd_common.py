@@ -1,6 +1,6 @@
-"""What our own engines share beside `common.py`: the model of the comparison, and how far sampler and learner differ.
+"""Shared by our own engines: the model of the comparison, and the difference of sampler and learner.
 
-Imports JAX: after `common.one_thread()`, where a process is to stay on one core.
+Imports JAX, so import it after `common.one_thread()`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def max_difference(
 ) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over the first `rows` rows.
 
-    A few rows are enough to see a difference, and the learner's memory does not grow with the batch.
+    A few rows show a difference, and the learner's memory does not grow with the batch.
     """
     part = jax.tree.map(lambda x: x[:rows], trajectory)
     replayed = jax.jit(smd.replay, static_argnums=0)(model, params, part)

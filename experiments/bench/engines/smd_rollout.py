@@ -4,7 +4,7 @@ Command    python experiments/bench/engines/smd_rollout.py --policy knorm --new-
            python experiments/bench/engines/smd_rollout.py --policy knorm --new-tokens 2048 --rows 256 --spread log \
                   --fixed
 
-Identity is measured outside of the timing, on four rows of the last turn that was timed.
+The difference of sampler and learner is measured after the timing, on four rows of the last turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def response_lengths(rows: int, longest: int, spread: str) -> np.ndarray:
 
 
 class Sampling:
-    """What is sampled in every turn, by the engine or as fixed batches one after the other."""
+    """Samples one turn, by the engine or as fixed batches."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -130,7 +130,7 @@ def main() -> None:
         if not number:
             sampling.marks.forget()
     assert trajectory is not None
-    marks = sampling.marks if args.rows is None else None  # a step has rows in all places of their responses
+    marks = sampling.marks if args.rows is None else None  # a step has rows at different places
     row = generation.row(name(args), args, clock.seconds, marks, int(sampling.limits.sum()))
     row |= {"budget": args.budget, "buffer": args.buffer} if sampling.policy.evicts else {}
     row |= {"rows": len(sampling.limits), "spread": args.spread if args.rows else None, "utilisation": utilisation}

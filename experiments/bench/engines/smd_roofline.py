@@ -25,7 +25,7 @@ from smd_jax.testing import random_params, tiny_model_config
 
 Row = dict[str, Any]
 CHECKED = 2  # rows whose log-probabilities the learner computes again
-PREFILLED = 1  # prompts read at once: their caches are alive beside those of the rows
+PREFILLED = 1  # prompts read at once; their caches need memory, too
 POLICIES = {
     "ours": smd.eviction.Knorm(),
     "ours-dense": smd.eviction.Dense(),
