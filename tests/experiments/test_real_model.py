@@ -26,8 +26,9 @@ from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 
 pytestmark = pytest.mark.study
 
-CONFIG = tiny_model_config(num_layers=1, max_positions=256)
-BASE = Base(CONFIG, byte_tokenizer(), functools.partial(random_params, CONFIG))
+TOKENIZER = byte_tokenizer()
+CONFIG = tiny_model_config(vocab_size=len(TOKENIZER), num_layers=1, max_positions=256)
+BASE = Base(CONFIG, TOKENIZER, functools.partial(random_params, CONFIG))
 TINY = Sizes(
     terms=2,
     shots=0,
