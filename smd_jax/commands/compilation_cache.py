@@ -10,9 +10,9 @@ import jax
 
 
 def default_folder() -> Path:
-    """Where the user's caches lie, by the XDG convention."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "smd_jax" / "programs"
+    """The folder in the user's caches, by the XDG convention. Raises RuntimeError for a user without a home."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
 
 
 def keep_programs(folder: Path | None = None) -> None:
@@ -29,8 +29,12 @@ def keep_programs(folder: Path | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    folder = folder or default_folder()
-    if not folder.exists():
-        print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
-        folder.mkdir(parents=True, exist_ok=True)  # now, so that no other process says it again
+    try:
+        folder = folder or default_folder()
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)  # now, so that no other process says it again
+            print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
+        print(f"compiled programs are not kept: {error}. Set JAX_COMPILATION_CACHE_DIR to a folder", file=sys.stderr)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -11,7 +11,6 @@ beside a run, `config.yaml`, names every option, and starts the run again.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,9 @@ import yaml
 from smd_jax.commands import bounded_yaml
 from smd_jax.commands.arguments import RENAMED
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.near_names import full_path, is_file, nearest_hint
+from smd_jax.commands.places import full_path, is_file
 from smd_jax.commands.trl_names import in_place_of
+from smd_jax.text.near_names import did_you_mean, nearest_file
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
@@ -101,7 +101,7 @@ def read_options(path: Path) -> dict[str, Any]:
       UserError: no such file, no YAML, or no mapping of names to values.
     """
     if not is_file(path):
-        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_hint(path)}")
+        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
     try:
         size = path.stat().st_size
         if size > 4 * bounded_yaml.MOST_CHARACTERS:
@@ -142,9 +142,8 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             instead = in_place_of(name)
             if instead is not None:
                 raise UserError(f"{where}: {instead}")
-            near = difflib.get_close_matches(name, there, n=3)
-            hint = f"; near are {near}" if near else ""
-            raise UserError(f"{where}: expected an option of this algorithm; got {name!r}{hint}")
+            hint = did_you_mean(name, there)
+            raise UserError(f"{where}: expected an option of this algorithm; got {name[:200]!r}{hint}")
         if value is None and not _may_be_none(name, arguments):
             raise UserError(f"{where}: expected a value of {name!r}; got null")
         flag = f"--{name.replace('_', '-')}"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
+import tempfile
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 STDOUT = 1
+# A closed pipe, a full disk, a quota, a file of the largest size, a closed terminal.
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 # Imported by the commands at their top.
 NEEDED = ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib")
@@ -39,38 +44,60 @@ def smd_certify() -> None:
 def run(command: str) -> None:
     """Runs the `main` of a module of `smd_jax.commands`; `--version` imports none.
 
+    A command goes on if its output cannot be written, so that no run is lost.
+
     Raises:
-      SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if
-        nothing reads the output, or the disk that it goes to is full.
+      SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if the
+        command succeeded, but its output could not be written.
     """
+    _open_standard_streams()
+    output = Output()
+    sys.stdout.flush()
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(output), encoding, errors, line_buffering=output.isatty())
+    status: int | str | None = 0
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"smd_jax {version('smd_jax')}")
         else:
             _run(command)
-        sys.stdout.flush()
-    except OSError as error:
-        _discard_output(error)
-        raise SystemExit(1) from None
-    except SystemExit:
-        # Writes the help now. At the exit of Python an error would be a traceback.
-        try:
-            sys.stdout.flush()
-        except OSError as error:
-            _discard_output(error)
-        raise
+    except SystemExit as end:
+        status = end.code
+    sys.stdout.flush()
+    if status or output.failed:
+        raise SystemExit(status or 1)
 
 
-def _discard_output(error: OSError) -> None:
-    """Sends the rest of stdout nowhere, because Python would write it again at its exit.
+class Output(io.RawIOBase):
+    """Standard output that discards what is written after the first failed write.
 
-    Raises the error if it is about another file.
+    Attributes:
+      failed: whether a write has failed.
     """
-    if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
-        raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-    if error.errno == errno.ENOSPC:
-        print(f"expected room for the output; got {error.strerror}", file=sys.stderr)
+
+    failed = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return STDOUT
+
+    def isatty(self) -> bool:
+        return os.isatty(STDOUT)
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return os.write(STDOUT, data)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            self.failed = True
+            # Also for the processes that this one starts.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+            if error.errno != errno.EPIPE:
+                print(f"expected to write to standard output; got: {error.strerror}. The rest is lost", file=sys.stderr)
+            return len(memoryview(data))
 
 
 def _open_standard_streams() -> None:
@@ -86,8 +113,24 @@ def _open_standard_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
+def set_home() -> None:
+    """Sets HOME to a temporary folder if the user has no home, as in containers with an arbitrary user id.
+
+    Hugging Face's packages would keep their caches in a folder named `~`.
+    """
+    if os.path.expanduser("~") != "~":
+        return
+    folder = Path(tempfile.gettempdir()) / f"smd_jax-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        is_ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+    except OSError:
+        is_ours = False
+    os.environ["HOME"] = str(folder) if is_ours else tempfile.mkdtemp(prefix="smd_jax-")
+    print(f"expected a home folder; got none: caches are kept in {os.environ['HOME']}. Set HOME", file=sys.stderr)
+
+
 def _run(command: str) -> None:
-    _open_standard_streams()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -98,4 +141,5 @@ def _run(command: str) -> None:
         said = f"the commands of smd_jax need {', '.join(missing)}, not installed here: pip install -e '.[train]'"
         print(said, file=sys.stderr)
         raise SystemExit(2)
+    set_home()
     import_module(f"smd_jax.commands.{command}").main()

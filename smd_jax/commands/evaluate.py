@@ -47,9 +47,9 @@ from smd_jax.commands.model_source import (
     with_reachable_padding,
     with_template,
 )
-from smd_jax.commands.near_names import full_path, is_file
+from smd_jax.commands.places import full_path, is_file
 from smd_jax.commands.prepare import check_platform, compute_dtype
-from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of, task_choice
+from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -60,7 +60,6 @@ from smd_jax.model.gate_format import load_gate
 from smd_jax.model.protocol import Params
 from smd_jax.model.weights import load_checkpoint, read_config
 from smd_jax.monitor.progress import summary_table
-from smd_jax.tasks.build import build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.reward_callers import UnloadableRewardError
@@ -265,7 +264,7 @@ def make_evaluator(
     told = parameters_of("--chat-template-kwargs", data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
-    whole: Any = build_task(replace(task_choice(data, seed), held_out=data.split is None and holds_back(data.dataset)))
+    whole: Any = task_of(replace(task_choice(data, seed), held_out=data.split is None and holds_back(data.dataset)))
     rewards = rewards_of(args.rewards, sampler.max_completion_length, whole, data.dataset)
     task = first_rows(whole, args.evaluation.eval_rows)
     check_reachable(task, tokenizer, model.config.vocab_size)

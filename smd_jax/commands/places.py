@@ -14,7 +14,6 @@ import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError, print_box
-from smd_jax.commands.near_names import exists, full_path
 from smd_jax.disk import written
 from smd_jax.eviction.named import own_place
 from smd_jax.tasks.build import PROCEDURAL
@@ -28,6 +27,35 @@ POLICIES = ("eviction", "eval_decode")
 LOCK = "process.lock"
 # What file systems without locks answer: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def full_path(name: str | Path) -> Path:
+    """The absolute path of a name, with `~` expanded.
+
+    Raises:
+      UserError: no such user, no home folder, a removed current folder, a loop of links, or characters that no file
+        system has.
+    """
+    try:
+        return Path(name).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"expected a path; got {str(name)[:200]!r}: {str(error)[:200]}") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether the path is a file; False for a name that is too long or that no file system has."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def exists(path: Path) -> bool:
+    """Whether the path exists; False for a name that is too long or that no file system has."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def from_the_root(args: Common) -> Common:

@@ -32,7 +32,7 @@ from smd_jax.commands.model_source import (
     with_reachable_padding,
     with_template,
 )
-from smd_jax.commands.near_names import is_file
+from smd_jax.commands.places import is_file
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.devices.processes import is_first

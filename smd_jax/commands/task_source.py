@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from smd_jax.commands import bounded_yaml
 from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.near_names import did_you_mean
+from smd_jax.commands.places import exists
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
@@ -18,6 +19,7 @@ from smd_jax.tasks.lengths import PromptLimit, select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
+from smd_jax.text.near_names import did_you_mean, nearest_file
 
 READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
@@ -51,7 +53,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
             raise UserError("expected --max-prompt-length with --dataset-streaming, whose longest prompt nobody knows")
         refuse = data.long_prompts == "refuse"
         choice = replace(choice, streaming=True, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
-    task: Any = build_task(choice)
+    task: Any = task_of(choice)
     if not args.rewards.reward:
         check_has_reward(task)
     counts = []
@@ -61,13 +63,25 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         counts.append(f"to train on: {line}")
     held_out = None
     if args.evaluation.eval_steps:
-        whole: Any = build_task(held_out_choice(args.evaluation, choice))
+        whole: Any = task_of(held_out_choice(args.evaluation, choice))
         held_out = first_rows(whole, args.evaluation.eval_rows)
         held_out, wide, line = fitting(held_out, tokenizer, data)
         counts.append(f"to evaluate on: {line}")
         width = max(width or 0, wide)
     assert width is not None
     return Data(task, held_out, width, counts)
+
+
+def task_of(choice: TaskChoice) -> Any:
+    """`build_task`, whose errors suggest the nearest name for data that is not there."""
+    try:
+        return build_task(choice)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        name = choice.source or choice.name
+        if name in PRESETS or name.startswith(PROCEDURAL) or exists(Path(name)):
+            raise
+        hint = did_you_mean(name, PRESETS) or nearest_file(name)
+        raise UserError(f"{error}{hint}") from error
 
 
 def check_has_reward(task: Any) -> None:

@@ -26,6 +26,7 @@ from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.contents import Contents, by_content
+from smd_jax.commands.disk_plan import check_disk, checkpoint_plan, kept_on_disk
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
 from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
@@ -34,11 +35,10 @@ from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
 from smd_jax.devices.processes import all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
-from smd_jax.disk import stored_bytes, written
+from smd_jax.disk import written
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
-from smd_jax.learner.trained import trained_params
 from smd_jax.memory.compiled import loop_memory
 from smd_jax.memory.plan import device_memory, param_shapes, show_bytes
 from smd_jax.message.gate import drop_gate
@@ -68,7 +68,7 @@ from smd_jax.runs.objective import NoSuchMetricError, Objective
 from smd_jax.runs.resume_settings import split_settings, taken_out
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
-from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_room, check_state
+from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_state
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.dataset_task import StreamTask, first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
@@ -109,9 +109,15 @@ def main(words: Sequence[str] | None = None) -> None:
         try:
             run(algorithm, args)
         except RunStoppedError as stopped:
-            config = shlex.quote(str(args.run.output_dir / "config.yaml"))
-            print_box("stopped", f"{stopped}\nIt goes on with: smd-train --config {config} --resume")
+            print_box("stopped", str(stopped))
+            # Outside of the box, which would break a long line.
+            print(f"resume with: {resume_command(args.run.output_dir)}", file=sys.stderr)
             raise SystemExit(stopped.exit_code) from None
+
+
+def resume_command(directory: Path) -> str:
+    """The command that continues the run in this directory."""
+    return shlex.join(["smd-train", "--config", str(directory / "config.yaml"), "--resume"])
 
 
 def run(algorithm: str, args: Common) -> Outcome | None:
@@ -133,7 +139,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_export(directory / "model", 0)
         ready = prepare(args)
         args = ready.args
-        check_disk(args, ready, settings)
+        size = check_disk(args.run, state_shapes(args, ready), param_shapes(Decoder(ready.config)), settings)
         files = by_content(args)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
@@ -142,7 +148,10 @@ def run(algorithm: str, args: Common) -> Outcome | None:
     check_same_plan(ready.loop.config, ready.evaluator)
     with together(), all_or_none():
         if is_first():
-            print_plan(args, ready)
+            print_plan(ready)
+            print(checkpoint_plan(size, settings))
+            if args.run.dry_run:
+                print_prompts(ready)
     if args.run.dry_run:
         return None
     with ExitStack() as held:
@@ -200,6 +209,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
             print_box("look at this", str(error))
         for line in verdict(history):
             print_box("look at this", with_flags(line))
+        print(kept_on_disk(directory))
     with together(), all_or_none():
         if failure is not None:
             raise UserError(failure)
@@ -260,8 +270,8 @@ def troubles() -> Iterator[None]:
         raise UserError(with_notes(error)) from error
 
 
-def print_plan(args: Common, ready: Prepared) -> None:
-    """What is about to happen: memory, mesh, and the first prompts as the model reads them."""
+def print_plan(ready: Prepared) -> None:
+    """The plan of the run: memory, policy, teacher, devices and data."""
     if ready.plan is not None:
         summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
     if ready.chosen is not None:
@@ -287,8 +297,10 @@ def print_plan(args: Common, ready: Prepared) -> None:
     repeated = repeated_rows(ready.loop.config.prompts_per_step, ready.data.task)
     if repeated is not None:
         print(repeated)
-    if not args.run.dry_run:
-        return
+
+
+def print_prompts(ready: Prepared) -> None:
+    """The first prompts, as the model reads them."""
     shown = first_rows(ready.data.task, 3)
     for index in range(len(shown)):
         row = shown[index]
@@ -328,16 +340,10 @@ def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainS
     return one_behind(state) if isinstance(loop, PolicyLoop) and loop.samples_ahead else state
 
 
-def check_disk(args: Common, ready: Prepared, settings: RunConfig) -> None:
-    """Raises OSError where the disk has no room for the run's checkpoints, or for the trained model. By shapes: no
-    weights are there yet."""
-    model = Decoder(ready.config)
+def state_shapes(args: Common, ready: Prepared) -> TrainState:
+    """Shapes of the state of a new run. No weights are read."""
     key = jax.random.key(0)
-    state = jax.eval_shape(lambda params: state_of(args, ready.loop, params, key), shapes(args, model))
-    # A checkpoint holds adapters without the base below them.
-    check_room(args.run.output_dir, stored_bytes(state.replace(params=trained_params(state.params))), settings)
-    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.run.export_dtype), param_shapes(model))
-    check_export(args.run.output_dir / "model", stored_bytes(stored))
+    return jax.eval_shape(lambda params: state_of(args, ready.loop, params, key), shapes(args, Decoder(ready.config)))
 
 
 def keeps_reference(args: Common, loop: Loop) -> bool:

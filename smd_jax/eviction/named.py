@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.tasks.functions import import_class
 from smd_jax.tasks.reward_calls import Caught
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.typed_fields import check_type, field_types
 
 POLICIES: dict[str, EvictionPolicy] = {
@@ -119,12 +119,10 @@ def _own_class(place: str, name: str, text: str, policies: Mapping[str, Eviction
 
 
 def _unknown(name: str, written: str, text: str, policies: Mapping[str, EvictionPolicy]) -> str:
-    near = difflib.get_close_matches(name, policies, n=1)
-    hint = f" Is {near[0]} meant?" if near else ""
     inside = "" if written == text.strip() else f" in {text!r}"
     return (
         f"expected one of the eviction policies {', '.join(policies)}, or one of your own as path/to/file.py:Class; "
-        f"got {written!r}{inside}.{hint}"
+        f"got {written!r}{inside}{did_you_mean(name, policies)}"
     )
 
 

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from smd_jax.tasks.reward_calls import Caught
+from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.visible_text import one_line
 
 T = TypeVar("T")
@@ -43,7 +44,9 @@ def import_function(where: str) -> Callable[..., Any]:
     place, name, module = _place(where, "function")
     members = vars(module)
     if name not in members:
-        raise ValueError(f"expected a function {name!r} in {place}; got {_functions_of(module)}, without it")
+        there = _functions_of(module)
+        near = did_you_mean(name, there)
+        raise ValueError(f"expected a function {name!r} in {place}; got {there}, without it{near}")
     found = members[name]
     if not callable(found):
         raise ValueError(f"expected a function as {name!r} in {place}; got {type(found).__name__} {found!r:.60}")
@@ -84,7 +87,10 @@ def is_file_name(place: str) -> bool:
 def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         nearby = sorted(other.name for other in path.parent.glob("*.py"))
-        raise FileNotFoundError(f"expected a file of Python code at {path}; got none ({path.parent} has {nearby})")
+        raise FileNotFoundError(
+            f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]})"
+            f"{nearest_file(path, '.py')}"
+        )
     # A name that no import finds: the user's `datasets.py` must not take the place of the library of that name. Without
     # a dot: `my.rewards.py` would be a module of a package `my`.
     stem = path.stem.replace(".", "_")

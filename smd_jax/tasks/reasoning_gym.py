@@ -6,7 +6,6 @@ The package is an extra and costs about a second to import, so nothing here impo
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from smd_jax.config import check_whole
 from smd_jax.tasks.evaluated_answers import readable_answer
 from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
+from smd_jax.text.near_names import did_you_mean
 
 # What verifiers raise at answers that are not of the form they expect: that of prime_factorization at "?".
 _UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
@@ -99,10 +99,8 @@ def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any])
     import smd_jax.tasks.sorting  # noqa: F401  registers "distractor_sort"
 
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS)
-        raise ValueError(
-            f"expected the name of one of reasoning_gym's {len(DATASETS)} datasets; got {name!r} (near: {close})"
-        )
+        near = did_you_mean(name, DATASETS)
+        raise ValueError(f"expected the name of one of reasoning_gym's {len(DATASETS)} datasets; got {name!r}{near}")
     names = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     unknown = sorted(set(parameters) - set(names))
     if unknown:

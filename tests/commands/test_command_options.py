@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import shlex
+import signal
 import sys
 import types
 from pathlib import Path
@@ -18,6 +20,7 @@ from transformers import AutoTokenizer
 from smd_jax.commands import config_file
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.contents import by_content
+from smd_jax.commands.disk_plan import checkpoint_plan
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, read
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
@@ -30,6 +33,9 @@ from smd_jax.message.masks import ShadowMask
 from smd_jax.metrics import evicted_share
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config
+from smd_jax.runs.objective import Objective
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.stop import RunStoppedError
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.tasks.rewards import RewardWarning
 from smd_jax.tasks.task import Task
@@ -250,6 +256,47 @@ def fails(prompts, **columns):
     words = [*words, f"{file}:fails"]
     with pytest.warns(RewardWarning):
         assert "no answer" in error_of([*words, "--max-failed-rewards", "0"], capsys, smd_eval)
+
+
+# --- what a run says of its end and of the disk
+
+
+def test_a_stopped_run_is_a_short_box_and_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    directory = tmp_path / "a run"
+    stopped = RunStoppedError(signal.SIGTERM, 3, 9, directory)
+    monkeypatch.setattr("smd_jax.commands.train.run", lambda *_: (_ for _ in ()).throw(stopped))
+    with pytest.raises(SystemExit) as end:
+        main(["grpo", "--model", "somewhere", *SUMS, "--output-dir", str(directory)])
+    *box, command = capsys.readouterr().err.splitlines()
+    assert end.value.code == 143 and "SIGTERM stopped the run after 3 of 9 rollouts; saved in" in "".join(box)
+    assert len(box) <= 5
+    directory.mkdir()
+    name, args = parse(["grpo", "--model", "somewhere", *SUMS, "--output-dir", str(directory)])
+    (directory / "config.yaml").write_text(config_file.dump(name, args))
+    program, *words = shlex.split(command.removeprefix("resume with: "))
+    _, again = parse(words)
+    assert program == "smd-train" and again.run.resume and again.run.output_dir == directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (RunConfig(100, 20), "the newest 3, 2.00 GiB each, 6.00 GiB in all"),
+        (RunConfig(100, 20, keep=1), "the newest one, 2.00 GiB each, 2.00 GiB in all"),
+        (RunConfig(30, 20), "the newest 2, 2.00 GiB each, 4.00 GiB in all"),
+        (RunConfig(100), "the newest one, 2.00 GiB each"),
+        (
+            RunConfig(100, 20, 20, 2, Objective("eval/dense/reward")),
+            "the newest 2, and the best one, 2.00 GiB each",
+        ),
+    ],
+)
+def test_a_plan_says_which_checkpoints_stay(settings: RunConfig, said: str):
+    plan = checkpoint_plan(2 * 2**30, settings)
+    assert plan.startswith(f"checkpoints: {said}")
+    assert ("--save-total-limit 1 keeps fewer" in plan) == (settings.keep > 1 and settings.checkpoint_every > 0)
 
 
 # --- what changes no run

@@ -246,7 +246,7 @@ def test_runs_of_all_seeds_can_share_held_out_rows():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bugdet: 3", "got 'bugdet'; near are ['budget'"),
+        ("bugdet: 3", "got 'bugdet'. Did you mean budget"),
         ("- budget", "expected options, one `name: value` a line"),
         ("budget: [", "expected YAML"),
         ("stop: ['-a', 'b']", "expected no item that begins with a dash"),
@@ -349,7 +349,7 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
         (["--reward", "nonsense"], "expected --reward as one of"),
         (["--dataset", "ROWS", "--dataset-parameters"], "Name one: --reward path/to/file.py:function"),
         (["--eval-steps", "1", "--eval-decode", "snapkv"], "expected a budget of keys, as in snapkv:512"),
-        (["--dataset", "reasoning_gym:chain_summ"], "near: ['chain_sum'"),
+        (["--dataset", "reasoning_gym:chain_summ"], "got 'chain_summ'. Did you mean chain_sum"),
         (["--max-steps", "0"], "got 0"),
         (["--data-parallel", "0"], "expected --data-parallel >= 1; got 0"),
         (["--fsdp", "-2", "--tensor", "-4"], "expected --fsdp >= 1; got -2"),
@@ -386,10 +386,13 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     main(["grpo", *words, "--dry-run"])
     said = capsys.readouterr().out
     assert "--- prompt 2" in said and not run.exists()
+    assert "checkpoints: the newest 2, " in said and "--save-total-limit 1 keeps fewer" in said
     main(["grpo", *words])
     # The command that it prints at its end runs as printed.
-    printed = re.findall("evaluate it with: smd-eval (.*)", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    printed = re.findall("evaluate it with: smd-eval (.*)", said)
     smd_eval([*shlex.split(printed[0]), "--json"])
+    assert re.search(rf"checkpoints: \S+ KiB in {run}/checkpoints, after 1, 2 rollouts; needed only to resume", said)
     evaluated = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = read_metrics(run / "metrics.jsonl")
     assert {row["decode"]: row["reward"] for row in evaluated} == {

@@ -113,7 +113,7 @@ def test_a_policy_of_ones_own(folder: Path):
             "snapk(window=16)",
             "expected one of the eviction policies dense, gate, h2o, .* or one of your own as path/to/",
         ),
-        ("snapk(window=16)", r"got 'snapk' in 'snapk\(window=16\)'\. Is snapkv meant\?"),
+        ("snapk(window=16)", r"got 'snapk' in 'snapk\(window=16\)'\. Did you mean snapkv\?"),
         ("snapkv(window=16", "expected an eviction policy as name, name.parameter=value. or path/to/file.py:Class"),
         (
             "snapkv(windo=16)",

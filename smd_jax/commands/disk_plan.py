@@ -1,0 +1,68 @@
+"""What a run keeps on disk: whether there is room for it, and what to say about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from smd_jax.byte_sizes import show_bytes
+from smd_jax.commands.arguments import RunArgs
+from smd_jax.disk import stored_bytes
+from smd_jax.learner.state import TrainState
+from smd_jax.learner.trained import trained_params
+from smd_jax.model.protocol import Params
+from smd_jax.model.weights import check_export
+from smd_jax.runs.checkpoint.steps import all_steps
+from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_folder import BEST, CHECKPOINTS, check_room
+
+
+def check_disk(args: RunArgs, state: TrainState, exported: Params, settings: RunConfig) -> int:
+    """Bytes of one checkpoint.
+
+    Args:
+      state, exported: shapes of the train state, and of the parameters of the exported model.
+
+    Raises:
+      OSError: the disk has no room for the run's checkpoints, or for the trained model.
+    """
+    # A checkpoint holds adapters without the base below them.
+    size = stored_bytes(state.replace(params=trained_params(state.params)))
+    check_room(args.output_dir, size, settings)
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.export_dtype), exported)
+    check_export(args.output_dir / "model", stored_bytes(stored))
+    return size
+
+
+def checkpoint_plan(size: int, settings: RunConfig) -> str:
+    """Two lines on the checkpoints that a run will keep, and how to keep fewer.
+
+    Args:
+      size: bytes of one checkpoint.
+    """
+    saves = 1 if settings.checkpoint_every == 0 else -(-settings.steps // settings.checkpoint_every)
+    kept = min(saves, settings.keep)
+    best = ", and the best one" if settings.keeps_best else ""
+    total = (kept + settings.keeps_best) * size
+    newest = f"the newest {kept}" if kept > 1 else "the newest one"
+    return (
+        f"checkpoints: {newest}{best}, {show_bytes(size)} each, {show_bytes(total)} in all: parameters, optimizer and "
+        f"reference, to resume{_fewer(kept)}"
+    )
+
+
+def kept_on_disk(directory: Path) -> str:
+    """A line on the checkpoints that a finished run has left, and how to keep fewer."""
+    steps = all_steps(directory / CHECKPOINTS)
+    names = [CHECKPOINTS, *([BEST] if all_steps(directory / BEST) else [])]
+    folders = [directory / name for name in names]
+    size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return (
+        f"checkpoints: {show_bytes(size)} in {' and '.join(map(str, folders))}, after {', '.join(map(str, steps))} "
+        f"rollouts; needed only to resume or for smd-export{_fewer(len(steps))}"
+    )
+
+
+def _fewer(kept: int) -> str:
+    return "; --save-total-limit 1 keeps fewer" if kept > 1 else ""
