@@ -1,18 +1,17 @@
-"""What does a rollout ahead of the update gain, when grading takes its time?
+"""What does a rollout ahead of the update gain, when the reward waits?
 
-Question   `rollouts_ahead=1` draws and grades the next rollout in a thread beside the update. On one device both share
-           it, so that what can be gained is the time in which the host waits for rewards. How much of it is?
+Question   `rollouts_ahead=1` samples and grades the next rollout in a thread beside the update. On one device both
+           compete for it, so the gain is at most the time in which the host waits for rewards. How much is gained?
 Command    python experiments/bench/ahead.py --out experiments/results/rollouts_ahead.json
-Cost       five minutes on two idle cores
-Result     a row for each time that a reward takes; not measured yet on idle cores
+Cost       five minutes on two cores
+Result     one row for each waiting time of the reward
 
 A decoder of 3.4 M parameters, 8 prompts x 8 completions of 64 tokens under H2O (32 + 8 keys), one optimizer step a
-rollout. The reward waits, as one that asks another machine does, and computes next to nothing. Runs with and without a
-rollout ahead take turns, some steps at a time; the first step of such a turn has nothing ahead, and its last draws
-nothing. `seconds`: median of a turn, by its steps; `ratio`: without over with, the median of pairs, and the least and
-largest.
-`waited`: the reward's time in a step. The most that can be gained is what there is of it, or of the update's, if that
-is shorter.
+rollout. The reward runs in its own process and waits there, as one that asks another machine does. Runs with and
+without a rollout ahead alternate, a few steps at a time. The first step of such a turn has no rollout ahead, and its
+last step begins none. `seconds_0`, `seconds_1`: median time of a step without and with a rollout ahead; `ratio`: their
+quotient, the median over pairs of turns, with the smallest and the largest. `waited`: waiting time of the reward. The
+gain is limited by this time and by the time of the update.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,8 @@ import optax
 import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+
+from waiting_reward import WaitingReward
 
 import smd_jax as smd
 from lib.command import as_written
@@ -47,27 +47,17 @@ from smd_jax.train.grpo import GRPOLoop
 MODEL = smd.Decoder(
     tiny_model_config(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32)
 )
-NO_TOKEN = 263  # of the vocabulary, and none that the tokenizer stops at: all completions are whole
+NO_TOKEN = 263  # the tokenizer never stops at it, so that every completion has 64 tokens
 
 
 @dataclass(frozen=True)
 class Args:
-    """Times steps with and without a rollout ahead, in turns."""
+    """Times steps with and without a rollout ahead, alternately."""
 
-    out: Path | None = None  # rows go there
-    waits: tuple[float, ...] = (0.0, 1.0, 4.0)  # seconds of a reward, for all completions of a rollout
-    steps: int = 5  # of a turn
-    turns: int = 5  # of each
-
-
-def waiting(seconds: float) -> Any:
-    """A reward of a machine elsewhere."""
-
-    def shorter(completions: Sequence[str], **columns: Any) -> list[float]:
-        time.sleep(seconds)
-        return [-float(len(completion)) for completion in completions]
-
-    return shorter
+    out: Path | None = None  # file of the rows
+    waits: tuple[float, ...] = (0.0, 1.0)  # waiting times of the reward, in seconds
+    steps: int = 5  # steps of a turn
+    turns: int = 5  # turns of each kind
 
 
 def loop_of(seconds: float, ahead: int) -> GRPOLoop:
@@ -80,7 +70,8 @@ def loop_of(seconds: float, ahead: int) -> GRPOLoop:
         rollouts_ahead=ahead,
     )
     task = ReasoningGymTask("chain_sum", seed=0, size=400)
-    rewards = Rewards((waiting(seconds),), seconds=None)
+    # Rewards in their own process are computed ahead, too; those of this process are not.
+    rewards = Rewards((WaitingReward(seconds),), names=("waiting",), seconds=60.0)
     return GRPOLoop(MODEL, task, byte_tokenizer(chat=False), optax.adamw(1e-5), config, rewards=rewards)
 
 
@@ -90,7 +81,7 @@ def state_of(ahead: int) -> TrainState:
 
 
 def turn(loop: GRPOLoop, state: TrainState, steps: int) -> tuple[TrainState, float]:
-    """Seconds of some steps."""
+    """Time of a few steps, in seconds."""
     began = time.perf_counter()
     for number in range(steps):
         last = number + 1 == steps
