@@ -61,11 +61,11 @@ from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.leaves import OtherStateError
 from smd_jax.runs.checkpoint.ownership import OtherFormatError
 from smd_jax.runs.checkpoint.reading import OtherConfigError
-from smd_jax.runs.diagnosis import verdict
+from smd_jax.runs.diagnosis import diagnose
 from smd_jax.runs.frozen_base import without_base
 from smd_jax.runs.interrupt import with_notes
 from smd_jax.runs.objective import NoSuchMetricError, Objective
-from smd_jax.runs.resume_settings import split_settings, taken_out
+from smd_jax.runs.resume_settings import split_fields, split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_state
@@ -207,7 +207,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
                 plot_runs([directory], directory / "training.png")
         except OSError as error:  # smd-plot makes it again
             print_box("look at this", str(error))
-        for line in verdict(history):
+        for line in diagnose(history):
             print_box("look at this", with_flags(line))
         print(kept_on_disk(directory))
     with together(), all_or_none():
@@ -337,7 +337,7 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
     """The state of a new run with these parameters."""
     state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
-    return one_behind(state) if isinstance(loop, PolicyLoop) and loop.samples_ahead else state
+    return one_behind(state) if loop.config.samples_ahead else state
 
 
 def state_shapes(args: Common, ready: Prepared) -> TrainState:
@@ -395,7 +395,7 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
-    rewards, limits = taken_out(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
+    rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
     same = files.groups | {"rewards": rewards, "optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
     free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits, "files": files.places}

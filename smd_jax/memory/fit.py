@@ -144,7 +144,7 @@ def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None
             optimizer=None if loop is None else loop.optimizer,
             reference=loop is not None and loop.config.update.needs_reference,
             reference_follows=loop is not None and loop.config.update.reference_sync is not None,
-            rollouts_ahead=loop is not None and loop.samples_ahead,
+            rollouts_ahead=loop is not None and loop.config.samples_ahead,
             learns=False,
             mesh=evaluator.mesh,
         )

@@ -55,7 +55,8 @@ from smd_jax.model.protocol import Params
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
-from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.policy_learner import PolicyConfig
+from smd_jax.train.policy_loop import PolicyLoop
 
 # More than any device has: such a number is a slip of the unit.
 MOST_BYTES = 64 * UNITS["TiB"]
@@ -381,7 +382,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         microbatch_size=_planned_rows(config),
         distill=update.distill,
         dense_learner=update.dense_learner is not None,
-        rollouts_ahead=loop.samples_ahead,
+        rollouts_ahead=loop.config.samples_ahead,
         mesh=loop.mesh,
     )
 

@@ -1,7 +1,7 @@
-"""Seeing a run: its metrics on disk and elsewhere, its completions, and its progress on the terminal.
+"""Metrics of a run on disk and elsewhere, its completions, and its progress on the terminal.
 
-Pictures are in `smd_jax.monitor.run_plots`, and a page with curves and shadow masks in `smd_jax.monitor.page`. Both
-need matplotlib, and `import smd_jax.monitor` imports neither.
+`smd_jax.monitor.run_plots` draws curves, and `smd_jax.monitor.page` makes a page of curves and shadow masks. Both need
+matplotlib, and `import smd_jax.monitor` imports neither.
 """
 
 from smd_jax.monitor.metrics_log import MetricsWriter as MetricsWriter

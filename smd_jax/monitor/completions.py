@@ -1,4 +1,4 @@
-"""Completions of every n-th rollout: a parquet file, a few rows on the terminal, and what their sampler had forgotten.
+"""Completions of every n-th rollout: a parquet file, a few rows on the terminal, and their shadow masks.
 
 loop = GRPOLoop(…, watch=CompletionsLog(directory, tokenizer), watch_every=20)
 
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table
+from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table, text_table
 from smd_jax.monitor.saved_masks import extract_mask, save_masks
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
@@ -28,7 +28,7 @@ from smd_jax.text.visible_text import one_line
 
 @runtime_checkable
 class GradedSamples(Protocol):
-    """What there is to log, as `smd_jax.train.loop.Samples` has it."""
+    """A graded rollout, as `smd_jax.train.samples.Samples`."""
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -42,30 +42,25 @@ class GradedSamples(Protocol):
     @property
     def advantages(self) -> Float[np.ndarray, " batch"] | None: ...
 
-
-@runtime_checkable
-class RewardParts(Protocol):
-    """Samples that know what each reward function gave."""
-
     @property
-    def reward_parts(self) -> Mapping[str, np.ndarray] | None: ...
+    def reward_parts(self) -> Mapping[str, np.ndarray]: ...
 
 
 class CompletionsLog:
-    """Keeps the completions of a rollout; give it to a loop as `watch`, which calls it for every n-th and the last one.
+    """Saves the completions of a rollout; pass it to a loop as `watch`, which calls it for every n-th and the last one.
 
     Columns: `step`, `prompt` as the model saw it, `completion`, `reward`, `rewards/NAME` of every reward function,
-    `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. A run that
-    resumes writes the files of repeated steps anew.
+    `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. A resumed run
+    overwrites the files of repeated steps.
 
-    It is no part of the record that a run needs: where a file cannot be written, one line says so, and the run goes on.
+    A run does not need these files: if one cannot be written, it prints a line and continues.
 
     Args:
       directory: of the run.
       tokenizer: of the loop.
-      table_rows: completions that are printed; 0: none.
-      masks: completions whose shadow mask is kept; 0: none.
-      file: where the table is printed, standard output when None.
+      table_rows: number of completions to print; 0: none.
+      masks: number of completions whose shadow mask is saved; 0: none.
+      file: output of the table; None: standard output.
 
     Raises:
       ImportError: without pyarrow.
@@ -84,7 +79,7 @@ class CompletionsLog:
         if table_rows < 0 or masks < 0:
             raise ValueError(f"expected table_rows and masks >= 0; got {table_rows} and {masks}")
         try:
-            import pyarrow.parquet  # noqa: F401 - what is missing is said now, not after a rollout
+            import pyarrow.parquet  # noqa: F401 - fails now and not after a rollout
         except ImportError as error:
             raise ImportError("completions as parquet need pyarrow: pip install -e '.[train]'") from error
         self._folder = Path(directory) / "completions"
@@ -116,12 +111,12 @@ class CompletionsLog:
         try:
             masks = [extract_mask(trajectory, row, self._tokenizer, step, float(rewards[row])) for row in rows]
         except ValueError:
-            return  # a boolean mask in which keys come back: it has no such picture
+            return  # a boolean mask in which keys come back has no eviction times
         save_masks(self._folder / f"masks_{step:05d}.npz", masks)
 
 
 def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) -> dict[str, list[Any]]:
-    """The columns of `CompletionsLog`, one value a completion."""
+    """The columns of `CompletionsLog`, one value per completion."""
     trajectory = samples.trajectory
     host = (trajectory.tokens, trajectory.valid, trajectory.terminated, trajectory.lengths())
     tokens, valid, terminated, lengths = jax.device_get(host)
@@ -131,8 +126,7 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
         "completion": list(samples.completions),
         "reward": samples.rewards.tolist(),
     }
-    parts = samples.reward_parts if isinstance(samples, RewardParts) else None
-    for name, values in (parts or {}).items():
+    for name, values in samples.reward_parts.items():
         columns[f"rewards/{name}"] = np.asarray(values, np.float64).tolist()
     if samples.advantages is not None:
         columns["advantage"] = samples.advantages.tolist()
@@ -140,13 +134,13 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
 
 
 def write_parquet(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """One table in one move: a reader finds the whole file or none."""
+    """Writes a table atomically: a reader finds the complete file or none."""
     import pyarrow
     import pyarrow.parquet
 
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    # Half characters, which JSON files can hold, are no UTF-8.
+    # Lone surrogates, which JSON files can hold, are not valid UTF-8.
     table = pyarrow.table({name: [_whole(value) for value in values] for name, values in columns.items()})
     pyarrow.parquet.write_table(table, temporary)
     os.replace(temporary, path)
@@ -160,8 +154,7 @@ def print_completions(
     file: io.TextIOWrapper | io.StringIO | None = None,
     width: int | None = None,
 ) -> None:
-    """Prints the first completions: as text, whatever is in them. Neither rich's markup nor a terminal's escape
-    sequences mean anything there, and long ones lose their middle."""
+    """Prints the first completions, shortened, as plain text without rich's markup and escape sequences."""
     names = ("prompt", "completion", "reward", "length")
     table = []
     for prompt, completion, reward, length in list(zip(*(columns[name] for name in names), strict=True))[:rows]:
@@ -169,16 +162,11 @@ def print_completions(
         table.append((*texts, format_cell(reward), format_cell(length)))
     title = f"completions of rollout {step}"
     if not speaks_unicode(file):
-        # A character that the output does not have would be an error, and end the run.
+        # A character outside the output's encoding would raise and end the run.
         table = [tuple(cell.encode("ascii", "backslashreplace").decode() for cell in row) for row in table]
         summary_table(title, names, table, file=file, width=width)
         return
-    try:
-        from smd_jax.monitor.rich_output import print_texts
-    except ImportError:
-        summary_table(title, names, table, file=file)
-    else:
-        print_texts(title, names, table, 2, file, width)
+    text_table(title, names, table, 2, file, width)
 
 
 def shortened_text(text: str, limit: int = 400) -> str:
@@ -190,7 +178,7 @@ def shortened_text(text: str, limit: int = 400) -> str:
 
 
 def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt_width: int) -> list[str]:
-    # Completions of one prompt lie side by side, and decoding is slow: one text for all that are equal.
+    # Decoding is slow, and all completions of a group have the same prompt.
     seen: dict[bytes, str] = {}
     texts = []
     for row, keep in zip(tokens[:, :prompt_width], valid[:, :prompt_width], strict=True):

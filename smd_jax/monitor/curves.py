@@ -1,7 +1,7 @@
-"""Runs on disk as curves that can be compared: the seeds of one arm together, with an interval of their mean.
+"""Curves of runs on disk: the mean over the seeds of an arm, with its interval.
 
 A step counts the rollouts that the policy has learned from. The metrics of rollout s, numbered from 0, are at step s,
-and so is an evaluation after s rollouts. The evaluation before training is at step 0.
+as is an evaluation after s rollouts. The evaluation before training is at step 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from scipy.special import stdtrit  # the t distribution's quantiles, without the
 
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS, METRICS_FILE, evaluated, read_metrics
 
-POINTS = 100  # most points of a curve; longer ones are drawn by means over equal parts
-LAST_PART = 0.1  # of a run: what tables call its end
+POINTS = 100  # most points of a curve; longer ones are means over equal parts
+LAST_PART = 0.1  # share of a run that tables average as its end
 
-# Drawn first, after the reward, the reward functions and the evaluations.
+# Main metrics after the reward, the reward functions and the evaluations.
 MAIN = (
     *("sampling/sampling_logp_difference/mean", "completions/mean_length", "completions/clipped_ratio", "entropy"),
     *("frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
@@ -41,7 +41,7 @@ class Run:
     Attributes:
       path: its folder.
       history: the rows of `read_history`.
-      rollouts: how many are finished.
+      rollouts: number of finished rollouts.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     name: str
     runs: Sequence[Run]
@@ -62,7 +62,7 @@ class Curve:
     """A metric over the steps.
 
     Attributes:
-      steps: the middle of every part, ascending.
+      steps: middle of every part, ascending.
       mean: over seeds.
       low, high: 95 % t interval of the mean over seeds; None for one seed.
     """
@@ -79,7 +79,7 @@ class Series:
 
     Attributes:
       index: of the arm, for its colour.
-      seeds: one curve a seed; empty for a single seed.
+      seeds: one curve per seed; empty for a single seed.
       mean: over the seeds, with its interval.
     """
 
@@ -104,8 +104,9 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def load_arms(paths: Sequence[str | Path]) -> list[Arm]:
-    """The runs at or below these paths, seeds put together: a folder `seed-3` belongs to the arm above it, a folder
-    `shadow-seed-3` to the arm `shadow`. Runs that have no rows yet are left out.
+    """The runs at or below these paths, grouped by arm; runs without rows are left out.
+
+    A folder `seed-3` belongs to the arm of its parent folder, a folder `shadow-seed-3` to the arm `shadow`.
 
     Raises:
       FileNotFoundError: a path without any run.
@@ -124,9 +125,9 @@ def load_arms(paths: Sequence[str | Path]) -> list[Arm]:
 
 
 def read_history(directory: str | Path) -> list[dict[str, Any]]:
-    """All metrics of a run by steps: those of its rollouts, and those of its evaluations from the start on.
+    """All metrics of a run by step, of its rollouts and its evaluations.
 
-    In metrics.jsonl the row of rollout s has the evaluation after it, too, which belongs to step s + 1 here.
+    In metrics.jsonl the row of rollout s includes the evaluation after it, which belongs to step s + 1 here.
 
     Raises:
       FileNotFoundError: no metrics.jsonl.
@@ -148,14 +149,14 @@ def read_history(directory: str | Path) -> list[dict[str, Any]]:
 
 
 def metric_names(arms: Sequence[Arm]) -> list[str]:
-    """Every metric that is a finite number somewhere: those of `METRICS` in its order, then the others by name."""
+    """Every metric with a finite value: those of `METRICS` in its order, then the others by name."""
     rows = (row for arm in arms for run in arm.runs for row in run.history)
     found = {name for row in rows for name, value in row.items() if name != "step" and math.isfinite(value)}
     return [name for name in METRICS if name in found] + sorted(found - METRICS.keys())
 
 
 def main_metrics(names: Sequence[str]) -> list[str]:
-    """Those of these metrics that are drawn first, in their order."""
+    """The main metrics among these, in the order of drawing."""
     of_functions = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
     if len(of_functions) == 1:
         of_functions = []  # a single function is the reward
@@ -176,23 +177,23 @@ def series_of(arms: Sequence[Arm], name: str) -> list[Series]:
         if len(seeds) == 1:
             found.append(Series(index, [], _with_interval(arm, name, mean, part)))
         else:
-            # Seeds without a step in common have no mean: the first of them is drawn for it.
+            # Seeds without a common step have no mean; the first seed stands for it.
             found.append(Series(index, seeds, mean if len(mean.steps) else seeds[0]))
     return found
 
 
 def seed_curves(arm: Arm, name: str, part: int = 1) -> list[Curve]:
-    """One curve a seed that has the metric, of means over parts of so many steps."""
+    """One curve per seed that has the metric, of means over `part` steps."""
     return [Curve(*_means_of_parts(*run, part)) for run in _points(arm, name)]
 
 
 def values_of(arm: Arm, name: str) -> list[Values]:
-    """All values of a metric that are finite, of each run that has any."""
+    """All finite values of a metric, of each run that has any."""
     return [values for _, values in _points(arm, name)]
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean of several seeds at the steps that all of them have, and where there are several its interval."""
+    """The mean of seeds at their common steps; for several seeds with its interval."""
     shared = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves)))
     values = np.array([curve.mean[np.isin(curve.steps, shared)] for curve in curves])
     mean = values.mean(axis=0)
@@ -209,8 +210,7 @@ def half_interval(values: Float[np.ndarray, "seeds points"]) -> Values:
 
 
 def part_length(arms: Sequence[Arm], name: str) -> int:
-    """Steps of a part, such that a curve of this metric has at most about `POINTS` points; 1 where every point is
-    drawn, as of evaluations, which are few."""
+    """Steps of a part, so that a curve of this metric has about `POINTS` points at most; 1 draws every point."""
     counts = [len(values) for arm in arms for values in values_of(arm, name)]
     return 1 if max(counts, default=0) <= POINTS else math.ceil((last_step(arms) + 1) / POINTS)
 
@@ -220,14 +220,16 @@ def last_step(arms: Sequence[Arm]) -> int:
 
 
 def at_the_start(arm: Arm, name: str) -> float | None:
-    """Mean over seeds of the first value of a metric; None where no run has it."""
+    """Mean over seeds of the first value of a metric; None without any."""
     found = values_of(arm, name)
     return float(np.mean([values[0] for values in found])) if found else None
 
 
 def at_the_end(arm: Arm, name: str) -> tuple[float, float | None] | None:
-    """Mean of a metric over the last tenth of each run's rows that have it, over seeds, and half of its interval; None
-    where no run has it, or there is one seed."""
+    """Mean over seeds of a metric over the last tenth of each run's rows, and half of its interval.
+
+    None without any value; the half interval is None for one seed.
+    """
     ends = [values[-max(1, round(LAST_PART * len(values))) :].mean() for values in values_of(arm, name)]
     if not ends:
         return None
@@ -247,7 +249,7 @@ def _points(arm: Arm, name: str) -> list[tuple[Values, Values]]:
 
 
 def _with_interval(arm: Arm, name: str, curve: Curve, part: int) -> Curve:
-    """A curve of a single run with the interval that the run itself has logged, as evaluations do."""
+    """A curve of a single run with the interval that its evaluations have logged."""
     low, high = (seed_curves(arm, f"{name}_{end}", part) for end in ("low", "high"))
     if len(low) != 1 or len(high) != 1 or not len(low[0].steps) == len(high[0].steps) == len(curve.steps):
         return curve
@@ -260,12 +262,12 @@ def _means_of_parts(
     numbers, places = np.unique(steps // part, return_inverse=True)
     counts = np.bincount(places)
     means = np.bincount(places, weights=values) / counts
-    # In the middle of the part, wherever the rows lie in it: then the parts of all seeds have one place.
+    # The middle of the part, whichever rows it has, so that the parts of all seeds are at the same steps.
     return numbers * part + (part - 1) / 2, means
 
 
 def _arm_of(run: Path) -> Path:
-    """The path that all seeds of an arm have in common."""
+    """The common path of all seeds of an arm."""
     match = _SEED.match(run.name)
     if match is None:
         return run
@@ -273,7 +275,7 @@ def _arm_of(run: Path) -> Path:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """The ends of the paths, as long as it takes to tell them apart."""
+    """The shortest ends of the paths that are all different."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

@@ -1,10 +1,9 @@
-"""Other places that a run's metrics go to, beside metrics.jsonl: TensorBoard, Weights & Biases, your own.
+"""Loggers copy a run's metrics to TensorBoard, Weights & Biases, or your own destination.
 
     train(loop, state, run, directory, config=config, loggers=[TensorBoardLogger(directory)])
 
-metrics.jsonl is the record, and a run that cannot write it stops. Loggers are copies of it: each one writes on a thread
-of its own, so that a slow network costs no step, and one that raises is left out from then on, with one line that says
-so. What it missed is in metrics.jsonl.
+metrics.jsonl is the record, and a run that cannot write it stops. Each logger writes a copy on its own thread, so that
+a slow network costs no step. A logger that raises gets no more rows, and one line says so.
 """
 
 from __future__ import annotations
@@ -22,41 +21,41 @@ from smd_jax.text.visible_text import one_line
 
 @runtime_checkable
 class Logger(Protocol):
-    """Whoever takes metrics.
+    """Receives metrics.
 
-    A run that resumes writes the steps behind its checkpoint once more, and says nothing else about it: a logger sees
-    from the first step that it is given where the run goes on.
+    A resumed run repeats the steps after its checkpoint; a logger learns only from the first step where it continues.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes one row of numbers on the host, with NaN where there is no number.
+        """Receives one row of numbers on the host; NaN stands for missing ones.
 
         Args:
-          step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training. Ascends from
-            call to call.
+          step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training; ascending.
         """
         ...
 
     def close(self) -> None:
-        """Nothing follows. Called once, also for a logger that has raised."""
+        """Ends the log. Called once, also for a logger that has raised."""
         ...
 
 
 def dashboard_name(name: str) -> str:
-    """`train/reward` for `reward`, and `eval/sparse` as it is: what transformers' Trainer, and so TRL, calls a metric
-    on TensorBoard and Weights & Biases. Runs of both then share their charts."""
+    """`train/reward` for `reward`; `eval/sparse` is unchanged.
+
+    These are the names of transformers' Trainer and TRL on dashboards, so that runs of both share their charts.
+    """
     return name if name.startswith("eval/") else f"train/{name}"
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
-    """Raises MissingExtraError where a logger's package is not installed, without importing it.
+    """Raises MissingExtraError if a logger's package is not installed, without importing it.
 
     Args:
-      extra: that brings the package.
-      what: needs it.
+      extra: extra with the package.
+      what: begin of the message.
     """
     spec = find_spec(package)
-    # A plain folder of that name in the working directory, such as the one that wandb makes, has no origin.
+    # A folder of that name in the working directory, such as wandb's, has no origin.
     if spec is None or spec.origin is None:
         raise MissingExtraError(f"{what} {package}, which is not installed: pip install -e '.[{extra}]'")
 
@@ -65,14 +64,14 @@ class Loggers:
     """Several loggers, none of which can stop or delay the run."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
-        # One thread a logger: it keeps the order of its rows, and waits for no other logger.
+        # One thread per logger keeps the order of its rows and waits for no other logger.
         self._working = [(logger, ThreadPoolExecutor(1)) for logger in loggers]
         self._waiting: dict[int, list[Future[None]]] = {index: [] for index in range(len(loggers))}
         self._failed: set[int] = set()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands one row to every logger that still works; returns at once."""
-        row = dict(metrics)  # the caller's own may change while a thread reads it
+        """Sends one row to every working logger; returns at once."""
+        row = dict(metrics)  # the caller may change its own while a thread reads
         for index, (logger, thread) in enumerate(self._working):
             self._look_at(index, wait=False)
             if index not in self._failed:
@@ -95,10 +94,10 @@ class Loggers:
         self.close()
 
     def _look_at(self, index: int, wait: bool) -> None:
-        """Forgets rows that are written; at the first one that failed says so, and drops those behind it."""
+        """Drops written rows; after the first failure prints a line and drops the rest."""
         waiting = self._waiting[index]
         while waiting and (wait or waiting[0].done()):
-            # `exception` waits, and gives what the logger raised without raising it here.
+            # `exception` waits, and returns the error of the logger.
             error = waiting.pop(0).exception()
             if error is not None:
                 if index not in self._failed:

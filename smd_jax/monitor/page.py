@@ -1,21 +1,23 @@
-"""One HTML page about one run or many: curves with intervals, and what the samplers had forgotten.
+"""One HTML page about one or more runs: curves with intervals, and the shadow masks of saved completions.
 
     write_page([Path("runs/quickstart")], Path("page.html"))
 
-The page needs nothing else: no network, no other file. Its curves are pictures of `smd_jax.monitor.run_plots`, as SVG;
-its script draws the shadow masks. All text of a model or a task is escaped, and the page's content security policy runs
-no script but its own. Needs `matplotlib`.
+The page needs no network and no other file. Its curves are SVG pictures of `smd_jax.monitor.run_plots`; its script
+draws the shadow masks. All text of a model or a task is escaped, and the page's content security policy runs only its
+own script. Needs `matplotlib`.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from smd_jax.monitor.curves import (
     POINTS,
@@ -28,12 +30,11 @@ from smd_jax.monitor.curves import (
     part_length,
 )
 from smd_jax.monitor.metrics_log import evaluated, meaning
-from smd_jax.monitor.page_data import embedded, mask_data
 from smd_jax.monitor.run_plots import COLOURS, metric_svg
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.text.visible_text import visible
 
-# Of each arm, in the table behind its rewards: metric and heading.
+# Metrics and headings of the table, after the rewards.
 TABLE = {
     "sampling/sampling_logp_difference/max": "max |Δ log p|",
     "completions/mean_length": "tokens",
@@ -41,20 +42,20 @@ TABLE = {
     "rollout/tokens_per_second": "rollout tokens/s",
     "step_time": "step, s",
 }
-MASK_NUMBERS = 4_000_000  # of all masks in a page; at 5.3 characters each, about 20 MB
+MASK_NUMBERS = 4_000_000  # most eviction times in a page, of 5.3 characters each: about 20 MB
 SECURITY = "default-src 'none'; img-src data:; style-src '{style}'; script-src '{script}'"
 
 
 def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_jax") -> list[Path]:
-    """Writes the page, in one move.
+    """Writes the page atomically.
 
     Args:
-      paths: runs, or folders with runs somewhere inside. Seeds of one arm are put together: `ARM/seed-0`, `ARM-seed-1`.
+      paths: runs, or folders that contain runs. Seeds of one arm share a curve: `ARM/seed-0`, `ARM-seed-1`.
       out: the file.
       title: of the page.
 
     Returns:
-      The folders of the runs that are in it.
+      The folders of its runs.
 
     Raises:
       FileNotFoundError: a path without any run.
@@ -70,7 +71,7 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
 
 
 def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title: str = "smd_jax") -> str:
-    """The page of these arms, and of these masks with their titles."""
+    """The page of these arms and these masks, each with its title."""
     style, script, viewer = map(asset, ("page.css", "page.js", "viewer.html"))
     names = metric_names(arms)
     main = main_metrics(names)
@@ -107,8 +108,7 @@ def page_text(arms: Sequence[Arm], masks: Sequence[tuple[str, SavedMask]], title
 
 
 def collect_masks(arms: Sequence[Arm]) -> list[tuple[str, SavedMask]]:
-    """The saved masks of every run's first and last logged step, with their titles, as many as a page can hold; newest
-    first."""
+    """The saved masks of every run's last and first logged step, with their titles, as many as a page can hold."""
     found: list[tuple[str, SavedMask]] = []
     numbers = 0
     for arm in arms:
@@ -127,8 +127,28 @@ def mask_title(arm: Arm, folder: str, mask: SavedMask) -> str:
     return f"{of_run}, rollout {mask.step}, completion {mask.row}, reward {mask.reward:.3g}"
 
 
+def embedded(data: Any) -> str:
+    """JSON for a `<script type="application/json">`; without any `<` it cannot hold a tag or a comment."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def mask_data(mask: SavedMask, title: str) -> dict[str, Any]:
+    """One completion: `evicted` holds uint32 numbers, little-endian, in the order layer, head, token."""
+    layers, heads, tokens = mask.evicted_at.shape
+    return {
+        "title": title,
+        "prompt": mask.prompt_length,
+        "layers": layers,
+        "heads": heads,
+        "tokens": tokens,
+        "pieces": [visible(piece) for piece in mask.pieces],
+        "evicted": base64.b64encode(mask.evicted_at.astype("<u4").tobytes()).decode("ascii"),
+    }
+
+
 def figure(arms: Sequence[Arm], name: str) -> str:
-    """The picture of one metric, with its name and meaning. As an image it cannot run a script."""
+    """The picture of one metric, with its name and meaning; an image cannot run a script."""
     picture = base64.b64encode(metric_svg(arms, name)).decode()
     image = f'<img alt="{text(name)}" src="data:image/svg+xml;base64,{picture}">'
     return f"<figure><h3>{text(name)}</h3>{image}<figcaption>{text(meaning(name))}</figcaption></figure>"
@@ -171,7 +191,7 @@ def table(arms: Sequence[Arm]) -> str:
 
 
 def start(arm: Arm, name: str) -> str:
-    """The first value of an evaluation, in front of its last ones."""
+    """The first value of an evaluation, for the place before its last one."""
     value = at_the_start(arm, name) if evaluated(name) else None
     return "" if value is None else f"{value:.3g} → "
 
@@ -188,7 +208,7 @@ def cell(value: tuple[float, float | None] | None) -> str:
 
 
 def text(content: str) -> str:
-    """Somebody's text inside of the page."""
+    """Escapes text for the page."""
     return escape(visible(content))
 
 
@@ -201,5 +221,5 @@ def asset(name: str) -> str:
 
 
 def digest(content: str) -> str:
-    """How a security policy names a style or script."""
+    """The name of a style or script in a security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

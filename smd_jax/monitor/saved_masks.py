@@ -1,10 +1,10 @@
-"""Shadow masks of single completions on disk, with the text they belong to: what the page draws.
+"""Saves the shadow masks of single completions with their text, for the page.
 
-An .npz file without pickles. Padding is cut away, so that the tokens number themselves from 0:
+An .npz file without pickles. Padding is removed, so that tokens are numbered from 0:
 
     pieces          [tokens]                   text of each token
     prompt_length   []                         tokens of the prompt
-    evicted_at      [layers, kv_heads, tokens] first token whose query cannot see this one; `tokens`: still there
+    evicted_at      [layers, kv_heads, tokens] first token whose query cannot see this one; `tokens`: never evicted
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smd_jax.text.prompts import Tokenizer
 
 @dataclass(frozen=True)
 class SavedMask:
-    """What one completion's sampler had forgotten, and when.
+    """The shadow mask of one completion.
 
     Attributes:
       evicted_at: unsigned `[layers, kv_heads, tokens]`: query t saw token s iff `s <= t < evicted_at[s]`. `tokens` for
@@ -44,13 +44,9 @@ class SavedMask:
     reward: float
 
     def forgotten(self, query: int) -> Bool[np.ndarray, "layers kv_heads tokens"]:
-        """The tokens up to the query that it could not see, in every layer and head."""
+        """The tokens up to the query that the query could not see, in every layer and head."""
         token = np.arange(self.evicted_at.shape[2])
         return (token <= query) & (self.evicted_at <= query)
-
-    def lifetimes(self) -> Integer[np.ndarray, "layers kv_heads tokens"]:
-        """Queries that saw each token, its own included; those of tokens that were never evicted end with the text."""
-        return self.evicted_at.astype(np.int64) - np.arange(self.evicted_at.shape[2])
 
 
 def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: int, reward: float) -> SavedMask:
@@ -64,10 +60,10 @@ def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: i
     mask = trajectory.mask
     compact = isinstance(mask, ShadowMask)
     of_all = mask.evicted_at if compact else mask
-    of_row = of_all[row : row + 1] if of_all.shape[0] > 1 else of_all  # one that all rows share has one row
+    of_row = of_all[row : row + 1] if of_all.shape[0] > 1 else of_all  # a mask that all rows share has one row
     evicted_at = np.asarray(of_row if compact else ShadowMask.from_boolean(of_row).evicted_at)[0]
     tokens = end - first
-    # Also a key that went after the row's last query was there for all of them.
+    # A key that was evicted after the row's last query was visible to all of them.
     local = np.clip(evicted_at[:, :, first:end].astype(np.int64) - first, 0, tokens)
     dtype = np.uint16 if tokens <= np.iinfo(np.uint16).max else np.uint32
     ids = np.asarray(trajectory.tokens[row, first:end]).tolist()
@@ -77,10 +73,9 @@ def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: i
 
 
 def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text that each token adds. Where several tokens make one character, the last of them has it and the others
-    are empty."""
+    """The text that each token adds. If several tokens make one character, the last one has it; others are empty."""
     pieces = []
-    # A few tokens before are enough to know where a word begins and which bytes belong together.
+    # A few preceding tokens determine where a word begins and which bytes belong together.
     for index in range(len(ids)):
         before = _text(tokenizer, ids[max(index - CONTEXT, 0) : index])
         after = _text(tokenizer, ids[max(index - CONTEXT, 0) : index + 1])
@@ -101,12 +96,12 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
-    """Writes all masks of a step into one file, in one move."""
+    """Writes all masks of a step into one file, atomically."""
     arrays: dict[str, np.ndarray] = {"count": np.array(len(masks))}
     for number, mask in enumerate(masks):
         arrays |= {
             f"{number}/evicted_at": mask.evicted_at,
-            # An array of texts cuts zeros off their ends; joined bytes and lengths keep everything.
+            # An array of texts strips trailing zeros; joined bytes with lengths keep everything.
             f"{number}/text": np.frombuffer("".join(mask.pieces).encode("utf-8", "surrogatepass"), np.uint8),
             f"{number}/lengths": np.array([len(piece) for piece in mask.pieces], np.int32),
             f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row], np.int64),
@@ -120,7 +115,7 @@ def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
 
 
 def load_masks(path: str | Path) -> list[SavedMask]:
-    """What `save_masks` wrote.
+    """Reads the masks that `save_masks` wrote.
 
     Raises:
       FileNotFoundError: no such file.

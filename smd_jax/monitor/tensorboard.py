@@ -24,8 +24,8 @@ def check_tensorboard() -> None:
 class TensorBoardLogger:
     """Writes event files into `directory/tensorboard`: `tensorboard --logdir DIRECTORY`.
 
-    Every process of a run that was stopped and resumed writes a file of its own. It begins by taking back older rows
-    from its first step on, so that TensorBoard shows every step once.
+    Each process of a resumed run writes its own file, which first invalidates older rows from its first step on. So
+    TensorBoard shows every step once.
 
     Args:
       directory: of the run.
@@ -35,7 +35,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        # Said now, not after a rollout: that it is not there, or cannot be imported.
+        # Fails now and not after a rollout if the package is missing or broken.
         check_tensorboard()
         importlib.import_module("tensorboardX.event_file_writer")
         self._folder = Path(directory) / "tensorboard"
@@ -58,19 +58,18 @@ class TensorBoardLogger:
             self._writer.close()
 
     def _begin(self, step: int) -> EventsWriter:
-        # Not tensorboardX's SummaryWriter: its own thread dies of a full disk, and whoever writes then waits for ever.
+        # Not tensorboardX's SummaryWriter: a full disk kills its thread, and a later write would wait forever.
         from tensorboardX.event_file_writer import EventsWriter
 
-        # Files are named by the second, and opening one empties it: a number keeps those of quick restarts apart.
+        # Files are named by the second, and opening one empties it: a number separates quick restarts.
         number = len(list(self._folder.iterdir()))
         writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{number}")
-        # TensorBoard drops what older files say about this step and later ones.
+        # TensorBoard then ignores this and later steps of older files.
         session = messages().SessionLog(status=messages().SessionLog.START)
         writer.write_event(messages().Event(wall_time=time.time(), step=step, session_log=session))
         return writer
 
 
 def messages() -> ModuleType:
-    """The classes of TensorBoard's messages. They are made when the module is imported, where no type checker sees
-    them."""
+    """The classes of TensorBoard's messages, which are made at import, so that no type checker sees them."""
     return importlib.import_module("tensorboardX.proto.event_pb2")

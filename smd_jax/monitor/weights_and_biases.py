@@ -20,18 +20,18 @@ def check_wandb() -> None:
 
 
 class WandbLogger:
-    """Logs to Weights & Biases, or with "offline" into `directory/wandb` alone, for `wandb sync` later.
+    """Logs to Weights & Biases, or with "offline" only into `directory/wandb`, for a later `wandb sync`.
 
-    `directory/wandb.json` keeps the run's id and its next step. A run that resumes goes on under the same id, and
-    leaves out the steps that were logged before it stopped: repeated, they are bitwise the same.
+    `directory/wandb.json` holds the run's id and its next step. A resumed run continues under the same id and skips the
+    steps that were logged before: repeated steps are bitwise equal.
 
     Args:
       directory: of the run.
-      project: where Weights & Biases puts the run; None: what the variable WANDB_PROJECT says, or else smd_jax.
-      name: what it calls the run there; None: it makes one up.
-      config: what it shows as the run's configuration.
+      project: of the run; None: the variable WANDB_PROJECT, or else smd_jax.
+      name: of the run; None: Weights & Biases chooses one.
+      config: shown as the run's configuration.
       mode: "offline" needs neither a network nor an account.
-      resume: go on with the run of this directory, if it has one.
+      resume: continue the run of this directory, if there is one.
 
     Raises:
       MissingExtraError: without wandb.
@@ -65,9 +65,9 @@ class WandbLogger:
             config=None if config is None else dict(config),
             mode=mode,
             resume="allow",
-            # Several runs in one process are several runs, and the user's own is left alone.
+            # Several runs in one process stay separate, also from a run of the user.
             reinit="create_new",
-            # Standard output holds the frames of the progress bar, which are no log.
+            # Standard output holds frames of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._keep()

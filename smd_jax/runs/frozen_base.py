@@ -1,9 +1,9 @@
-"""Checkpoints of adapters: the base, which no step changes, is left out; a fingerprint of it is kept in its place.
+"""Checkpoints of adapters hold a fingerprint of the frozen base instead of the base itself.
 
     saved = checkpoint.save(directory, step, without_base(state), …)
     state = with_base(checkpoint.restore(directory, without_base(state), …).state, state)
 
-A state without adapters goes through both as it is.
+Both leave a state without adapters unchanged.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from smd_jax.learner.trained import frozen_params, trained_params
 from smd_jax.model.lora import LORA
 from smd_jax.model.protocol import Params
 
-BASE = "base"  # beside the trained parameters of a saved state
+BASE = "base"  # key in the parameters of a saved state
 _SHOWN = 4
 
 
 def without_base(state: TrainState) -> TrainState:
-    """The state to save: its parameters are the trained ones and `base`, the fingerprint of the others."""
+    """The state to save, whose parameters are the trained ones and the fingerprint of the others under `base`."""
     params = params_without_base(state.params)
     return state if params is state.params else state.replace(params=params)
 
 
 def with_base(saved: TrainState, state: TrainState) -> TrainState:
-    """The saved state as a run takes it, on the base of `state`; errors as `params_with_base`."""
+    """The saved state with the base of `state`; errors as `params_with_base`."""
     params = params_with_base(saved.params, state.params)
     return saved if params is saved.params else saved.replace(params=params)
 
 
 def params_without_base(params: Params) -> Params:
-    """What a checkpoint holds of these parameters."""
+    """The parameters as a checkpoint holds them."""
     frozen = frozen_params(params)
     if frozen is None:
         return params
@@ -46,7 +46,7 @@ def params_without_base(params: Params) -> Params:
 
 
 def params_with_base(saved: Params, params: Params) -> Params:
-    """The saved parameters on the base of `params`.
+    """The saved parameters with the base of `params`.
 
     Raises:
       ValueError: if the adapters belong to another base, or had another scale.
@@ -69,19 +69,21 @@ def _scale(params: Params) -> np.ndarray:
 
 
 def fingerprint(params: Params) -> UInt32[np.ndarray, "leaves 2"]:
-    """Two sums of the bits of every leaf, the second weighted by place, modulo 2^32: the same on every mesh, because
-    integers may be added in any order."""
+    """Two sums of the bits of every leaf, the second weighted by position, modulo 2^32.
+
+    They are the same on every mesh, because sums of integers do not depend on the order.
+    """
     return np.stack([np.asarray(_sums(leaf)) for leaf in jax.tree.leaves(params)])
 
 
 @jax.jit
 def _sums(leaf: Array) -> UInt32[Array, 2]:
     size = leaf.dtype.itemsize
-    # Of 64 bits there are two numbers of 32, along an axis of their own.
+    # 64 bits become two numbers of 32, along a new axis.
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if size >= 4 else jnp.uint16 if size == 2 else jnp.uint8)
     bits = bits.astype(jnp.uint32)
     place = jnp.zeros_like(bits)
-    # Row by row as in memory, and no reshape, which would gather a sharded matrix onto every device.
+    # Without a reshape, which would gather a sharded matrix onto every device.
     for axis, side in enumerate(bits.shape):
         place = place * np.uint32(side) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * (2 * place + 1)).sum(dtype=jnp.uint32)])

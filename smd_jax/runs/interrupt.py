@@ -1,4 +1,4 @@
-"""An error that ends a run must not take along what the run has learnt: it is saved before the error goes on.
+"""Saves what a run has reached before an error ends it.
 
 rollout 7 ─► update ─► rollout 8 ─ error ─► checkpoint 8 ─► the same error, with a note on what was saved
 """
@@ -12,12 +12,11 @@ from typing import Any
 import jax
 
 
-class Rescue:
-    """Around the rollouts of a run.
+class SaveOnError:
+    """A context around the rollouts of a run.
 
     Args:
-      save: saves what was reached and says what it did, in one line. An error that leaves the rollouts gets it as a
-        note, which Python prints below the message.
+      save: saves what was reached and describes it in one line, which becomes a note of the error.
     """
 
     def __init__(self, save: Callable[[], str]) -> None:
@@ -29,17 +28,16 @@ class Rescue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Whatever went wrong; but what ends the interpreter is no error, and must not wait for a disk.
+        # An exit of the interpreter is no Exception, and must not wait for a disk.
         if isinstance(error, Exception):
             error.add_note(self._save())
 
 
 def with_notes(error: BaseException) -> str:
-    """The message of an error, and its notes below it."""
+    """The message of an error, with its notes below it."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def is_whole(state: Any) -> bool:
-    """Whether all arrays are still there. An update takes over the buffers of the state that it is given: if it fails,
-    that state is gone."""
+    """Whether all arrays exist. An update that fails has already donated the buffers of its state."""
     return not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))

@@ -1,17 +1,17 @@
-"""Settings as JSON values, and in what two of them differ."""
+"""Settings as JSON values, and the differences between two of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# What lists and objects hold is Json again. Said as such, jaxtyping's checks would look for the name where it is not.
+# Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 ABSENT = "(absent)"
@@ -20,7 +20,7 @@ ABSENT = "(absent)"
 def to_jsonable(value: object, path: str = "config") -> Json:
     """Configuration -> JSON values: nested dataclasses become objects that name their class under `_class`.
 
-    Tuples become lists, paths and non-finite floats become strings. `path` is the name used in errors.
+    Tuples become lists; paths and non-finite floats become strings. Errors begin with `path`.
 
     Raises:
       TypeError: a value (named by its dotted path) has no JSON form.
@@ -30,7 +30,7 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        # JSON has no infinity, and two equal texts compare as well.
+        # JSON has no infinity, and a comparison of texts works as well.
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Path):
         return str(value)
@@ -47,20 +47,16 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     )
 
 
-def config_differences(
-    saved: Json, given: Json, may_differ: Sequence[str] = (), words: tuple[str, str] = ("expected", "got")
-) -> list[str]:
-    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results; `words`
-    in place of "expected" and "got"."""
+def config_differences(saved: Json, given: Json, words: tuple[str, str] = ("expected", "got")) -> list[str]:
+    """One line `field: expected <saved>, got <given>` for each differing field of two `to_jsonable` results.
+
+    Args:
+      words: replace "expected" and "got".
+    """
     left = _flatten("", saved)
     right = _flatten("", given)
     names = [name for name in left | right if left.get(name, ABSENT) != right.get(name, ABSENT)]
-    return [
-        f"{name}: {words[0]} {_shown(left, name)}, {words[1]} {_shown(right, name)}"
-        for name in names
-        # With the dot: a name that merely begins like an allowed one is another field.
-        if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in may_differ)
-    ]
+    return [f"{name}: {words[0]} {_shown(left, name)}, {words[1]} {_shown(right, name)}" for name in names]
 
 
 def _fields_to_jsonable(value: Any, path: str) -> dict[str, Json]:
@@ -76,7 +72,7 @@ def _string_key(key: object, path: str) -> str:
 def _flatten(path: str, value: Json) -> dict[str, Json]:
     """Dotted path -> leaf; an empty list or object is a leaf itself."""
     if isinstance(value, list):
-        # An empty list has no items to name, and stays a leaf: otherwise it would vanish from the comparison.
+        # An empty list stays a leaf; without a name it would vanish from the comparison.
         value = {str(i): item for i, item in enumerate(value)} or value
     if not isinstance(value, dict) or not value:
         return {path: value}

@@ -1,4 +1,4 @@
-"""What a run stands on beside its configuration: another one of these changes rounding, and with it the run's bits."""
+"""The software and hardware of a run: a change of these changes rounding, and so the bits of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smd_jax.runs.jsonable import Json
 
 
 def machine(mesh: Mesh) -> dict[str, Json]:
-    """Versions and devices, as JSON values. `docs/determinism.md` says what each of them may change."""
+    """Versions and devices, as JSON values. See `docs/determinism.md` for what each of them may change."""
     return {
         **versions(),
         "device": mesh.devices.flat[0].device_kind,

@@ -1,11 +1,11 @@
-"""What a run is to reach: which checkpoint is its best, and when it stops early.
+"""The objective of a run: it selects the best checkpoint, and may stop the run early.
 
     Objective("eval/dense/reward", patience=3)
 
           0.40 ─► 0.55 ─► 0.61 ─► 0.60 ─► 0.58 ─► 0.61          evaluations
                           best    1       2       3 without gain: stop
 
-A `Standing` follows from the metrics alone, so that a resumed run finds its own in `metrics.jsonl`.
+An `ObjectiveProgress` follows from the metrics alone, so that a resumed run computes it from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric to raise or to lower.
+    """A metric to maximize or to minimize.
 
     Attributes:
-      metric: its name, `eval/dense/reward` for example; it counts at every rollout whose metrics have it.
+      metric: its name, such as `eval/dense/reward`; it counts at every rollout whose metrics have it.
       maximize: whether more is better.
-      keep_best: keep the checkpoint with the best value, beside the newest ones.
-      patience: stop after so many values in a row without a gain. None: never.
-      min_gain: a gain is more than this, compared with the last value that was one.
+      keep_best: also keep the checkpoint with the best value.
+      patience: number of values in a row without a gain after which the run stops. None: never.
+      min_gain: a gain is larger than this, compared with the last value that was a gain.
     """
 
     metric: str
@@ -45,7 +45,7 @@ class Objective:
             raise ValueError(f"expected a finite min_gain >= 0; got {self.min_gain}")
 
     def gain(self, value: float, over: float | None) -> float:
-        """By how much `value` is better; NaN, which is no value, never is."""
+        """How much better `value` is; NaN is never better."""
         if math.isnan(value):
             return -math.inf
         if over is None:
@@ -53,13 +53,13 @@ class Objective:
         return value - over if self.maximize else over - value
 
 
-class Standing(NamedTuple):
-    """Where a run stands.
+class ObjectiveProgress(NamedTuple):
+    """How far a run has come with its objective.
 
     Attributes:
-      best: the best value so far, None before the first. best_at: finished rollouts then.
+      best: the best value so far, None before the first. best_at: finished rollouts at that time.
       reference: the last value that was a gain.
-      without_gain: values since then.
+      without_gain: number of values since then.
     """
 
     best: float | None = None
@@ -67,18 +67,18 @@ class Standing(NamedTuple):
     reference: float | None = None
     without_gain: int = 0
 
-    def after(self, objective: Objective, done: int, metrics: Mapping[str, float | int]) -> Standing:
-        """The standing after one more row of metrics, of `done` finished rollouts."""
+    def after(self, objective: Objective, done: int, metrics: Mapping[str, float | int]) -> ObjectiveProgress:
+        """The progress after one more row of metrics, of `done` finished rollouts."""
         if objective.metric not in metrics:
             return self
         value = metrics[objective.metric]
-        standing = self
+        progress = self
         if objective.gain(value, self.best) > 0:
-            standing = standing._replace(best=value, best_at=done)
-        # Small gains add up: the reference stays until they are together more than `min_gain`.
+            progress = progress._replace(best=value, best_at=done)
+        # Small gains add up: the reference stays until their sum exceeds `min_gain`.
         if objective.gain(value, self.reference) > objective.min_gain:
-            return standing._replace(reference=value, without_gain=0)
-        return standing._replace(without_gain=self.without_gain + 1)
+            return progress._replace(reference=value, without_gain=0)
+        return progress._replace(without_gain=self.without_gain + 1)
 
     def has_ended(self, objective: Objective) -> bool:
         """Whether a run with this objective stops here."""
@@ -86,11 +86,11 @@ class Standing(NamedTuple):
 
 
 class NoSuchMetricError(ValueError):
-    """An objective's metric is none that the run has."""
+    """The run has no metric of the objective's name."""
 
 
 def check_metric(objective: Objective, metrics: Mapping[str, float | int]) -> None:
-    """Raises NoSuchMetricError unless the metric is there."""
+    """Raises NoSuchMetricError unless `metrics` has the objective's metric."""
     if objective.metric not in metrics:
         raise NoSuchMetricError(
             f"expected the objective's metric among those that the run logs: {', '.join(sorted(metrics))}; "

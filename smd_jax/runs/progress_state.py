@@ -1,4 +1,4 @@
-"""Where a run stands, as all of its processes see it: they stop together, and save together."""
+"""The progress of a run as all of its processes see it: they stop together and save together."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import signal
 from typing import NamedTuple
 
 from smd_jax.devices.processes import gather_json
-from smd_jax.runs.run_log import Journal, NoJournal
+from smd_jax.runs.run_log import RunLog
 from smd_jax.runs.stop import StopSignals
 
 
-class RunStanding(NamedTuple):
-    """What every process of a run does next.
+class ProgressState(NamedTuple):
+    """Decides what every process of a run does next.
 
     Attributes:
-      stopped: the signal that one of them was sent, None without any.
-      has_ended: whether the objective's patience is at its end.
-      may_end: whether it is at its end after one more value without a gain.
+      stopped: the signal that one of the processes received; None without any.
+      has_ended: whether the objective's patience has ended.
+      may_end: whether it ends after one more value without a gain.
       is_best: whether the newest rollout has the best value of the objective.
-      start_is_evaluated: whether the journal has an evaluation from before the first rollout.
+      start_is_evaluated: whether the run log has an evaluation from before the first rollout.
     """
 
     stopped: signal.Signals | None
@@ -28,10 +28,12 @@ class RunStanding(NamedTuple):
     start_is_evaluated: bool
 
 
-def standing(stop: StopSignals, journal: Journal | NoJournal, done: int) -> RunStanding:
-    """After `done` rollouts. The journal of the first process decides; a signal may come to any of them. All processes
-    must call it."""
-    own = (stop.received, journal.has_ended, journal.may_end, journal.is_best(done), journal.start_is_evaluated)
-    of_all = gather_json(own)
-    received = next((number for number, *_ in of_all if number is not None), None)
-    return RunStanding(None if received is None else signal.Signals(received), *of_all[0][1:])
+def gather_progress(stop: StopSignals, log: RunLog, done: int) -> ProgressState:
+    """The progress after `done` rollouts; all processes must call it.
+
+    The run log of the first process decides. A signal may reach any process.
+    """
+    own = (stop.received, log.has_ended, log.may_end, log.is_best(done), log.start_is_evaluated)
+    gathered = gather_json(own)
+    received = next((number for number, *_ in gathered if number is not None), None)
+    return ProgressState(None if received is None else signal.Signals(received), *gathered[0][1:])

@@ -1,11 +1,11 @@
-"""Which settings of a run a resume must find again, and which it may change.
+"""Separates the settings that a resume must find unchanged from those that it may change.
 
-    train(loop, state, run, directory)          those of the loop, and with more than those:
+    train(loop, state, run, directory)          compares the settings of the loop; with further settings:
 
     compared, noted = split_settings(loop.config)
     train(loop, state, run, directory, config={"loop": compared, "data": ...}, noted={"loop": noted, "memory": "80GiB"})
 
-`config` must be equal; what differs in `noted` is printed, and the run goes on.
+`config` must be equal. Differences in `noted` are printed, and the run goes on.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from smd_jax.runs.jsonable import Json, to_jsonable
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig
-from smd_jax.train.policy_loop import PolicyConfig
+from smd_jax.train.policy_learner import PolicyConfig
 
 
 def rounding_only(config: LoopConfig) -> tuple[str, ...]:
-    """Fields of a loop's configuration that plan its memory and change nothing of its mathematics, by dotted names.
+    """Dotted names of the fields of a loop's configuration that change its memory and not its mathematics.
 
-    Sums come in another order, so that numbers differ by rounding; which may decide between two tokens at the edge of
-    a draw, as another machine may.
+    They change the order of sums, so that numbers differ by rounding. Rounding may decide between two tokens, as it may
+    on another machine.
     """
     names = ["decode_rows", "prefill_rows"]
     distill = config.update.distill if isinstance(config, PolicyConfig) else None
-    # A share of the rows is taken of every microbatch, and a share of the columns of those that the learner runs over:
-    # other ones with other sizes.
+    # Distillation takes a share of the rows of every microbatch, and a share of the learner's columns: other sizes
+    # would select other rows and columns.
     if isinstance(config, PolicyConfig | OnlineDPOConfig) and (distill is None or distill.fraction == 1):
         names.append("update.microbatch_size")
     if isinstance(config, PolicyConfig):
@@ -39,26 +39,26 @@ def rounding_only(config: LoopConfig) -> tuple[str, ...]:
 
 
 def split_settings(config: LoopConfig) -> tuple[dict[str, Json], dict[str, Json]]:
-    """What must be equal for a resume, and what need not be (`rounding_only`), as JSON values."""
-    return taken_out(to_jsonable(config, "loop"), rounding_only(config))
+    """The settings that a resume compares and those that it may change (`rounding_only`), as JSON values."""
+    return split_fields(to_jsonable(config, "loop"), rounding_only(config))
 
 
-def taken_out(settings: Json, names: Sequence[str]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """An object without the fields of these dotted names, and those fields alone, by their names.
+def split_fields(settings: Json, names: Sequence[str]) -> tuple[dict[str, Json], dict[str, Json]]:
+    """An object without the fields of these dotted names, and those fields by their names.
 
     Raises:
-      ValueError: for a name that is not there.
+      ValueError: for a name that the object lacks.
     """
-    taken: dict[str, Json] = {}
+    selected: dict[str, Json] = {}
     for name in names:
-        settings, taken[name] = _without(settings, name, name.split("."))
+        settings, selected[name] = _without(settings, name, name.split("."))
     if not isinstance(settings, dict):
         raise ValueError(f"expected an object of settings; got {settings!r}")
-    return settings, taken
+    return settings, selected
 
 
 def _without(settings: Any, name: str, path: list[str]) -> tuple[Json, Json]:
-    """The object without the field at `path`, and that field; nothing is changed in place."""
+    """A copy of the object without the field at `path`, and that field."""
     if not isinstance(settings, dict) or path[0] not in settings:
         raise ValueError(f"expected a setting {name!r}; got {settings!r}")
     rest = {key: value for key, value in settings.items() if key != path[0]}

@@ -1,4 +1,4 @@
-"""How long a run is, how often it saves and evaluates, and what it keeps."""
+"""Length of a run, its checkpoints and its evaluations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How a run is kept.
+    """Length, checkpoints and evaluations of a run.
 
     Attributes:
-      steps: rollouts in all, those before a resume included.
-      checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0 saves the last one only.
-      evaluate_every: rollouts between two evaluations; the start and the end are evaluated, too. 0 never evaluates.
-      keep: the newest checkpoints that stay on disk.
-      objective: a metric by which the best checkpoint is kept, and the run may stop early; None: neither.
+      steps: rollouts in all, including those before a resume.
+      checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0: only the last one.
+      evaluate_every: rollouts between two evaluations; start and end are evaluated, too. 0: never.
+      keep: number of the newest checkpoints that stay on disk.
+      objective: selects the best checkpoint and may stop the run early; None: neither.
     """
 
     steps: int
@@ -36,5 +36,5 @@ class RunConfig:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint stays beside the newest."""
+        """Whether the best checkpoint is kept, too."""
         return self.objective is not None and self.objective.keep_best

@@ -1,6 +1,6 @@
-"""The rows that a run writes, and what it concludes from them: where it stands, when it stops, what to warn of.
+"""The rows that a run writes, and what follows from them: its best rollout, when it stops, what it warns of.
 
-Everything that counts is read back from the files, so that a resumed run stands where it stood.
+Everything is read back from the files, so that a resumed run comes to the same conclusions.
 """
 
 from __future__ import annotations
@@ -10,139 +10,131 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from smd_jax.devices.processes import all_or_none, is_first
 from smd_jax.disk import written
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, meaning, read_metrics
 from smd_jax.runs.diagnosis import ROLLOUTS, warnings
-from smd_jax.runs.objective import Objective, Standing, check_metric
+from smd_jax.runs.objective import Objective, ObjectiveProgress, check_metric
+
+Metrics = Mapping[str, float | int]
 
 
-class NoJournal:
-    """In the place of a Journal in a process that writes nothing, because the first does; that one decides, too."""
-
-    start_is_evaluated = has_ended = may_end = False
-
-    def is_best(self, done: int) -> bool:
-        return False
-
-    def write_evaluation(self, done: int, metrics: Mapping[str, float | int]) -> None:
-        pass
-
-    def write_rollout(self, done: int, metrics: Mapping[str, float | int], *, evaluated: bool) -> list[str]:
-        return []
-
-    def write_row(self, done: int, metrics: Mapping[str, float | int]) -> None:
-        pass
-
-    def why_ended(self) -> str:
-        return ""
-
-
-class Journal:
-    """The files of one run, open.
+class RunLog:
+    """The metrics files of one run, open. Only the first process reads and writes them; all must make one.
 
     Args:
       directory: of the run.
-      start: finished rollouts; rows behind them belong to steps that are taken once more, and are dropped.
+      start: finished rollouts; rows of later ones are dropped, because their rollouts are repeated.
       resume: whether there may be rows.
-      objective: what the run is to reach, or None.
+      objective: the objective of the run, or None.
       evaluates: whether there are evaluations.
 
     Attributes:
       start_is_evaluated: whether there is a row of an evaluation before the first rollout.
-      standing: of the objective.
+      progress: of the objective.
     """
 
     def __init__(self, directory: Path, start: int, *, resume: bool, objective: Objective | None, evaluates: bool):
         self._objective = objective
-        self._evaluates = evaluates
-        metrics = directory / METRICS_FILE
-        evaluations = directory / EVALUATIONS_FILE
+        self._metrics: MetricsWriter | None = None
+        self._evaluations: MetricsWriter | None = None
+        self._newest = deque[Metrics](maxlen=ROLLOUTS)
+        self._reported = set[str]()
+        self._metric_is_checked = False
+        self.start_is_evaluated = False
+        self.progress = ObjectiveProgress()
+        with all_or_none():
+            if is_first():
+                self._open(directory, start, resume, evaluates)
+
+    def _open(self, directory: Path, start: int, resume: bool, evaluates: bool) -> None:
+        metrics, evaluations = directory / METRICS_FILE, directory / EVALUATIONS_FILE
         with written(metrics):
             self._metrics = MetricsWriter(metrics, next_step=start if resume else None)
-            # Rows of evaluations are numbered by the rollouts before them; that of the start is there before any.
+            # Evaluations are numbered by the rollouts before them; that of the start has number 0.
             self._evaluations = (
                 MetricsWriter(evaluations, next_step=start + 1 if resume else None) if evaluates else None
             )
-        before = read_metrics(evaluations)[:1] if evaluates else []
-        self.start_is_evaluated = bool(before) and before[0]["step"] == 0
-        # Rows of metrics are numbered from 0: the first one is that of the first finished rollout.
-        counted = [(0, row) for row in before if row["step"] == 0]
-        counted += [(row["step"] + 1, row) for row in read_metrics(metrics)]
-        self.standing = Standing()
-        for done, row in counted:
-            self._stand(done, row)
-        self._newest = deque[Mapping[str, float | int]](maxlen=ROLLOUTS)
-        self._warned = set[str]()
-        self._checked = False
+        first = [row for row in read_metrics(evaluations)[:1] if row["step"] == 0] if evaluates else []
+        self.start_is_evaluated = bool(first)
+        for row in first:
+            self._count(0, row)
+        # Metrics are numbered from 0: row 0 is that of the first finished rollout.
+        for row in read_metrics(metrics):
+            self._count(row["step"] + 1, row)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the objective's patience is at its end."""
-        return self._objective is not None and self.standing.has_ended(self._objective)
+        """Whether the objective's patience has ended."""
+        return self._objective is not None and self.progress.has_ended(self._objective)
 
     @property
     def may_end(self) -> bool:
         """Whether one more value without a gain ends the objective's patience."""
-        after_one_more = self.standing._replace(without_gain=self.standing.without_gain + 1)
+        after_one_more = self.progress._replace(without_gain=self.progress.without_gain + 1)
         return self._objective is not None and after_one_more.has_ended(self._objective)
 
     def is_best(self, done: int) -> bool:
         """Whether the newest row, of `done` finished rollouts, has the best value so far."""
-        return self.standing.best is not None and self.standing.best_at == done
+        return self.progress.best is not None and self.progress.best_at == done
 
-    def write_evaluation(self, done: int, metrics: Mapping[str, float | int]) -> None:
-        """The row of an evaluation after `done` rollouts. That of the start is the only one that no row of a rollout
-        repeats."""
-        assert self._evaluations is not None
+    def write_evaluation(self, done: int, metrics: Metrics) -> None:
+        """Writes the row of an evaluation after `done` rollouts. Rows of rollouts repeat all but that of the start."""
+        if self._evaluations is None:
+            return
         with written(self._evaluations.path):
             self._evaluations.write(done, metrics)
         if done == 0:
             if self._objective is not None and self._objective.metric.startswith("eval/"):
                 check_metric(self._objective, metrics)
-            self._stand(0, metrics)
+            self._count(0, metrics)
 
-    def write_rollout(self, done: int, metrics: Mapping[str, float | int], *, evaluated: bool) -> list[str]:
-        """The row of the rollout that made `done`, with those of an evaluation after it; returns what to warn of."""
+    def write_rollout(self, done: int, metrics: Metrics, *, evaluated: bool) -> list[str]:
+        """Writes the row of the rollout that made `done`, with its evaluation; returns warnings."""
+        if self._metrics is None:
+            return []
         self.write_row(done, metrics)
-        self._stand(done, metrics)
-        if self._objective is not None and not self._checked and self._is_complete(metrics, evaluated):
+        self._count(done, metrics)
+        if self._objective is not None and not self._metric_is_checked and self._is_complete(metrics, evaluated):
             check_metric(self._objective, metrics)
-            self._checked = True
+            self._metric_is_checked = True
         self._newest.append(metrics)
-        return warnings(self._newest, self._warned)
+        return warnings(self._newest, self._reported)
 
-    def write_row(self, done: int, metrics: Mapping[str, float | int]) -> None:
-        """The row of a rollout with which the run ends: nothing is concluded from it."""
-        with written(self._metrics.path):
-            self._metrics.write(done - 1, metrics)
+    def write_row(self, done: int, metrics: Metrics) -> None:
+        """Writes the row of a rollout that ends the run; nothing follows from it."""
+        if self._metrics is not None:
+            with written(self._metrics.path):
+                self._metrics.write(done - 1, metrics)
 
-    def _is_complete(self, metrics: Mapping[str, float | int], evaluated: bool) -> bool:
-        """Whether a row has all the metrics that there will ever be."""
+    def _is_complete(self, metrics: Metrics, evaluated: bool) -> bool:
+        """Whether a row has all the metrics that a row of this run can have."""
         assert self._objective is not None
-        # Where there are evaluations, the objective may be a metric of theirs.
-        if self._evaluates and not evaluated:
+        # With evaluations the objective may be one of their metrics.
+        if self._evaluations is not None and not evaluated:
             return False
-        # A rollout without signal may take no optimizer step, and then has none of the metrics that a step has.
+        # A rollout without signal may take no optimizer step, and then lacks the metrics of a step.
         name = self._objective.metric
         return "grad_norm" in metrics or name.startswith("eval/") or not meaning(name)
 
     def why_ended(self) -> str:
-        """One line on an early stop."""
-        assert self._objective is not None
-        standing = self.standing
-        if standing.best is None:
-            return f"stopped early: {self._objective.metric} was no number, {standing.without_gain} times"
+        """Explains an early stop in one line."""
+        if self._objective is None:
+            return ""
+        progress = self.progress
+        if progress.best is None:
+            return f"stopped early: {self._objective.metric} was no number, {progress.without_gain} times"
         more = f" by more than {self._objective.min_gain:g}" if self._objective.min_gain else ""
         return (
-            f"stopped early: {self._objective.metric} was not better{more}, {standing.without_gain} times in a row; "
-            f"the best is {standing.best:.4g} after {standing.best_at} rollouts"
+            f"stopped early: {self._objective.metric} was not better{more}, {progress.without_gain} times in a row; "
+            f"the best is {progress.best:.4g} after {progress.best_at} rollouts"
         )
 
-    def _stand(self, done: int, metrics: Mapping[str, float | int]) -> None:
+    def _count(self, done: int, metrics: Metrics) -> None:
         if self._objective is not None:
-            self.standing = self.standing.after(self._objective, done, metrics)
+            self.progress = self.progress.after(self._objective, done, metrics)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(
@@ -150,6 +142,6 @@ class Journal:
     ) -> None:
         for writer in (self._metrics, self._evaluations):
             if writer is not None:
-                # What could not be written is tried once more, and fails again.
+                # Closing retries a write that failed, and fails again.
                 with written(writer.path):
                     writer.close()

@@ -1,13 +1,14 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks a run to stop after the rollout under way, the second ends the process at
-once; but for SIGHUP, which a terminal that is closed may send twice.
+"""Ctrl-C, SIGTERM and SIGHUP: the first stops a run after the present rollout, the second ends the process at once.
+
+A second SIGHUP does nothing, because a closed terminal may send it twice.
 
                      1st SIGINT or SIGTERM                          2nd
     ─ rollout 7 ───────┬────────────────────────┐  checkpoint         exit status 128 + number of the signal,
-                       └ said at once           └─ RunStoppedError    without any checkpoint
+                       └ printed at once        └─ RunStoppedError    without any checkpoint
 
 Python runs a signal's handler on the main thread, between two instructions: not while that thread waits for a compiled
-program, which may take minutes. What Python does at once is write the signal's number to a file descriptor
-(`signal.set_wakeup_fd`); a thread that reads from the other end answers.
+program, which may take minutes. But Python writes the signal's number to a file descriptor at once
+(`signal.set_wakeup_fd`); a thread reads from it and answers.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ STDOUT, STDERR = 1, 2
 
 
 class RunStoppedError(RuntimeError):
-    """A signal stopped a run, which can go on from its newest checkpoint.
+    """A signal stopped a run, which can be resumed from its newest checkpoint.
 
     Attributes:
-      signal: which one.
-      done, steps: rollouts that are finished, and those in all.
+      signal: the signal.
+      done, steps: finished rollouts, and all rollouts.
       directory: of the run.
-      exit_code: what a shell expects of a command that this signal ended, 128 and its number.
+      exit_code: 128 plus the number of the signal, as shells expect.
     """
 
     def __init__(self, number: signal.Signals, done: int, steps: int, directory: Path) -> None:
@@ -45,8 +46,11 @@ class RunStoppedError(RuntimeError):
 
 
 class StopSignals:
-    """Listens to SIGINT, SIGTERM and SIGHUP, but for those that are ignored, while it is open. Beside the main thread,
-    where Python allows no handlers, it opens and hears nothing. After SIGHUP what this process prints goes nowhere."""
+    """Listens to SIGINT, SIGTERM and SIGHUP while it is open, except to those that are ignored.
+
+    In other threads than the main one, where Python allows no handlers, it does nothing. After SIGHUP the output of
+    this process is discarded.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -55,16 +59,16 @@ class StopSignals:
         self._listens = threading.current_thread() is threading.main_thread()
         if not self._listens:
             return self
-        # Asked now: of a terminal that is closed the system says that it is none.
+        # Now: the system does not report a closed terminal as a terminal.
         self._terminals = [descriptor for descriptor in (STDOUT, STDERR) if os.isatty(descriptor)]
-        # Opened now: a handler must not fail because there is no descriptor left.
+        # Now: a handler must not fail for lack of a descriptor.
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
         self._read, self._write = os.pipe()
-        # Python writes to it inside of a signal's handler, which must never wait.
+        # Python writes to it in its signal handler, which must never wait.
         os.set_blocking(self._write, False)
         self._descriptor = signal.set_wakeup_fd(self._write)
-        # Handlers that do next to nothing: without one Python would not write the number either.
-        # A shell ignores SIGINT for background jobs, nohup ignores SIGHUP: what is ignored stays ignored.
+        # Python writes the number only for signals with a handler.
+        # A shell ignores SIGINT for background jobs, nohup ignores SIGHUP: ignored signals stay ignored.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._heard) for number in heard}
         self._thread = threading.Thread(target=self._answer, name="stop signals", daemon=True)
@@ -100,23 +104,22 @@ class StopSignals:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            # The thread does it, too; but this thread may be about to print before that one has its turn.
+            # The thread does it, too, but this thread may print first.
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """What is printed from now on goes nowhere. Every write to a terminal that is closed fails (EIO), and a line of
-        progress would end the rollout that is still to be saved."""
+        """Discards all later output: a write to a closed terminal fails (EIO) and would end the present rollout."""
         for descriptor in self._terminals:
             os.dup2(self._nowhere, descriptor)
 
     def _end(self, number: int) -> None:
-        # A progress bar hides the cursor, and nobody else will bring it back.
+        # Shows the cursor again, which a progress bar hides.
         _say("\x1b[?25hended without saving" if sys.stderr.isatty() else "ended without saving")
-        # The main thread may be deep inside a compiled program: nothing that asks it to leave would be at once.
+        # The main thread may be inside a compiled program, where an exception would not reach it soon.
         os._exit(128 + number)
 
 
 def _say(line: str) -> None:
-    # The terminal may be gone, which is what SIGHUP says.
+    # After SIGHUP there may be no terminal.
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)

@@ -1,25 +1,26 @@
-"""One rollout ahead of the update: while the learner takes its steps on rollout n, rollout n + 1 is drawn beside it.
+"""One rollout ahead: while the learner takes its steps on rollout n, a thread samples rollout n + 1.
 
     parameters    θ0 ── update 0 ──► θ1 ── update 1 ──► θ2
-    rollout       0: θ0 (before)     1: θ0              2: θ1        drawn with the parameters before the last update
+    rollout       0: θ0 (before)     1: θ0              2: θ1        sampled with the parameters before the last update
 
-What a rollout is drawn with stands in the state (`TrainState.behind`), so a restored state goes on bitwise: whether the
-rollout was begun in a thread or is drawn when it is asked for makes no difference to it.
+`TrainState.behind` holds the parameters that sample the next rollout. So a restored state continues bitwise: whether
+the rollout was begun in a thread or is sampled on demand makes no difference to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.model.protocol import Params
+from smd_jax.train.samples import Samples
 
-# What the first optimizer step says of learner and sampler is, of a rollout that is one update old, its age.
+# At the first optimizer step the ratio of the learner to the sampler measures the rollout's age of one update.
 STALENESS = {
     "staleness/ratio_min": "sampling/token_ratio/min",
     "staleness/ratio_mean": "sampling/token_ratio/mean",
@@ -27,61 +28,70 @@ STALENESS = {
     "staleness/kl": "mismatch_kl",
 }
 
-T = TypeVar("T")
+# Samples a rollout in the thread; the function that it returns may grade it, in the thread that calls `take`.
+SampleRollout = Callable[[Params, jax.Array, int], Callable[[], Samples]]
 
 
 def one_behind(state: TrainState) -> TrainState:
-    """The state of a new run with rollouts ahead: its first rollout is drawn with the parameters as they are."""
+    """The state of a new run with rollouts ahead: its own parameters sample the first rollout."""
     return state.replace(behind=copied(state.params))
 
 
 def copied(params: Params) -> Params:
-    """Parameters that stay when an update takes over the buffers of the others."""
+    """A copy that survives when an update donates the buffers of `params`."""
     return jax.tree.map(jnp.copy, params)
 
 
 def staleness_metrics(first_step: Metrics, index: int) -> Metrics:
-    """How far the learner has moved since the rollout was drawn; from the metrics of its first optimizer step."""
-    found = {name: first_step[source] for name, source in STALENESS.items()}
-    return found | {"staleness/rollouts": jnp.float32(min(index, 1))}
+    """How far the learner has moved since the rollout was sampled, from the metrics of its first optimizer step."""
+    ratios = {name: first_step[source] for name, source in STALENESS.items()}
+    return ratios | {"staleness/rollouts": jnp.float32(min(index, 1))}
 
 
-class _Begun(NamedTuple, Generic[T]):
+class _Begun(NamedTuple):
     index: int
     params: Params
-    result: Future[T]
+    result: Future[Callable[[], Samples]]
 
 
-class Ahead(Generic[T]):
-    """At most one rollout that is drawn in a thread."""
+class RolloutAhead:
+    """Samples at most one rollout in a thread.
 
-    def __init__(self) -> None:
+    Args:
+      sample: samples the rollout of a number with these parameters and the key of the run.
+    """
+
+    def __init__(self, sample: SampleRollout) -> None:
+        self._sample = sample
         self._pool = ThreadPoolExecutor(1)
-        self._begun: _Begun[T] | None = None
+        self._begun: _Begun | None = None
 
-    def begin(self, index: int, params: Params, draw: Callable[[], T]) -> None:
-        """Begins rollout `index`, with these parameters."""
-        self._begun = _Begun(index, params, self._pool.submit(draw))
+    def begin(self, index: int, params: Params, key: jax.Array) -> None:
+        """Begins to sample rollout `index`."""
+        self._begun = _Begun(index, params, self._pool.submit(self._sample, params, jnp.copy(key), index))
 
     def wait(self) -> None:
-        """Until the rollout that was begun, if one was, is over. What it raised is raised by `take`."""
+        """Waits for a rollout that was begun. `take` raises its error."""
         if self._begun is not None:
             wait([self._begun.result])
 
-    def take(self, index: int, params: Params, draw: Callable[[], T]) -> T:
-        """Rollout `index` with these parameters: the one that was begun, or else drawn now. Raises what that raised."""
+    def take(self, index: int, params: Params) -> Samples | None:
+        """The rollout that was begun under this number and with these parameters; None if there is none.
+
+        Raises the error of the rollout, whichever it was.
+        """
         begun, self._begun = self._begun, None
         if begun is None:
-            return draw()
-        # Always waited for: nobody else may use the devices' memory and the reward functions meanwhile.
-        drawn = begun.result.result()
-        return drawn if begun.index == index and _same_buffers(begun.params, params) else draw()
+            return None
+        # Waits in any case: two rollouts at once would share the devices' memory and the reward functions.
+        finish = begun.result.result()
+        return finish() if begun.index == index and _same_buffers(begun.params, params) else None
 
 
 def _same_buffers(left: Params, right: Params) -> bool:
-    """Whether these are the very same arrays; another run of one loop has others."""
+    """Whether these are the same arrays in memory; another run of the same loop has others."""
 
-    def place(x: jax.Array) -> int:
+    def address(x: jax.Array) -> int:
         return x.addressable_data(0).unsafe_buffer_pointer()
 
-    return [place(x) for x in jax.tree.leaves(left)] == [place(x) for x in jax.tree.leaves(right)]
+    return [address(x) for x in jax.tree.leaves(left)] == [address(x) for x in jax.tree.leaves(right)]

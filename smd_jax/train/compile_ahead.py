@@ -1,10 +1,9 @@
-"""An update that is compiled while the first rollout runs.
+"""Compiles the update while the first rollout is compiled and runs.
 
-A rollout and an update are programs that take about as long to compile, and a compiler seldom has work for all cores of
-a machine. One after the other, an update waits for the first rollout to be compiled and run:
+A rollout and an update take about as long to compile, and a compiler seldom uses all cores of a machine:
 
     main thread     trace update ─► trace rollout ─► compile rollout ─► run rollout ─► update
-    beside it            └────────► compile update ────────────────────────────────────┘
+    a thread             └────────► compile update ────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -23,20 +22,18 @@ from smd_jax.devices.sharding import batch_sharding
 
 @contextmanager
 def compiling(lowered: jax.stages.Lowered, mesh: Mesh) -> Iterator[None]:
-    """Compiles a program beside the body, and waits for it at the end. Calls that come later under `jax.set_mesh(mesh)`
-    find it compiled.
+    """Compiles a program in a thread during the body, and waits for it at the end.
 
-    Raises:
-      Exception: whatever the compiler raised.
+    Later calls under `jax.set_mesh(mesh)` find it compiled. Errors of the compiler are raised at the end.
     """
 
     def compile() -> None:
-        # JAX looks a program up by the mesh that is set, too, and in a thread of its own none is.
+        # The mesh is part of the key under which JAX caches a program, and a new thread has none.
         with jax.set_mesh(mesh):
             lowered.compile()
         return_freed_memory()
 
-    # A thread is enough: a compiler lets other threads run. Tracing does not, and is done by now.
+    # A thread is enough, because the compiler releases the lock of Python; tracing does not, and is over.
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(compile)
         yield
@@ -44,17 +41,13 @@ def compiling(lowered: jax.stages.Lowered, mesh: Mesh) -> Iterator[None]:
 
 
 def rows_on(shapes: Any, mesh: Mesh) -> Any:
-    """Shapes `[rows, ...]` with the shardings that `smd_jax.devices.sharding.shard_batch` gives to arrays.
-
-    A program that is lowered for other shardings is another program.
-    """
+    """Shapes `[rows, ...]` with the shardings of `shard_batch`: lowering for others would give another program."""
     sharding = batch_sharding(mesh)
     return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
 
 
 def return_freed_memory() -> None:
-    """Gives the system back what the process has freed: a compiler frees hundreds of megabytes, and glibc keeps them.
-    Other C libraries don't."""
+    """Returns freed memory to the system: a compiler frees hundreds of megabytes, which glibc keeps."""
     if hasattr(_C_LIBRARY, "malloc_trim"):
         _C_LIBRARY.malloc_trim(0)
 

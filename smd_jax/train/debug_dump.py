@@ -1,12 +1,12 @@
-"""A rollout with which a run must not go on, as a file: what somebody needs to find out why.
+"""Dumps a rejected rollout for debugging.
 
     arrays = safetensors.numpy.load_file("refused_41.safetensors")
     tokens, valid        [batch, T]      prompts and responses
     logprobs             [batch, R]      the sampler's
-    rewards, terminated  [batch]         counted_rows [batch], where some were left out
+    rewards, terminated  [batch]         counted_rows [batch], if some were left out
     evicted_at           [batch, layers, kv_heads, T], or visible [batch, layers, kv_heads, T, T]
 
-Beside the arrays, in the file's metadata: why, the rollout's metrics, and its completions as JSON.
+The file's metadata hold the reason (`why`), the rollout's metrics, and its completions as JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from smd_jax.train.samples import Samples
 
 
 class RefusedRolloutError(RuntimeError):
-    """A rollout with which a run must not go on, as the message says.
+    """A rollout after which the run must not continue; the message gives the reason.
 
     Attributes:
-      index: its number. samples, metrics: what it was. file: where it is kept; None: nowhere yet.
-      state: what it has left: that before it, or where an update was taken and left out, that after it.
+      index: its number. samples, metrics: the rollout. file: where it is dumped; None before that.
+      state: the state before the rollout, or after it if its update was skipped.
     """
 
     def __init__(
@@ -45,44 +45,43 @@ class RefusedRolloutError(RuntimeError):
         super().__init__(message)
 
     def with_file(self, file: Path) -> RefusedRolloutError:
-        """The same, which says where the rollout is kept."""
-        said = f"{self}. The rollout is in {file}"
-        other = RefusedRolloutError(self.index, said, self.samples, self.metrics, self.state)
+        """The same error, whose message names the dump."""
+        message = f"{self}. The rollout is in {file}"
+        other = RefusedRolloutError(self.index, message, self.samples, self.metrics, self.state)
         other.file = file
         return other
 
 
-def not_one_policy(
+def mismatch_error(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, parting: Parting | None
 ) -> RefusedRolloutError:
-    """Sampler and learner differ by more than `bound` nats; `parting` says where, if a replay finds it again."""
-    said = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
-    said += f"{metrics[DIFFERENCE]:.3g}" if parting is None else f"{metrics[DIFFERENCE]:.3g}, {parting}"
-    return RefusedRolloutError(index, said, samples, metrics, state)
+    """Sampler and learner differ by more than `bound` nats; `parting` says where, if a replay reproduces it."""
+    message = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
+    message += f"{metrics[DIFFERENCE]:.3g}" if parting is None else f"{metrics[DIFFERENCE]:.3g}, {parting}"
+    return RefusedRolloutError(index, message, samples, metrics, state)
 
 
-def never_finite(
+def not_finite_error(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, count: int
 ) -> RefusedRolloutError:
-    """The newest of `count` rollouts in a row whose updates were left out."""
-    said = f"rollout {index}: expected a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm "
-    said += (
-        f"{metrics['grad_norm']:g}, and no better in {count} rollouts in a row, from which nothing was learnt. Try a "
+    """The last of `count` rollouts in a row whose updates were skipped."""
+    message = f"rollout {index}: expected a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm "
+    message += (
+        f"{metrics['grad_norm']:g}, and the same in {count} rollouts in a row, from which nothing was learned. Try a "
+        "lower learning rate, a lower max_grad_norm, or float32; and look at the rewards"
     )
-    said += "lower learning rate, a lower max_grad_norm, or float32; and look at the rewards"
-    return RefusedRolloutError(index, said, samples, metrics, state)
+    return RefusedRolloutError(index, message, samples, metrics, state)
 
 
-def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:
-    """Writes `refused_<number>.safetensors` and returns its path; of several processes all must call it, and the first
-    writes.
+def dump_rollout(directory: Path, refused: RefusedRolloutError) -> Path:
+    """Writes `refused_<number>.safetensors` and returns its path; all processes must call it, the first one writes.
 
     Raises:
-      OSError: the disk is full, or fails; in one line. OtherProcessError: so it is in the first process.
+      OSError: the disk is full or fails; in one line. OtherProcessError: the same in the first process.
     """
     path = directory / f"refused_{refused.index}.safetensors"
-    arrays = refused_arrays(refused.samples)
-    about = {
+    arrays = rollout_arrays(refused.samples)
+    metadata = {
         "why": str(refused),
         "metrics": json.dumps(refused.metrics),
         "completions": json.dumps(refused.samples.completions),
@@ -90,12 +89,12 @@ def write_refused(directory: Path, refused: RefusedRolloutError) -> Path:
     with all_or_none():
         if is_first():
             with written(path):
-                write_safetensors(path, arrays, about)
+                write_safetensors(path, arrays, metadata)
     return path
 
 
-def refused_arrays(samples: Samples) -> dict[str, np.ndarray]:
-    """The arrays of a rollout, on the host and under the names above."""
+def rollout_arrays(samples: Samples) -> dict[str, np.ndarray]:
+    """The arrays of a rollout on the host, under the names of the file."""
     trajectory = jax.tree.map(on_host, samples.trajectory)
     mask = trajectory.mask
     arrays = {

@@ -1,7 +1,7 @@
-"""Ways of decoding that an evaluation compares: an eviction policy with its budget, greedy or drawn, quantised or not.
+"""Ways of decoding that an evaluation compares: an eviction policy with its budget, sampling, quantisation.
 
-Decode("short", SnapKV(), budget=256)          whatever a policy, a sampling configuration and a quantisation can be
-parse_decode("snapkv(window=16):512+128")      what fits on a command line: eviction policy, keys kept, buffer
+Decode("short", SnapKV(), budget=256)          any policy, sampling configuration and quantisation
+parse_decode("snapkv(window=16):512+128")      on a command line: eviction policy, budget, buffer
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.typed_fields import check_types
 
-# A name becomes a part of metrics' names, of which loggers take no other characters.
+# A name becomes part of metric names, in which loggers allow no other characters.
 _NAME = re.compile(r"[\w.-]+")
 _TEXT = re.compile(rf"(?P<policy>{PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+))?)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One way of decoding. What is None is as in the rollout's configuration that an evaluation begins with.
+    """One way of decoding; None takes the value of the evaluation's rollout configuration.
 
     Attributes:
       name: of its metrics, `eval/{name}/reward`: letters, digits, "_", "-" and ".".
       policy: eviction policy.
       budget: keys kept per layer and KV head. buffer: queries between two compressions.
       sampling: temperature and filters; `SamplingConfig(temperature=0.0)` is greedy, which training refuses.
-      quant: bits of the cache; here None is full precision, whatever training does.
+      quant: bits of the cache; None is full precision.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Decode:
         """`base` with this way of decoding.
 
         Raises:
-          ValueError: if the two do not go together, such as a quantisation group that does not divide the buffer.
+          ValueError: if the two are incompatible, such as a quantisation group that does not divide the buffer.
         """
         return replace(
             base,
@@ -64,15 +64,15 @@ class Decode:
             buffer=base.buffer if self.buffer is None else self.buffer,
             sampling=base.sampling if self.sampling is None else self.sampling,
             quant=self.quant,
-            # Chunks save memory where keys are evicted between them; a quantised prompt is read as a whole.
+            # Chunks save memory if keys are evicted between them; a quantised prompt is read in one piece.
             prefill_chunk=base.prefill_chunk if self.policy.evicts and self.quant is None else None,
-            # Nobody looks at the masks of an evaluation.
+            # An evaluation does not read its masks.
             mask_storage="compact",
         )
 
 
 def as_trained(policy: EvictionPolicy, config: RolloutConfig, name: str = "sampler") -> Decode:
-    """The way in which a run's own rollouts are decoded."""
+    """The way in which a run decodes its rollouts."""
     return Decode(name, policy, config.budget, config.buffer, config.sampling, config.quant)
 
 
@@ -80,14 +80,14 @@ def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
     """`dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512` -> Decode: an eviction policy as
     `parse_policy` reads it, keys kept, and queries between two compressions.
 
-    Its name is the text with "-" between the parts, `snapkv-window-16-512-128`, without the place of a file. Sampling
+    Its name is the text with "-" between the parts, `snapkv-window-16-512-128`, without the path of a file. Sampling
     and quantisation are not part of the text: `dataclasses.replace` adds them.
 
     Args:
-      policies: which there are; other cases, and "-" for "_", are taken for the same name.
+      policies: by name; case does not matter, and "-" stands for "_".
 
     Raises:
-      ValueError: says what was expected, with the names of all policies.
+      ValueError: for any other text; lists the names of all policies.
     """
     known = ", ".join(policies)
     match = _TEXT.fullmatch(text.strip())
@@ -112,7 +112,7 @@ def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
 
 
 def policy_text(text: str) -> str:
-    """`snapkv(window=16):512+128` -> `snapkv(window=16)`; what is no way of decoding stays as it is."""
+    """`snapkv(window=16):512+128` -> `snapkv(window=16)`; other text is returned unchanged."""
     match = _TEXT.fullmatch(text.strip())
     return text if match is None else match["policy"].strip()
 
@@ -129,7 +129,7 @@ def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) 
 
 
 def split_decodes(text: str) -> list[str]:
-    """The parts between commas, those inside of parentheses aside: `dense,rkv(window=4,kernel=3):512` has two."""
+    """The parts between commas outside of parentheses: `dense,rkv(window=4,kernel=3):512` has two."""
     parts = [""]
     depth = 0
     for character in text:
@@ -142,7 +142,7 @@ def split_decodes(text: str) -> list[str]:
 
 
 def check_names(decodes: tuple[Decode, ...]) -> None:
-    """Raises ValueError unless there is a way of decoding, and each has a name of its own."""
+    """Raises ValueError without any way of decoding, or if two have the same name."""
     names = [decode.name for decode in decodes]
     if not names:
         raise ValueError("expected at least one way of decoding; got none")

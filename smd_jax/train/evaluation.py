@@ -1,4 +1,4 @@
-"""Evaluation: a model on a task under several ways of decoding, by itself or every few rollouts of a run.
+"""Evaluates a model on a task under several ways of decoding, alone or every few rollouts of a run.
 
     evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig(parse_decodes("dense,snapkv:512"), rollout, 512))
     for result in evaluator.run(params):
@@ -6,9 +6,9 @@
 
     train(..., evaluate=every_evaluation(loop, evaluator))                      logs eval/{name}/reward, …
 
-All rows of the task are decoded in batches of one size, the last one filled up, so that each way of decoding is
-compiled once. A completion draws from a key of its own: the size of the batches changes nothing but rounding, and every
-evaluation of a run draws the same numbers, so that two of them differ by what was learnt.
+All rows of the task are decoded in batches of one size, the last one padded with rows, so that each way of decoding is
+compiled once. Each completion has its own PRNG key. So the batch size changes only rounding, and all evaluations of a
+run use the same random numbers.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from smd_jax.train.responder import sampler_copy
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How a model is evaluated.
+    """Configuration of an evaluation.
 
     Attributes:
-      decodes: the ways of decoding, each with a name of its own.
-      rollout: lengths, special tokens and sampling, where a way of decoding does not say otherwise.
+      decodes: the ways of decoding, with different names.
+      rollout: lengths, special tokens and sampling; a way of decoding may override them.
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       group_size: completions per prompt.
-      rows: completions that are decoded at once, at most; on a mesh of more devices at least one prompt each.
-      stop_strings: texts that end a completion, and stay in it.
+      rows: most completions that are decoded at once; each device decodes at least one prompt.
+      stop_strings: texts that end a completion and stay part of it.
       seed: of the sampler, from 0 to 2**32 - 1.
     """
 
@@ -82,17 +82,17 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of one way of decoding; n completions of each prompt.
+    """The result of one way of decoding, with n completions of each prompt.
 
     Attributes:
       name: of the way of decoding.
-      rewards: float32 `[prompts, n]`; NaN where there is none, because a reward function failed: that completion is
-        left out of mean and interval, as training leaves it out.
+      rewards: float32 `[prompts, n]`; NaN where a reward function failed: mean and interval leave that completion out,
+        as training does.
       lengths: int `[prompts, n]`, tokens.
       clipped: bool `[prompts, n]`, whether the length limit ended the completion.
       completions: their texts, a list of n for every prompt.
-      cache_bytes: keys and values that one sequence holds.
-      tokens_per_second: drawn by all rows together while they were decoded and read, without compilation and grading.
+      cache_bytes: size of the keys and values of one sequence.
+      tokens_per_second: sampled by all rows together, without compilation and grading.
     """
 
     name: str
@@ -105,8 +105,7 @@ class Evaluated:
 
     @property
     def reward(self) -> float:
-        """Mean over the prompts of their completions' mean reward: pass@1 where rewards are 0 or 1. NaN where no
-        completion has a reward."""
+        """Mean over prompts of the mean reward of their completions: pass@1 if rewards are 0 or 1; NaN without any."""
         means = prompt_means(self.rewards)
         return float(means.mean()) if len(means) else math.nan
 
@@ -117,7 +116,7 @@ class Evaluated:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is logged during a run: `EVALUATION_METRICS`."""
+        """The metrics that a run logs: `EVALUATION_METRICS`."""
         low, high = self.interval
         values = {
             "reward": self.reward,
@@ -130,7 +129,7 @@ class Evaluated:
 
     @property
     def row(self) -> dict[str, str | int | float | None]:
-        """One row of a table, or JSON object. What is no number, such as an interval of a single prompt, is None."""
+        """One row of a table, or JSON object; NaN, such as the interval of a single prompt, becomes None."""
         low, high = self.interval
         prompts, group_size = self.rewards.shape
         rewards = {"reward": self.reward, "reward_low": low, "reward_high": high}
@@ -150,11 +149,11 @@ class Evaluated:
 def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
     """95 % interval of the mean over prompts, of rewards `[prompts, n]`; NaN for fewer than two prompts.
 
-    The prompts are the sample: completions of one prompt are alike, and n of them are no n prompts. Student's t over
-    the prompts' mean rewards; Wilson's where every prompt's completions are all right (1) or all wrong (0), as with one
-    completion each, because t would call 0 of 16 certain.
+    The prompts are the sample, because completions of one prompt are correlated. Student's t over the prompts' mean
+    rewards; Wilson's interval if every prompt's completions are all right (1) or all wrong (0), as with one completion
+    each, where t would give 0 of 16 an interval of width 0.
     """
-    from scipy.stats import binomtest, t  # takes its time to import, and a run without evaluations needs none of it
+    from scipy.stats import binomtest, t  # slow to import
 
     means = prompt_means(rewards)
     count = len(means)
@@ -168,18 +167,18 @@ def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
 
 
 def prompt_means(rewards: np.ndarray) -> np.ndarray:
-    """float64 mean reward of every prompt that has any; in rewards `[prompts, n]` NaN says that there is none."""
+    """float64 mean reward of every prompt with any reward, from `[prompts, n]`, NaN for a missing one."""
     return np.asarray(np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A task and how a model is evaluated on it; programs are compiled once a way of decoding.
+    """Evaluates models on a task; each way of decoding is compiled once.
 
     Attributes:
-      task: the rows; all of them count.
-      mesh: where parameters and batches lie; one device by default.
-      rewards: what grades the completions; None: the task's own `reward`, in this process and without a time limit.
+      task: its rows all count.
+      mesh: devices of parameters and batches; one device by default.
+      rewards: grades the completions; None: the task's own `reward`, in this process and without a time limit.
     """
 
     model: LanguageModel
@@ -194,20 +193,20 @@ class Evaluator:
         if len(self.task) < 1:
             raise ValueError("expected a task with at least one row; got none")
         for decode in self.config.decodes:
-            # Called for its error: a budget that cannot hold what the policy protects.
+            # Raises for a budget smaller than what the policy protects.
             config = decode.rollout(self.config.rollout)
             plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
-        """Every way of decoding, in their order; arguments as `each`."""
+        """The results of all ways of decoding, in their order; arguments as `each`."""
         return list(self.each(params, report))
 
     def each(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> Iterator[Evaluated]:
-        """Every way of decoding, in their order, as it is done.
+        """Yields the result of each way of decoding when it is done.
 
         Args:
-          params: of the model alone, see `Loop.policy_params`.
-          report: called after every batch with the name of the way of decoding, prompts done, and all prompts.
+          params: of the model only, see `Loop.policy_params`.
+          report: called after every batch with the name of the way of decoding, finished prompts, and all prompts.
         """
         params = sampler_copy(self.model, shard_tree(params, self.mesh), self.place)
         for decode in self.config.decodes:
@@ -215,7 +214,7 @@ class Evaluator:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts of one batch: as many as `config.rows` allow, divided over the mesh, and no more than there are."""
+        """Prompts of one batch: as many as `config.rows` allows, divided over the mesh, at most all."""
         ways = sampling_ways(self.mesh)
         allowed = self.config.rows // self.config.group_size // ways
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
@@ -227,7 +226,7 @@ class Evaluator:
 
     @cached_property
     def stop_table(self) -> StopTable | None:
-        """The stop strings, over the tokens of this tokenizer."""
+        """The stop strings as a table over the tokenizer's tokens."""
         return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
 
     @cached_property
@@ -236,7 +235,7 @@ class Evaluator:
         return self.rewards or Rewards((self.task.reward,), seconds=None)
 
     def _row(self, number: np.int64) -> Row:
-        """A row of a batch, of which the last is filled up with the first rows."""
+        """A row of a batch; the last batch is padded with the first rows."""
         return self.task[int(number) % len(self.task)]
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
@@ -244,7 +243,7 @@ class Evaluator:
         count = len(self.task)
         done = 0
         while done < count:
-            # The last batch is filled up with the first rows: another size would be another program.
+            # Padded with the first rows: another size would need another program.
             numbers = np.arange(done, done + self.prompts_at_once)
             batch = self._run_batch(params, decode, numbers, kept=min(len(numbers), count - done))
             batches.append(batch)
@@ -280,7 +279,11 @@ class Evaluator:
         return batch
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
-        """The prompts of a batch, the first one or a later, that this process feeds; of them the first `kept` count."""
+        """This process's prompts of a batch, of which the first `kept` count.
+
+        Args:
+          first: whether this is the first batch, which compiles the program.
+        """
         group_size = self.config.group_size
         mesh = self.place.own_mesh
         rows = [self._row(number) for number in numbers]
@@ -288,7 +291,7 @@ class Evaluator:
         keys = self._keys(numbers)
         with jax.set_mesh(mesh):
             if first:
-                # Before the clock runs; the call below, and those of all other batches, find the program.
+                # Before the timer starts; this and all later batches find the program.
                 self._rollout(rollout_program.lower, params, prompts, keys, decode).compile()
             began = time.perf_counter()
             trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
@@ -300,7 +303,7 @@ class Evaluator:
     def _rollout(
         self, run: Callable[..., Any], params: Params, prompts: PromptBatch, keys: jax.Array, decode: Decode
     ) -> Any:
-        """`run` of what a rollout is called with: by the same names, or it would be another program."""
+        """Calls `run` with the arguments of a rollout; other keywords would give another program."""
         return run(
             self.model,
             params,
@@ -316,7 +319,7 @@ class Evaluator:
 
     def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:
         shape = (len(rows), self.config.group_size)
-        if not rows:  # of a process whose prompts all fill the batch up: nothing to call a reward function for
+        if not rows:  # all prompts of this process are padding
             nothing = np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool)
             return _Batch(*nothing, [], (), drawn, seconds)
         completions, graded = grade_part(self._grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
@@ -331,7 +334,7 @@ class Evaluator:
         )
 
     def _keys(self, numbers: np.ndarray) -> jax.Array:
-        """A key for every completion, by the number of its prompt in the task and its own in the group."""
+        """A key for every completion, by the number of its prompt and its place in the group."""
         group_size = self.config.group_size
         rows = (numbers[:, None] * group_size + np.arange(group_size)).reshape(-1)
         key = jax.random.key(self.config.seed)
@@ -340,8 +343,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Fields as in `Evaluated` and `Graded`, of one batch; `drawn` tokens in `seconds`, those of filled-up rows
-    included."""
+    """One batch, with fields as in `Evaluated` and `Graded`; `drawn` tokens in `seconds` include padding rows."""
 
     rewards: np.ndarray
     lengths: np.ndarray
@@ -364,14 +366,14 @@ class _Batch:
 
     @classmethod
     def of_all(cls, parts: list[dict[str, Any]]) -> _Batch:
-        """The whole batch, from what `as_json` said in every process that fed it."""
+        """The whole batch, from `as_json` of every process that sampled a part."""
         shape = (-1, len(next(part for part in parts if part["rewards"])["rewards"][0]))
 
         def whole(name: str, dtype: Any) -> np.ndarray:
             return np.array([row for part in parts for row in part[name]], dtype).reshape(shape)
 
         failures = list[Failure]()
-        before = 0  # completions in the parts before
+        before = 0  # completions of earlier parts
         for part in parts:
             failures += [Failure(before + row, *rest) for row, *rest in part["failures"]]
             before += len(part["rewards"]) * shape[1]
@@ -382,7 +384,7 @@ class _Batch:
             completions=[texts for part in parts for texts in part["completions"]],
             failures=tuple(failures),
             drawn=sum(part["drawn"] for part in parts),
-            # They sample at the same time, and the slowest ends last.
+            # They sample at the same time, so the slowest counts.
             seconds=max(part["seconds"] for part in parts),
         )
 

@@ -1,16 +1,27 @@
-"""Rows of a task on their way in, as prompts, and on their way out, as completions with rewards."""
+"""Rows of a task as prompts, and completions with their rewards.
+
+Each process grades the completions that it sampled. Then all processes gather completions and rewards of the whole
+batch, so that group statistics, advantages and the choice of groups are the same everywhere. Tokens and masks stay on
+the devices of their process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smd_jax.devices.process_rows import Feeders
+from smd_jax.devices.processes import gather_json
 from smd_jax.learner.state import Metrics
+from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel
-from smd_jax.tasks.graded import Graded
+from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, encode_prompts, wants_special_tokens
@@ -36,8 +47,9 @@ def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row],
 def grade_part(
     rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
 ) -> tuple[list[str], Graded]:
-    """Texts of a process's completions and what the reward functions say of them; `rows[i]` belongs to completion i.
-    How many may fail is a matter of the whole batch: `Rewards.check_failures`.
+    """Texts and rewards of this process's completions; `rows[i]` belongs to completion i.
+
+    The limit on failures concerns the whole batch: `Rewards.check_failures`.
     """
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
     tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
@@ -46,11 +58,81 @@ def grade_part(
     return completions, rewards.grade_part(prompts, completions, completion_ids, batch_columns(rows))
 
 
-def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfig) -> list[str]:
-    """Names of the rows' fields other than the prompt, as far as the reward functions ask for them.
+class GradedBatch(NamedTuple):
+    """Completions of a process or of all processes.
 
-    The first row has them all, in nearly every task. Where a function asks for more, all rows are looked at, because
-    each may have fields of its own; of a stream, those of the first step.
+    Attributes:
+      completions: their texts. graded: their rewards.
+      measured: numbers about the sampling. Times, named `time/…`, become the maximum over processes when they are
+        gathered; everything else becomes the mean.
+    """
+
+    completions: list[str]
+    graded: Graded
+    measured: dict[str, float]
+
+
+def gather_graded(feeders: Feeders, part: GradedBatch) -> GradedBatch:
+    """The completions and rewards of all processes, in the order of the batch; all processes must call it."""
+    if jax.process_count() == 1:
+        return part
+    graded = part.graded
+    message = {
+        "completions": part.completions,
+        # JSON writes a Python float, which holds every float32, so that it reads back as the same number.
+        "rewards": graded.rewards.tolist(),
+        "parts": {name: values.tolist() for name, values in graded.parts.items()},
+        "failures": [list(failure) for failure in graded.failures],
+        "measured": part.measured,
+    }
+    messages = feeders.of_teams(gather_json(message))
+    rows = len(messages[0]["rewards"])
+    failures = [
+        Failure(team * rows + row, *rest) for team, each in enumerate(messages) for row, *rest in each["failures"]
+    ]
+    names = messages[0]["parts"]
+    whole = Graded(
+        np.array([reward for each in messages for reward in each["rewards"]], np.float32),
+        {name: np.array([x for each in messages for x in each["parts"][name]], np.float32) for name in names},
+        tuple(failures),
+    )
+    measured = {name: _over_processes(name, [each["measured"][name] for each in messages]) for name in part.measured}
+    return GradedBatch([text for each in messages for text in each["completions"]], whole, measured)
+
+
+def rollout_metrics(
+    trajectory: Trajectory, batch: GradedBatch, parts: Mapping[str, np.ndarray], group_size: int
+) -> Metrics:
+    """Rewards, lengths, entropy and evictions of a whole rollout.
+
+    Args:
+      parts: rewards of each function that is logged by name.
+    """
+    rewarded = batch.graded.rewarded_rows
+    rewards = jnp.asarray(batch.graded.rewards)
+    metrics: Metrics = {name: jnp.float32(number) for name, number in batch.measured.items()}
+    metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
+    metrics |= reward_metrics(rewards, group_size, None if rewarded is None else jnp.asarray(rewarded))
+    metrics["rewards/failed"] = jnp.float32(0 if rewarded is None else (~rewarded).sum())
+    for name, part in parts.items():
+        metrics |= part_metrics(name, part)
+    metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
+    assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
+    metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
+    if isinstance(trajectory.mask, ShadowMask):
+        metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
+    return metrics
+
+
+def _over_processes(name: str, numbers: list[float]) -> float:
+    return max(numbers) if name.startswith("time/") else float(np.mean(numbers))
+
+
+def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfig) -> list[str]:
+    """Names of the row fields, other than the prompt, that the reward functions ask for.
+
+    In nearly every task the first row has them all. If a function asks for more, all rows are searched, because each
+    may have its own fields; of a stream, the rows of the first step.
     """
     names = dict.fromkeys(batch_columns(rows_of_step(task, 1, 0, config.seed)))
     if not rewards.lacks(names):
@@ -61,8 +143,10 @@ def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfi
 
 
 def part_metrics(name: str, part: np.ndarray) -> Metrics:
-    """TRL's metrics of one reward function, over the completions that it has given a number: NaN without any, and a
-    deviation (n - 1) of 0 for a single one."""
+    """TRL's metrics of one reward function, over the completions that it has given a number.
+
+    NaN without any such completion; the deviation (n - 1) of a single one is 0.
+    """
     numbers = part[~np.isnan(part)]
     mean = numbers.mean() if len(numbers) else np.nan
     deviation = numbers.std(ddof=1) if len(numbers) > 1 else mean - mean

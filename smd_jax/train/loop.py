@@ -1,21 +1,21 @@
-"""What all algorithms share on the host: prompts ─► rollout ─► rewards, and then whatever learns from them.
+"""Host-side training loop shared by GRPO, PPO and online DPO: prompts ─► rollout ─► rewards ─► optimizer steps.
 
     loop = GRPOLoop(model, task, tokenizer, optimizer, config)       or PPOLoop, OnlineDPOLoop
     for _ in range(steps):
         state, metrics = loop.step(state)
 
-A step depends on the state alone (its step gives the rows and the random numbers), so a restored one goes on bitwise.
+A step depends only on the state, whose step counter selects the rows and the random numbers. So a restored state
+continues bitwise.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from smd_jax.devices.process_rows import (
-    check_prompts_divide,
-)
+from smd_jax.devices.process_rows import check_prompts_divide
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.devices.sharding import (
     check_rows,
@@ -35,7 +33,6 @@ from smd_jax.devices.sharding import (
     gathered_shardings,
     make_mesh,
     moved_bytes,
-    sequence_ways,
     shard_batch,
     shard_tree,
     tree_shardings,
@@ -43,48 +40,81 @@ from smd_jax.devices.sharding import (
 from smd_jax.learner.forward import ReplayFunction
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
 from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
+from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
 from smd_jax.sampler.static import Sampler
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, SteppedTask, Task, rows_of_step
-from smd_jax.text.prompts import (
-    Tokenizer,
-    check_vocabulary,
-    repeat_each,
-)
-from smd_jax.train.bucketing import response_widths, shortened
+from smd_jax.tasks.task import SteppedTask, Task
+from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
+from smd_jax.train.async_rollout import RolloutAhead, copied
 from smd_jax.train.compile_ahead import compiling, rows_on
-from smd_jax.train.debug_dump import never_finite, not_one_policy
-from smd_jax.train.grading import part_metrics, reward_columns
+from smd_jax.train.debug_dump import mismatch_error, not_finite_error
+from smd_jax.train.grading import GradedBatch, gather_graded, grade_part, reward_columns, rollout_metrics
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.minibatches import order_of_pass
-from smd_jax.train.responder import Drawn, Responder
-from smd_jax.train.samples import ROLLOUTS, Samples
+from smd_jax.train.minibatches import shortened
+from smd_jax.train.responder import Responder, Sampled
+from smd_jax.train.samples import ROLLOUTS, Samples, select_groups, signal_of_groups
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """The compiled programs of an algorithm."""
+
+    @property
+    def update(self) -> Any:
+        """The jitted optimizer step `(state, minibatch) -> (state, metrics)`."""
+        ...
+
+    @property
+    def replay(self) -> ReplayFunction:
+        """The learner's log-probabilities of a rollout, `[batch, R]`."""
+        ...
+
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        """Widths of a response, ascending, that the learner may run over."""
+        ...
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether a step runs `update`."""
+        ...
+
+    def check(self, state: TrainState) -> None:
+        """Raises ValueError for a state that the update cannot use."""
+        ...
+
+
+@dataclass
+class _Counters:
+    """Counters of one loop object; a restored run begins with new ones."""
+
+    steps: int = 0
+    skipped_in_a_row: int = 0
+    weights_moved_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Everything of a run that does not change. Subclasses make their jitted functions once, and define `update`,
-    what it takes (`learner_batch`), and `learn`.
+    """The static parts of a training run: model, task, optimizer, configuration.
+
+    Subclasses give the learner (`learner`, `learn`, `learner_batch`).
 
     Attributes:
-      mesh: where state and batches lie; one device by default.
+      mesh: devices of state and batches; one device by default.
       report: called after every segment of a rollout with `config.decode_rows`.
-      rewards: what grades the completions of every task; None: the task's own `reward`, in this process and without a
-        time limit.
-      watch: called with the number of a rollout, from 0, and its samples, before they are learned from. What it
-        takes is in `step_time`, and in no other time. Of several processes the first calls it, with all rows.
-      watch_every: rollouts between two calls of `watch`; the first and the last rollout have one, too.
-      guard: how far the learner may be from the sampler where it promises to be the same policy; None: however far.
-      max_skipped: rollouts in a row whose updates were left out, wholly or in part, with which the run ends.
+      rewards: grades the completions of every task; None: the task's own `reward`, in this process and without a time
+        limit.
+      watch: called with the number of a rollout, from 0, and its samples, before the update. Its time counts in
+        `step_time` and in no other time. Of several processes the first calls it, with all rows.
+      watch_every: number of rollouts between two calls of `watch`; it always sees the first and the last rollout.
+      guard: largest allowed sampler–learner mismatch; None disables the check.
+      max_skipped: number of consecutive rollouts with skipped updates that ends the run.
 
     Raises:
-      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh cannot do what the configuration
-        says.
+      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration.
     """
 
     model: LanguageModel
@@ -101,173 +131,254 @@ class Loop:
     max_skipped: int = field(default=3, kw_only=True)
 
     def __post_init__(self) -> None:
+        config = self.config
         if self.max_skipped < 1:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(self.config.prompts_per_step, self.responder.place.feeders)
-        # Made for their errors, before anything is compiled: what the model or the tokenizer cannot do.
-        Sampler(self.model, self.config.policy, self.config.rollout, self.config.prompt_width)
+        check_prompts_divide(config.prompts_per_step, self.responder.place.feeders)
+        # Built here so that an invalid config fails before compilation.
+        Sampler(self.model, config.policy, config.rollout, config.prompt_width)
         _ = self.responder.stop_table
-        if self.config.decode_rows is not None:
-            # Raises if it cannot be.
-            self.responder.engine(self.config.policy, self.config.rollout, self.config.decode_rows)
-        minibatch = self.config.completions_per_step // self.config.minibatches
+        if config.decode_rows is not None:
+            self.responder.engine(config.policy, config.rollout, config.decode_rows)
+        minibatch = config.completions_per_step // config.minibatches
         check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
-        check_sampled_rows(self.config.completions_per_step, self.mesh)
-        check_sequence(self.config.columns, self.model.shape.num_heads, self.mesh)
+        check_sampled_rows(config.completions_per_step, self.mesh)
+        check_sequence(config.columns, self.model.shape.num_heads, self.mesh)
+        _ = self.learner
+        split = {axis: ways for axis, ways in self.mesh.shape.items() if axis != "data" and ways > 1}
+        if config.samples_ahead and split:
+            # Rollout and update run at once. If both communicated, devices could start them in different orders.
+            raise ValueError(
+                "expected a mesh with the data axis only with rollouts_ahead 1, so that a rollout does not communicate "
+                f"beside an update; got {split}"
+            )
         if self.rewards is not None:
-            # It starts beside what is compiled first.
-            self.rewards.prepare(reward_columns(self.rewards, self.task, self.config))
+            # Reward processes start while the first programs compile.
+            self.rewards.prepare(reward_columns(self.rewards, self.task, config))
 
-    @cached_property
-    def responder(self) -> Responder:
-        """What draws the completions."""
-        return Responder(self.model, self.tokenizer, self.config, self.mesh, self.report)
+    # --- given by the algorithm
+
+    @property
+    def learner(self) -> Learner:
+        """The programs of the learner."""
+        raise NotImplementedError(f"{type(self).__name__} must define learner")
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout."""
-        raise TypeError(f"{type(self).__name__} has no learn: its class must define it")
+        raise NotImplementedError(f"{type(self).__name__} must define learn")
 
-    def learn_beside_next(
-        self, state: TrainState, samples: Samples, follows: Callable[[], bool]
-    ) -> tuple[TrainState, Metrics]:
-        """`learn`. Where rollouts are drawn ahead, the next one is begun beside it, if `follows` says there is one."""
-        return self.learn(state, samples)
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None) -> Any:
+        """The batch of a whole rollout, a pytree of `[rows, ...]`, before it is split into minibatches of `update`.
+
+        Args:
+          rewards: `[batch]`. counted_rows: `[batch]` as in Samples.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define learner_batch")
+
+    def known_advantages(self, samples: Samples) -> np.ndarray | None:
+        """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
+        return None
+
+    def policy_params(self, params: Params) -> Params:
+        """The parameters of the model, without those that an algorithm adds to them."""
+        return params
+
+    # --- a step
 
     def step(
         self, state: TrainState, follows: Callable[[], bool] = lambda: True
     ) -> tuple[TrainState, dict[str, float]]:
-        """One rollout and its optimizer steps. Metrics come as numbers on the host: those that compare sampler and
-        learner (SAMPLER_LEARNER_METRICS) are over all tokens of the rollout, before the first optimizer step; the
-        others are over the optimizer steps, see `over_steps`.
+        """Samples one rollout and takes its optimizer steps.
+
+        Metrics are numbers on the host. SAMPLER_LEARNER_METRICS cover all tokens of the rollout, before the first
+        optimizer step; the others are means over the optimizer steps, see `over_steps`.
 
         Args:
-          follows: whether another step certainly follows this one, asked once this rollout is there. It decides whether
-            `watch` is called for a last rollout, and what is begun beside the update; nothing of what is learnt: what
-            was not begun is drawn when it is asked for.
+          follows: whether another step certainly follows this one; called once the rollout is over. It decides whether
+            `watch` sees a last rollout and whether a rollout is begun beside the update. It never changes a result.
 
         Raises:
-          RefusedRolloutError: sampler and learner are farther apart than `guard` allows, and nothing was learnt; or
-            `max_skipped` updates in a row were left out.
+          RefusedRolloutError: sampler and learner differ by more than `guard` allows, and no step was taken; or
+            `max_skipped` updates in a row were skipped.
         """
         started = time.perf_counter()
-        self.check(state)  # before the rollout, which takes its time
-        state = shard_tree(state, self.mesh)  # elsewhere, the first step would be compiled for that place alone
-        # Every rollout adds the same number of steps, with those that are skipped: the step gives the rollout's number.
+        self.check(state)  # before the rollout, which takes long
+        # From another placement the first step would compile programs that no later step uses.
+        state = shard_tree(state, self.mesh)
+        # Skipped updates count as steps, so the step gives the number of the rollout.
         index = int(state.step) // self.config.steps_per_rollout
-        with self._first_step(state):
+        with self._compiling_update(state):
             samples = self.collect(state, index)
-        samples = samples._replace(trajectory=shortened(samples.trajectory, self.response_widths))
-        if self.watch is not None and (index % self.watch_every == 0 or not follows()):
-            self._show(self.watch, index, samples)
-        tokens = jnp.sum(samples.trajectory.valid)  # now, as an update may take over the buffers
-        behind = state.behind
+        samples = samples._replace(trajectory=shortened(samples.trajectory, self.learner.response_widths))
+        self._show(index, samples, follows)
+        tokens = int(jnp.sum(samples.trajectory.valid))  # before an update that may donate the trajectory
+        sampled_with = state.behind
         collected = time.perf_counter()
-        state, metrics = self.learn_beside_next(state, samples, follows)
-        # All metrics come to the host in one transfer, after the last step; so the last update is over, too.
+        next_params = self._begin_next(state, index + 1, follows)
+        state, metrics = self.learn(state, samples)
+        if next_params is not None and int(state.step) // self.config.steps_per_rollout > index:
+            state = state.replace(behind=next_params)
+        # A single transfer to the host, which also waits for the last update.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
-        # Every rollout gathers them anew, those too that fill up a batch.
-        host["rollout/weights_moved_bytes"] = self._weights_moved(state.params) * host.get(ROLLOUTS, 1.0)
-        # Where an update packs its rows it knows better.
-        host.setdefault("update/padding", 1.0 - int(tokens) / samples.trajectory.valid.size)
         host |= {"time/update": ended - collected, "step_time": ended - started}
-        host["update/tokens_per_second"] = int(tokens) / host["time/update"]
-        if "time/rollout" in host:  # a `collect` that somebody else wrote need not say
-            host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
-        # A rollout that is refused was not learnt from: these are the parameters that it was drawn with.
-        self._refuse(index, state.params if behind is None else behind, state, samples, host)
+        host = self._with_throughput(host, state.params, tokens, samples.trajectory.valid.size)
+        # A refused rollout took no step: without parameters behind, the present ones have sampled it.
+        self._check_rollout(index, state.params if sampled_with is None else sampled_with, state, samples, host)
         return state, host
 
-    def _weights_moved(self, params: Params) -> float:
-        """What it takes that sampler and learner read the same weights in two ways: `moved_bytes` of the sampler's."""
-        if "bytes" not in self._known_moves:
-            own = self.policy_params(params)
-            # As the sampler computes with them: converted where they are, and then gathered from fsdp.
-            read = jax.eval_shape(self.model.compute_params, own)
-            before, after = tree_shardings(own, self.mesh), gathered_shardings(own, self.mesh)
-            self._known_moves["bytes"] = float(moved_bytes(read, before, after))
-        return self._known_moves["bytes"]
+    def check(self, state: TrainState) -> None:
+        """Raises ValueError for a state that the sampler or the learner cannot use."""
+        # Raises if the parameters lack what the eviction policy reads, such as a gate.
+        self.config.policy.parameters(self.policy_params(state.params), 0)
+        self.learner.check(state)
+        ahead = self.config.samples_ahead
+        if ahead != (state.behind is not None):
+            raise ValueError(
+                f"expected a state {'from one_behind(state)' if ahead else 'without parameters behind'} with "
+                f"rollouts_ahead {int(ahead)}; got {'none' if state.behind is None else 'some'}"
+            )
+        if ahead and (has_lora(state.params) or jax.process_count() > 1):
+            raise ValueError("expected whole parameters and one process with rollouts_ahead 1; got adapters or several")
 
-    @cached_property
-    def _known_moves(self) -> dict[str, float]:
-        """Counted once: every rollout moves as much."""
-        return {}
+    def collect(self, state: TrainState, index: int) -> Samples:
+        """Samples and grades rollout number `index`.
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether sampler and learner promise to be one policy."""
-        return False
+        With dynamic sampling further rollouts fill the batch with groups that have signal. Groups that are still
+        without signal stay in the batch and do not count.
+        """
+        config = self.config
+        params = state.params if state.behind is None else state.behind
+        if self._ahead is not None and (begun := self._ahead.take(index, params)) is not None:
+            return begun
+        rollouts = list[Samples]()
+        for batch, key in _batches_of_step(state.key, index, config.extra_rollouts):
+            sampled = self.responder.respond(self.policy_params(params), key, batch)
+            rollouts.append(self.grade(sampled))
+            if config.extra_rollouts is None:
+                return rollouts[0]
+            signal = [signal_of_groups(each.rewards, config.group_size) for each in rollouts]
+            if np.sum(signal) >= config.prompts_per_step:
+                break
+        samples = select_groups(rollouts, config.group_size, config.prompts_per_step)
+        # The rows come from several rollouts and are spread over the mesh as one batch.
+        return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
+
+    def grade(self, sampled: Sampled) -> Samples:
+        """Grades completions; all processes must call it, each with its own part.
+
+        Raises:
+          TooManyFailures: more completions of all processes without a reward than `rewards` allows; in all processes.
+        """
+        rewards, size, place = self.rewards or self._task_reward, self.config.group_size, self.responder.place
+        rows = sampled.rows
+        with all_or_none():
+            began = time.perf_counter()
+            own_rows = repeat_each(rows[place.feeders.part(len(rows))], size)
+            completions, graded = grade_part(rewards, self.tokenizer, own_rows, sampled.trajectory)
+            measured = sampled.measured | {"time/grading": time.perf_counter() - began}
+        batch = gather_graded(place.feeders, GradedBatch(completions, graded, measured))
+        rewards.check_failures(batch.graded, lambda completion: rows[completion // size]["prompt"])
+        trajectory = place.whole(sampled.trajectory)
+        parts = {} if self.rewards is None else batch.graded.parts
+        return Samples(
+            trajectory,
+            batch.graded.rewards,
+            repeat_each(rows, size),
+            batch.completions,
+            batch.graded.rewarded_rows,
+            rollout_metrics(trajectory, batch, parts, size),
+            parts,
+        )
+
+    def _check_rollout(
+        self, index: int, params: Params, state: TrainState, samples: Samples, metrics: dict[str, float]
+    ) -> None:
+        """Raises RefusedRolloutError if the run must not continue after this rollout.
+
+        Args:
+          params: those that sampled it, if no step was taken. state: after the rollout.
+        """
+        bound = self.max_difference
+        if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
+            # Metrics are the same in all processes, so all of them come here.
+            with jax.set_mesh(self.mesh):
+                logprobs = self.learner.replay(params, samples.trajectory)
+                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
+            raise mismatch_error(index, samples, metrics, state, bound, parting)
+        skipped = metrics.get("update/skipped", 0.0) > 0
+        self._counters.skipped_in_a_row = self._counters.skipped_in_a_row + 1 if skipped else 0
+        if self._counters.skipped_in_a_row >= self.max_skipped:
+            raise not_finite_error(index, samples, metrics, state, self._counters.skipped_in_a_row)
 
     @property
     def max_difference(self) -> float | None:
-        """Nats by which sampler and learner may differ at a token; None: by anything."""
-        return self.guard.bound_for(self.model.shape) if self.guard is not None and self.is_exact else None
+        """Largest |log p_learner - log p_sampler| of a token, in nats; None: no limit."""
+        if self.guard is None or not self.config.is_exact:
+            return None
+        return self.guard.bound_for(self.model.shape)
 
-    @property
-    def replay(self) -> ReplayFunction:
-        """The learner's log-probabilities of a rollout, `[batch, R]`."""
-        raise TypeError(f"{type(self).__name__} has no replay: its class must define it")
-
-    def _refuse(
-        self, index: int, params: Params, state: TrainState, samples: Samples, metrics: dict[str, float]
-    ) -> None:
-        """Raises RefusedRolloutError for a rollout with which the run must not go on; `params` are those that drew it
-        where sampler and learner part, and `state` is what it has left."""
-        bound = self.max_difference
-        if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
-            # Of several processes all come here, because metrics are the same in all.
-            with jax.set_mesh(self.mesh):
-                logprobs = self.replay(params, samples.trajectory)
-                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
-            raise not_one_policy(index, samples, metrics, state, bound, parting)
-        if metrics.get("update/skipped", 0.0) == 0:
-            self._skipped.clear()
-            return
-        self._skipped.append(index)
-        if len(self._skipped) >= self.max_skipped:
-            raise never_finite(index, samples, metrics, state, len(self._skipped))
+    # --- parts that are made once
 
     @cached_property
-    def _skipped(self) -> list[int]:
-        """The newest rollouts in a row whose updates were left out."""
-        return []
+    def responder(self) -> Responder:
+        """Samples completions."""
+        return Responder(self.model, self.task, self.tokenizer, self.config, self.mesh, self.report)
 
-    def _show(self, watch: Callable[[int, Samples], None], index: int, samples: Samples) -> None:
-        if jax.process_count() > 1:
-            # All processes send their rows, and one looks at them.
-            samples = samples._replace(trajectory=jax.tree.map(on_host, samples.trajectory))
-        samples = samples._replace(advantages=self.known_advantages(samples))
-        with all_or_none():
-            if is_first():
-                watch(index, samples)
+    @cached_property
+    def _task_reward(self) -> Rewards:
+        """The task's own reward. One object for all rollouts, because it reports every kind of failure once."""
+        return Rewards((self.task.reward,), seconds=None)
 
-    @property
-    def response_widths(self) -> tuple[int, ...]:
-        """Columns of a response, ascending, that the learner may run over."""
-        config = self.config
-        return response_widths(config.rollout.max_new_tokens, config.update_widths, sequence_ways(self.mesh))
+    @cached_property
+    def _counters(self) -> _Counters:
+        return _Counters()
 
-    def _first_step(self, state: TrainState) -> AbstractContextManager[None]:
-        """What goes on beside the rollout of the first step: the update is compiled, for responses of every length."""
-        # Several processes must all compile in one order, which threads would not keep.
-        if next(self._begun) > 0 or jax.process_count() > 1 or not self.compiles_ahead:
+    # --- one rollout ahead
+
+    @cached_property
+    def _ahead(self) -> RolloutAhead | None:
+        return RolloutAhead(self._sample_ahead) if self.config.samples_ahead else None
+
+    def _sample_ahead(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
+        """Samples a rollout; runs in a thread. The returned function grades it if that needs the main thread."""
+        sampled = self.responder.respond(params, jax.random.fold_in(key, index), index)
+        if self.rewards is None or self.rewards.seconds is None:
+            # Only the main thread can set the timer by which math-verify and others stop.
+            return lambda: self.grade(sampled)
+        samples = self.grade(sampled)
+        return lambda: samples
+
+    def _begin_next(self, state: TrainState, index: int, follows: Callable[[], bool]) -> Params | None:
+        """Begins rollout `index` beside the update; returns a copy of the parameters that sample it, None without."""
+        if self._ahead is None:
+            return None
+        # The last step copies them, too: a run that is continued later samples with them.
+        params = copied(state.params)
+        if follows():  # Python waits for threads at exit, so a rollout that no step uses would delay it
+            self._ahead.begin(index, params, state.key)
+        return params
+
+    def settle(self) -> None:
+        """Waits for a rollout that was begun beside an update, so that devices and reward functions are free."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
+    # --- compilation
+
+    def _compiling_update(self, state: TrainState) -> AbstractContextManager[None]:
+        """Compiles the update, for the widest responses, beside the rollout of the first step."""
+        self._counters.steps += 1
+        # Several processes must compile in the same order, which threads would not keep.
+        if self._counters.steps > 1 or jax.process_count() > 1 or not self.learner.compiles_ahead:
             return nullcontext()
         return compiling(self.lower_update(state), self.mesh)
 
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether `update` is the program that a step will run."""
-        return True
-
-    @cached_property
-    def _begun(self) -> Iterator[int]:
-        """Counts the steps that were begun."""
-        return itertools.count()
-
     def lower_update(self, state: TrainState) -> jax.stages.Lowered:
-        """The update, for a minibatch with responses of every length, ready to be compiled; nothing is computed. What
-        `compile()` of it makes under `jax.set_mesh(mesh)` is found by `step`.
+        """The update for a minibatch with the widest responses, ready to be compiled; computes nothing.
+
+        `step` finds the program that `compile()` makes of it under `jax.set_mesh(mesh)`.
 
         Args:
           state: as `step` takes it.
@@ -276,124 +387,62 @@ class Loop:
 
         def minibatch(params: Params, trajectory: Trajectory) -> Any:
             rows = trajectory.terminated
-            whole = self.learner_batch(params, trajectory, rows.astype(jnp.float32), rows if self.drops_rows else None)
+            counted_rows = None if self.config.extra_rollouts is None else rows
+            whole = self.learner_batch(params, trajectory, rows.astype(jnp.float32), counted_rows)
             return jax.tree.map(lambda x: x[: x.shape[0] // self.config.minibatches], whole)
 
         with jax.set_mesh(self.mesh):
-            # Both are traced for their shapes alone.
+            # Both are traced for their shapes only.
             trajectory = self.responder.shapes(self.policy_params(state.params))
             shapes = jax.eval_shape(minibatch, state.params, trajectory)
-            return self.update.lower(state, rows_on(shapes, self.mesh))
+            return self.learner.update.lower(state, rows_on(shapes, self.mesh))
 
-    @property
-    def update(self) -> Any:
-        """The jitted optimizer step `(state, minibatch) -> (state, metrics)`."""
-        raise TypeError(f"{type(self).__name__} has no update: its class must define it")
+    # --- what a person sees
 
-    @property
-    def drops_rows(self) -> bool:
-        """Whether an update is told which rows count."""
-        return False
+    def _show(self, index: int, samples: Samples, follows: Callable[[], bool]) -> None:
+        """Calls `watch` where it is due."""
+        if self.watch is None or (index % self.watch_every and follows()):
+            return
+        if jax.process_count() > 1:
+            # All processes send their rows to all.
+            samples = samples._replace(trajectory=jax.tree.map(on_host, samples.trajectory))
+        samples = samples._replace(advantages=self.known_advantages(samples))
+        with all_or_none():
+            if is_first():
+                self.watch(index, samples)
 
-    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None) -> Any:
-        """What a whole rollout has to teach, a pytree of `[rows, ...]`: what `update` takes, before it is split.
-
-        Args:
-          rewards: `[batch]`. counted_rows: `[batch]` as in Samples.
-        """
-        raise TypeError(f"{type(self).__name__} has no learner_batch: its class must define it")
-
-    def known_advantages(self, samples: Samples) -> np.ndarray | None:
-        """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
-        return None
-
-    def settle(self) -> None:
-        """Waits for whatever goes on beside the steps, so that devices and reward functions are free."""
-
-    def check(self, state: TrainState) -> None:
-        """Raises ValueError for a state that `learn` or the sampler cannot use."""
-        # Called for its error: the parameters have what the eviction policy reads of them, such as a gate.
-        self.config.policy.parameters(self.policy_params(state.params), 0)
-
-    def collect(self, state: TrainState, index: int) -> Samples:
-        """What rollout number `index` gives the learner: by default one rollout, of prompts that no other has."""
-        return self.graded_rollout(state.params, jax.random.fold_in(state.key, index), index)
-
-    def graded_rollout(self, params: Params, key: jax.Array, index: int) -> Samples:
-        """Completions of the task's batch number `index`, with their rewards; the key is consumed."""
-        rows, draw = self._drawing(params, key, index)
-        return self._graded(rows, draw)
-
-    def drawn_rollout(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
-        """`graded_rollout` in two parts, which two threads may do: its completions, drawn now, and their rewards, which
-        the function asks for that it returns. For one process alone."""
-        rows, draw = self._drawing(params, key, index)
-        drawn = draw()
-        return lambda: self._graded(rows, lambda: drawn)
-
-    def _drawing(self, params: Params, key: jax.Array, index: int) -> tuple[list[Row], Callable[[], Drawn]]:
-        """The task's rows of a rollout, and what draws this process's part of the responses to them."""
-        config = self.config
-        with all_or_none():  # rows may be read from a network
-            rows = rows_of_step(self.task, config.prompts_per_step, index, config.seed)
-        own = self.responder.sampler_copy(self.policy_params(params))
-        sizes = (config.policy, config.rollout, config.group_size)
-        return rows, lambda: self.responder.drawn(own, rows, key, *sizes)
-
-    def _graded(self, rows: list[Row], draw: Callable[[], Drawn]) -> Samples:
-        config = self.config
-        rewards = self.rewards or self._own_reward
-        own, (completions, graded, took) = self.responder.graded(draw, rows, rewards, config.group_size)
-        trajectory = self.responder.place.whole(own)
-        metrics = {name: jnp.float32(number) for name, number in took.items()}
-        metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
-        there = graded.rewarded_rows
-        metrics |= reward_metrics(
-            jnp.asarray(graded.rewards), config.group_size, None if there is None else jnp.asarray(there)
-        )
-        metrics["rewards/failed"] = jnp.float32(0 if there is None else (~there).sum())
-        parts = {} if self.rewards is None else graded.parts
-        for name, part in parts.items():
-            metrics |= part_metrics(name, part)
-        metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
-        assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
-        metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
-        if isinstance(trajectory.mask, ShadowMask):
-            metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
-        repeated = repeat_each(rows, config.group_size)
-        return Samples(trajectory, graded.rewards, repeated, completions, there, metrics, parts)
-
-    @cached_property
-    def _own_reward(self) -> Rewards:
-        """The task's. One object for all rollouts, because it reports every kind of failure once."""
-        return Rewards((self.task.reward,), seconds=None)
-
-    def policy_params(self, params: Params) -> Params:
-        """The parameters that the sampler reads: those of the model, without what an algorithm adds to them."""
-        return params
-
-    def minibatches(self, batch: Any, state: TrainState, counted_rows: np.ndarray | None = None) -> Iterator[Any]:
-        """The minibatches of one rollout, in as many passes as `num_iterations` says; each has whole groups.
-
-        Args:
-          batch: a pytree of equally many rows of every group, contiguous: all its completions, or one pair.
-          state: before the first step of this rollout. The order of a pass follows from its key and step alone.
-          counted_rows: `[rows]` which of them count; None: all.
-        """
-        config = self.config
-        # Numbers of rows, one line a group: its rows lie side by side.
-        groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
-        # A group counts if any of its rows does: groups are never split.
-        counted_groups = None if counted_rows is None else np.any(counted_rows[groups], axis=1)
-        # Read now: by the second minibatch the state's buffers belong to the step that took them.
-        seed = [*np.asarray(jax.random.key_data(state.key)).ravel().tolist(), int(state.step)]
-        for number in range(config.num_iterations):
-            order = order_of_pass(config.prompts_per_step, number, seed, counted_groups)
-            for first in range(config.minibatches):
-                rows = groups[order[first :: config.minibatches]].reshape(-1)
-                # A minibatch of everything stays as it lies: another order would only change rounding.
-                yield shard_batch(batch if config.minibatches == 1 else _rows(batch, rows), self.mesh)
+    def _with_throughput(
+        self, metrics: dict[str, float], params: Params, tokens: int, columns: int
+    ) -> dict[str, float]:
+        """Adds padding, tokens per second, and the bytes that devices received to hold the sampler's weights."""
+        counters = self._counters
+        if counters.weights_moved_bytes is None:
+            own = self.policy_params(params)
+            # As the sampler reads them: converted where they are, then gathered from fsdp.
+            read = jax.eval_shape(self.model.compute_params, own)
+            before, after = tree_shardings(own, self.mesh), gathered_shardings(own, self.mesh)
+            counters.weights_moved_bytes = float(moved_bytes(read, before, after))
+        added = {
+            # Every rollout gathers them, including those of dynamic sampling.
+            "rollout/weights_moved_bytes": counters.weights_moved_bytes * metrics.get(ROLLOUTS, 1.0),
+            "update/tokens_per_second": tokens / metrics["time/update"],
+            # A packed update measures its own padding.
+            "update/padding": metrics.get("update/padding", 1.0 - tokens / columns),
+        }
+        if "time/rollout" in metrics:  # a custom `collect` may omit it
+            added["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        return metrics | added
 
 
-def _rows(batch: Any, rows: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: x[rows], batch)
+def _batches_of_step(key: jax.Array, index: int, extra: int | None) -> Iterator[tuple[int, jax.Array]]:
+    """Number of the task batch and key of each rollout that a step may sample.
+
+    With dynamic sampling a step owns 1 + `extra` batches, whether it uses them or not. So a restored run reads the same
+    rows, however many rollouts the steps before needed.
+    """
+    key = jax.random.fold_in(key, index)
+    if extra is None:
+        yield index, key
+        return
+    for number in range(1 + extra):
+        yield index * (1 + extra) + number, jax.random.fold_in(key, number)

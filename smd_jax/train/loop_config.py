@@ -1,4 +1,4 @@
-"""What a run is asked for, as far as all algorithms share it."""
+"""The configuration that all algorithms share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """One run, as far as all algorithms share it.
+    """One training run, as far as all algorithms share it.
 
     Attributes:
       prompts_per_step: prompts of one rollout.
@@ -20,19 +20,19 @@ class LoopConfig:
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       policy: eviction policy of the sampler.
       rollout: budget, lengths and sampling of the rollout.
-      decode_rows: completions that are decoded at the same time; those that end make room for others, see
-        `smd_jax.sampler.engine`. None decodes all of a rollout at once, in one program.
+      decode_rows: completions that are decoded at the same time; completions that end make room for others, see
+        `smd_jax.sampler.engine`. None decodes a whole rollout at once, in one program.
       prefill_rows: with decode_rows, prompts that are read at the same time.
-      stop_strings: texts that end a completion, and stay in it.
+      stop_strings: texts that end a completion and stay part of it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
-      num_iterations: passes over a rollout; every further one has the groups in another order.
-      update_widths: the learner runs over as many columns as the longest response of a rollout needs, in so many sizes;
-        each is compiled when it is first needed. 1: always over `max_new_tokens`.
+      num_iterations: passes over a rollout; each further pass orders the groups anew.
+      update_widths: number of widths, in columns, that the learner is compiled for: it runs over the smallest that
+        holds the longest response of a rollout. 1: always over `max_new_tokens`.
       seed: order of the task's rows, from 0 to 2**32 - 1.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
-      ValueError: if a number is out of range, tokens are chosen greedily, or prompts do not divide into minibatches.
+      ValueError: if a number is out of range, sampling is greedy, or prompts do not divide into minibatches.
     """
 
     prompts_per_step: int
@@ -57,8 +57,8 @@ class LoopConfig:
         check_seed("seed", self.seed)
         if not self.rollout.sampling.trainable:
             raise ValueError(
-                "expected sampling at a temperature > 0, because a greedy choice is no draw from a distribution that a "
-                f"learner could have as well; got {self.rollout.sampling}"
+                "expected sampling at a temperature > 0, because greedy decoding draws from no distribution that a "
+                f"learner could share; got {self.rollout.sampling}"
             )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
@@ -68,7 +68,7 @@ class LoopConfig:
 
     @property
     def columns(self) -> int:
-        """Of a row with the longest response."""
+        """Columns of a row with the longest response."""
         return self.prompt_width + self.rollout.max_new_tokens
 
     @property
@@ -78,5 +78,23 @@ class LoopConfig:
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps that one rollout feeds."""
+        """Optimizer steps on one rollout."""
         return self.minibatches * self.num_iterations
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sampler and learner must be the same policy."""
+        return False
+
+    @property
+    def extra_rollouts(self) -> int | None:
+        """Further rollouts that a step may sample to fill its batch with groups that have signal (dynamic sampling).
+
+        None: a step samples one rollout and keeps all of it.
+        """
+        return None
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether the next rollout is sampled beside the update, see `smd_jax.train.async_rollout`."""
+        return False

@@ -1,15 +1,88 @@
-"""A rollout is learnt from in several passes of several minibatches: their order, and their metrics as one."""
+"""How a rollout becomes batches of the learner: its width in columns, its passes and minibatches, its metrics.
+
+A rollout has `max_new_tokens` columns per row, and the learner would spend time on padding. So it runs over the columns
+that the longest response needs, rounded up to one of a few widths; each width is compiled when it is first needed:
+
+    max_new_tokens 256, 4 widths      64, 128, 192, 256         longest response 97 tokens ─► 128
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from smd_jax.learner.state import Metrics
+from smd_jax.devices.sharding import shard_batch
+from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
+from smd_jax.train.loop_config import LoopConfig
+
+# Smallest distance between two widths: compiling one more program takes longer than fewer columns ever save.
+LEAST_STEP = 32
+
+
+def response_widths(max_new_tokens: int, sizes: int, ways: int = 1) -> tuple[int, ...]:
+    """At most `sizes` widths in equal steps of at least `LEAST_STEP`, ascending; the last is `max_new_tokens`.
+
+    Where that width and its prompt divide over `ways` devices, the others do, too: each is rounded up until it differs
+    from the last one by a multiple of `ways`.
+    """
+    count = max(min(sizes, max_new_tokens // max(LEAST_STEP, ways)), 1)
+    equal = (-(-max_new_tokens * number // count) for number in range(1, count + 1))
+    return tuple(width + (max_new_tokens - width) % ways for width in equal)
+
+
+def shortened(trajectory: Trajectory, widths: tuple[int, ...]) -> Trajectory:
+    """The rollout at the smallest of these widths that holds its longest response.
+
+    Reads the values, so it cannot run under jit.
+
+    Args:
+      widths: ascending; the last holds every response.
+    """
+    longest = int(jnp.max(trajectory.lengths()))
+    width = next(width for width in widths if width >= longest)
+    return trajectory if width == widths[-1] else _first_columns(trajectory, width)
+
+
+# One program per width instead of one per field.
+@partial(jax.jit, static_argnums=1)
+def _first_columns(trajectory: Trajectory, width: int) -> Trajectory:
+    return trajectory.first_columns(width)
+
+
+def minibatches(
+    batch: Any, state: TrainState, config: LoopConfig, mesh: Mesh, counted_rows: np.ndarray | None = None
+) -> Iterator[Any]:
+    """The minibatches of one rollout, in `num_iterations` passes; each has whole groups.
+
+    Args:
+      batch: a pytree with equally many contiguous rows of every group: all its completions, or one pair.
+      state: before the first step of this rollout. The order of a pass follows from its key and step alone.
+      counted_rows: `[rows]`, true for rows that count; None: all.
+    """
+    # Row numbers, one line per group.
+    groups = np.arange(len(jax.tree.leaves(batch)[0])).reshape(config.prompts_per_step, -1)
+    # Groups are never split, so a group counts if any of its rows does.
+    counted_groups = None if counted_rows is None else np.any(counted_rows[groups], axis=1)
+    # Read now: the first step donates the state's buffers.
+    seed = [*np.asarray(jax.random.key_data(state.key)).ravel().tolist(), int(state.step)]
+    for number in range(config.num_iterations):
+        order = order_of_pass(config.prompts_per_step, number, seed, counted_groups)
+        for first in range(config.minibatches):
+            rows = groups[order[first :: config.minibatches]].reshape(-1)
+            # A single minibatch keeps its order: another one would only change rounding.
+            yield shard_batch(batch if config.minibatches == 1 else _take_rows(batch, rows), mesh)
+
+
+def _take_rows(batch: Any, rows: np.ndarray) -> Any:
+    return jax.tree.map(lambda x: x[rows], batch)
 
 
 def order_of_pass(
@@ -18,26 +91,26 @@ def order_of_pass(
     """The order of the groups in one pass over a rollout; minibatch i of n takes places i, i + n, ….
 
     Args:
-      number: number of the pass. The first keeps the order of the rollout, whose prompts come at random.
-      seed: what the order depends on, with the number.
-      counted_groups: `[groups]`; those that count come first, so that every minibatch has its share of them.
+      number: number of the pass. The first keeps the order of the rollout, whose prompts are already shuffled.
+      seed: with the number it determines the order.
+      counted_groups: `[groups]`; groups that count come first, so that every minibatch has its share of them.
     """
     if number == 0:
         return np.arange(groups)
-    # False sorts before True, and a stable sort keeps the random order among those that count.
+    # False sorts before True, and a stable sort keeps the random order among groups that count.
     order = np.random.default_rng([*seed, number]).permutation(groups)
     return order if counted_groups is None else order[np.argsort(~counted_groups[order], kind="stable")]
 
 
 def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
-    """The metrics of a rollout from those of its optimizer steps; none without any step.
+    """The metrics of a rollout from those of its optimizer steps; empty without any step.
 
     Args:
-      before: SAMPLER_LEARNER_METRICS of the whole rollout before the first step, in place of the steps' own. Where it
-        is empty they are those of the first step, which must have seen the whole rollout.
+      before: SAMPLER_LEARNER_METRICS of the whole rollout before the first step. They replace the steps' own. If it is
+        empty, those of the first step are taken, which must have seen the whole rollout.
 
     Returns:
-      Smallest and largest weights of a correction as such; means over the steps of everything else.
+      Minima and maxima of correction weights over the steps; means over the steps of everything else.
     """
     if not steps:
         return {}
@@ -47,6 +120,5 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
 
 
 def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
-    # A mean of extremes would be no extreme.
     reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
     return values[0] if len(values) == 1 else reductions.get(name, jnp.mean)(jnp.stack(values))

@@ -1,10 +1,11 @@
-"""Online DPO: a pair from every group, by reward or by a judge, and the update.
+"""Online DPO: a pair from every group, chosen by reward or by a judge, and the update.
 
-    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config)                  the task's rewards choose
-    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config, judge=my_judge)  a judge does
+    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config)                  pairs by the task's rewards
+    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config, judge=my_judge)  pairs by a judge
     state = init_state(params, optimizer, key, reference=params)
 
-The loss takes no ratio to the sampler: several steps per rollout need no clipping, the reference holds the policy.
+The loss has no ratio to the sampler. Several steps per rollout need no clipping, because the reference limits the
+policy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import all_or_none, gather_json, on_host
-from smd_jax.devices.sharding import check_rows, shard_batch
+from smd_jax.devices.sharding import check_rows, sequence_ways, shard_batch
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
@@ -28,21 +31,21 @@ from smd_jax.learner.step import check_sync
 from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
-from smd_jax.model.protocol import Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.minibatches import over_steps
+from smd_jax.train.minibatches import minibatches, over_steps, response_widths
 from smd_jax.train.samples import Samples
 
 
 @dataclass(frozen=True)
 class OnlineDPOConfig(LoopConfig):
-    """One run of online DPO; the other attributes are those of LoopConfig. TRL has group_size 2.
+    """Configuration of an online DPO run; the other attributes are those of LoopConfig. TRL has group_size 2.
 
     Attributes:
       update: the learner.
-      missing_eos_penalty: taken off the reward of a completion that the length limit cut off, when a pair is chosen;
-        the metric `reward` stays the task's. None: nothing. Not with a judge, which gives no rewards.
+      missing_eos_penalty: subtracted from the reward of a completion that the length limit truncated, when pairs are
+        chosen; the metric `reward` stays the task's. None: no penalty. Not with a judge, which gives no rewards.
     """
 
     update: DPOUpdateConfig = DPOUpdateConfig()
@@ -54,105 +57,61 @@ class OnlineDPOConfig(LoopConfig):
         if self.missing_eos_penalty is not None and not self.missing_eos_penalty > 0:
             raise ValueError(f"expected missing_eos_penalty > 0, or None; got {self.missing_eos_penalty}")
 
+    @property
+    def is_exact(self) -> bool:
+        return self.update.visibility == "shadow"
+
 
 @dataclass(frozen=True)
-class OnlineDPOLoop(Loop):
-    """Everything of a run of online DPO that does not change; the jitted functions are made once.
+class PairLearner:
+    """Compiled programs of online DPO; each is made once. Attributes as in `smd_jax.train.policy_learner`."""
 
-    Attributes:
-      judge: orders the completions of every prompt, see `smd_jax.losses.pairs.judged_ranks`; None: the task's
-        rewards do.
-    """
-
+    model: LanguageModel
+    optimizer: optax.GradientTransformation
     config: OnlineDPOConfig
-    judge: Judge | None = None
+    mesh: Mesh
+    max_difference: float | None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         config = self.config
-        minibatch = config.prompts_per_step // config.minibatches
-        # Called for its error, here before anything is sampled.
-        count_parts(minibatch, config.update.microbatch_size, "pairs")
-        check_rows(minibatch, self.mesh, "the pairs of a minibatch (prompts_per_step / minibatches)")
+        pairs = config.prompts_per_step // config.minibatches
+        count_parts(pairs, config.update.microbatch_size, "pairs")  # raises if they do not divide
+        check_rows(pairs, self.mesh, "the pairs of a minibatch (prompts_per_step / minibatches)")
         if config.update.microbatch_size is not None:
             check_rows(config.update.microbatch_size, self.mesh, "the pairs of a microbatch (microbatch_size)")
-        if self.judge is not None and config.missing_eos_penalty is not None:
-            raise ValueError(
-                f"expected missing_eos_penalty None with a judge, which gives no rewards; "
-                f"got {config.missing_eos_penalty}"
-            )
 
     @cached_property
     def update(self) -> DPOUpdate:
-        # In later steps the learner has moved on from the sampler, as it should.
+        # Later steps may differ: the learner has moved on from the sampler.
         bound = self.max_difference if self.config.steps_per_rollout == 1 else None
         return make_dpo_update(self.model, self.optimizer, self.config.update, bound)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether sampler and learner promise to be one policy."""
-        return self.config.update.visibility == "shadow"
-
     @cached_property
     def replay(self) -> ReplayFunction:
-        """The learner's log-probabilities, with no more rows at a time than the update has pairs."""
+        """The learner's log-probabilities, at most as many rows at a time as the update has pairs."""
         config = self.config
         rows = config.update.microbatch_size or config.prompts_per_step // config.minibatches
         return make_replay(self.model, config.update.visibility, rows)
 
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        config = self.config
+        return response_widths(config.rollout.max_new_tokens, config.update_widths, sequence_ways(self.mesh))
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return True
+
     def check(self, state: TrainState) -> None:
-        super().check(state)
         check_reference(state)
         check_sync(state, self.config.update.reference_sync)
 
-    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout."""
-        pairs = self.pairs(samples)
-        with jax.set_mesh(self.mesh):
-            batch = self.batch(state.params, samples.trajectory, pairs)
-            before = self.before_any_step(state.params, batch)
-            if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
-                return state, before  # `step` refuses it
-            steps = []
-            for part in self.minibatches(batch, state):
-                state, metrics = self.update(state, part)
-                steps.append(metrics)
-        return state, over_steps(steps, before)
-
-    def learner_batch(
-        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
-    ) -> PairBatch:
-        """The pairs of a rollout by its rewards alone, in the shapes that every judge's have; arguments as
-        `Loop.learner_batch`."""
-        return self.batch(params, trajectory, best_worst(rewards, self.config.group_size))
-
-    def pairs(self, samples: Samples) -> Pairs:
-        """One pair of every group, as the judge or the rewards have it."""
-        config = self.config
-        size = self.config.group_size
-        if self.judge is not None:
-            groups = [
-                samples.completions[first : first + size] for first in range(0, config.completions_per_step, size)
-            ]
-            # All rows of a group have one prompt, so every `size`-th row stands for its group.
-            prompts = [row["prompt"] for row in samples.task_rows[::size]]
-            # Every process asks about its own groups: a judge may be slow, and need not answer the same twice.
-            own = self.responder.place.feeders.part(len(groups))
-            with all_or_none():
-                ranks = judged_ranks(self.judge, prompts[own], groups[own])
-            of_all = self.responder.place.feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
-            return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in of_all]))
-        rewards = samples.rewards
-        if config.missing_eos_penalty is not None:
-            cut_off = ~on_host(samples.trajectory.terminated)
-            # A copy of the task's rewards: the metrics keep those.
-            rewards = rewards - np.float32(config.missing_eos_penalty) * cut_off
-        rewarded_rows = samples.rewarded_rows
-        return best_worst(jnp.asarray(rewards), size, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
-
     def batch(self, params: Params, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
-        """The pairs of a rollout, with the log-probabilities of the learner before the update if a correction looks at
-        them and more than one step is taken; a single step makes them itself."""
+        """The pairs of a rollout as a batch.
+
+        It holds the learner's log-probabilities before the update if a correction reads them and more than one step is
+        taken. A single step computes them itself.
+        """
         chosen, rejected = (
             jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
         )
@@ -164,16 +123,88 @@ class OnlineDPOLoop(Loop):
             old_chosen_logprobs=self.replay(params, chosen), old_rejected_logprobs=self.replay(params, rejected)
         )
 
+    def take_steps(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
+        """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `Loop.step` refuses."""
+        before = self.before_any_step(state.params, batch)
+        if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+            return state, before
+        steps = []
+        for part in minibatches(batch, state, self.config, self.mesh):
+            state, metrics = self.update(state, part)
+            steps.append(metrics)
+        return state, over_steps(steps, before)
+
     def before_any_step(self, params: Params, batch: PairBatch) -> Metrics:
         """SAMPLER_LEARNER_METRICS of all pairs; {} where the first step sees all of them and has them itself."""
         if self.config.minibatches == 1:
             return {}
-        chosen = batch.old_chosen_logprobs
-        rejected = batch.old_rejected_logprobs
+        chosen, rejected = batch.old_chosen_logprobs, batch.old_rejected_logprobs
         if chosen is None or rejected is None:
-            chosen = self.replay(params, batch.chosen)
-            rejected = self.replay(params, batch.rejected)
+            chosen, rejected = self.replay(params, batch.chosen), self.replay(params, batch.rejected)
         return compare_pairs(batch, chosen, rejected)
+
+
+@dataclass(frozen=True)
+class OnlineDPOLoop(Loop):
+    """The static parts of an online DPO run; see Loop.
+
+    Attributes:
+      judge: ranks the completions of every prompt, see `smd_jax.losses.pairs.judged_ranks`; None: the task's rewards
+        do.
+    """
+
+    config: OnlineDPOConfig
+    judge: Judge | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge is not None and self.config.missing_eos_penalty is not None:
+            raise ValueError(
+                f"expected missing_eos_penalty None with a judge, which gives no rewards; "
+                f"got {self.config.missing_eos_penalty}"
+            )
+
+    @cached_property
+    def learner(self) -> PairLearner:
+        return PairLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        pairs = self.pairs(samples)
+        with jax.set_mesh(self.mesh):
+            return self.learner.take_steps(state, self.learner.batch(state.params, samples.trajectory, pairs))
+
+    def learner_batch(
+        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
+    ) -> PairBatch:
+        # Pairs by reward, which have the shapes of a judge's.
+        return self.learner.batch(params, trajectory, best_worst(rewards, self.config.group_size))
+
+    def pairs(self, samples: Samples) -> Pairs:
+        """One pair of every group, chosen by the judge or by the rewards."""
+        size = self.config.group_size
+        if self.judge is not None:
+            return self._judged_pairs(self.judge, samples)
+        rewards = samples.rewards
+        if self.config.missing_eos_penalty is not None:
+            truncated = ~on_host(samples.trajectory.terminated)
+            # A copy: the metrics keep the task's rewards.
+            rewards = rewards - np.float32(self.config.missing_eos_penalty) * truncated
+        rewarded_rows = samples.rewarded_rows
+        return best_worst(jnp.asarray(rewards), size, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
+
+    def _judged_pairs(self, judge: Judge, samples: Samples) -> Pairs:
+        size = self.config.group_size
+        texts = samples.completions
+        groups = [texts[first : first + size] for first in range(0, len(texts), size)]
+        # All rows of a group have one prompt, so every `size`-th row stands for its group.
+        prompts = [row["prompt"] for row in samples.task_rows[::size]]
+        # Each process asks about its own groups: a judge may be slow, and may answer differently the second time.
+        feeders = self.responder.place.feeders
+        own = feeders.part(len(groups))
+        with all_or_none():
+            ranks = judged_ranks(judge, prompts[own], groups[own])
+        parts = feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
+        return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in parts]))
 
 
 @jax.jit

@@ -1,18 +1,17 @@
-"""Optimizers of a run, from optax: what they are called in TRL, how the learning rate goes, what decays.
+"""Optimizers of a run, from optax, with the names and schedules of TRL.
 
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, lr_scheduler_type="cosine", warmup_steps=0.1), 500)
 
-                       state, bytes a parameter (beside 4 of the parameter and 4 of its gradient in float32)
+                       bytes of state per parameter (plus 4 for the parameter and 4 for its gradient in float32)
     adamw              8      two moments in float32
     adamw, bfloat16    6      the momentum in bfloat16
     adafactor          < 0.1  row and column means of the second moment, of matrices from 128 on; no momentum
 
     clip by global norm ─► adamw or adafactor ─► + weight decay * parameter ─► * -learning rate
 
-AdamW is that of torch. Adafactor (arXiv:1804.04235) is the one that saves memory because it also behaves like AdamW at
-AdamW's learning rates: its steps are scaled to the same size by the same second moment, known by its rows and columns.
-Lion, the other choice that optax has, takes the sign of every gradient: where most of a batch has no signal, it moves
-every weight all the same, and it wants learning rates of its own.
+AdamW is torch's. Adafactor (arXiv:1804.04235) saves memory and behaves like AdamW at AdamW's learning rates: the same
+second moment, stored by rows and columns, scales its steps. Lion is not offered: it takes the sign of every gradient,
+so that a batch without signal moves every weight as far, and it needs other learning rates.
 """
 
 from __future__ import annotations
@@ -35,33 +34,34 @@ Optim = Literal["adamw", "adafactor"]
 Scheduler = Literal["constant", "linear", "cosine"]
 MomentumName = Literal["float32", "bfloat16"]
 
-# Of Adafactor, as in the paper and in transformers.
-BLOCK_RMS = 1.0  # an update of a matrix is scaled down to this root mean square
-LEAST_FACTORED = 128  # sides of a matrix from which on its second moment is known by rows and columns
+# Adafactor, as in the paper and in transformers.
+BLOCK_RMS = 1.0  # largest root mean square of a matrix update
+LEAST_FACTORED = 128  # smallest sides of a matrix whose second moment is factored
 
 UNDECAYED = ("bias", "scale")  # names of leaves
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and the learning rate; names and defaults of transformers' TrainingArguments, but for the learning
-    rate, which is that of TRL's GRPOConfig, and the scheduler, which is "linear" there.
+    """The optimizer and the learning rate.
+
+    Names and defaults are those of transformers' TrainingArguments, except the learning rate, which is that of TRL's
+    GRPOConfig, and the scheduler, which is "linear" there.
 
     Attributes:
-      optim: which one.
-      learning_rate: the highest.
-      lr_scheduler_type: what comes after the warm-up: "constant"; "linear", or "cosine" (half a wave), down to the end
-        of the run.
+      optim: the optimizer.
+      learning_rate: its maximum.
+      lr_scheduler_type: after the warm-up: "constant", or "linear" or "cosine" (half a wave) until the end of the run.
       warmup_steps: optimizer steps in which the learning rate rises from 0; below 1 their share of the run, rounded up.
-      min_lr_rate: where "linear" and "cosine" end, as a share of `learning_rate` (cosine_with_min_lr in transformers).
-      weight_decay: decoupled, times the learning rate. Vectors don't decay, and nothing that is called bias or scale:
-        norms and biases, as in transformers, where embeddings do.
-      decay_embeddings: whether embeddings decay, too.
+      min_lr_rate: end of "linear" and "cosine" as a share of `learning_rate` (cosine_with_min_lr in transformers).
+      weight_decay: decoupled, times the learning rate. As in transformers, vectors and everything called bias or scale
+        do not decay.
+      decay_embeddings: whether embeddings decay.
       adam_beta1, adam_beta2, adam_epsilon: of AdamW.
-      momentum_dtype: what AdamW keeps its momentum in.
+      momentum_dtype: dtype of AdamW's momentum.
       max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
-      gate_speed: learning rate of a gate of evictions (`smd_jax.message.gate`) over that of the model, where the
-        parameters have one: it begins with zeros and has to come to logits of about one.
+      gate_speed: learning rate of an eviction gate (`smd_jax.message.gate`) relative to that of the model: the gate
+        starts at zero and needs logits of about one.
     """
 
     optim: Optim = "adamw"
@@ -101,7 +101,7 @@ class OptimizerConfig:
             raise ValueError(
                 f"expected warmup_steps to be whole steps, or a share of the run below 1; got {self.warmup_steps}"
             )
-        # An option that nothing reads is refused rather than ignored.
+        # Refused, because nothing would read it.
         if self.lr_scheduler_type == "constant" and self.min_lr_rate > 0:
             raise ValueError(
                 f"expected min_lr_rate 0 with the scheduler 'constant', which never falls; got {self.min_lr_rate}"
@@ -114,11 +114,10 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each of `steps` optimizer steps, from 0 on: that of transformers' schedulers, whose first
-    step of a warm-up has a learning rate of 0.
+    """The learning rate of each of `steps` optimizer steps, as transformers' schedulers; a warm-up begins at 0.
 
     Raises:
-      ValueError: if there are no steps, or the warm-up leaves none to fall in.
+      ValueError: without steps, or if the warm-up leaves no steps for a falling rate.
     """
     if steps < 1:
         raise ValueError(f"expected at least one optimizer step; got {steps}")
@@ -143,7 +142,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def _faster_gate(speed: float) -> optax.GradientTransformation:
-    """Multiplies what is about to be added to the gate of evictions."""
+    """Multiplies the update of the eviction gate."""
 
     def scaled(updates: Params) -> Params:
         return {
@@ -155,9 +154,9 @@ def _faster_gate(speed: float) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of so many optimizer steps: rollouts times `LoopConfig.steps_per_rollout`.
+    """The optimizer of a run of `steps` optimizer steps: rollouts times `LoopConfig.steps_per_rollout`.
 
-    The rate of the last step stands in its state as `learning_rate`; so updates log it.
+    Its state holds the rate of the last step as `learning_rate`, which updates log.
 
     Raises:
       ValueError: as `learning_rate_schedule`.
@@ -172,7 +171,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             parts.append(_faster_gate(config.gate_speed))
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
-    # float32 said aloud: a rate like 1e-6 has few digits in what parameters may be stored in.
+    # Explicitly float32: a rate like 1e-6 has few digits in the dtype of the parameters.
     rated = optax.inject_hyperparams(scaled, hyperparam_dtype=jnp.float32)
     optimizer = rated(learning_rate=learning_rate_schedule(config, steps))
     if config.max_grad_norm is None:
@@ -181,16 +180,16 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
-    """What makes a direction, of about unit size in every weight, of the gradient."""
+    """Turns the gradient into a direction of about unit size in every weight."""
     if config.optim == "adafactor":
-        # Without Adafactor's scale of parameters, as in transformers' Trainer: a learning rate is one of AdamW.
+        # Without Adafactor's scaling by parameters, as in transformers' Trainer, so that AdamW's rates apply.
         return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED), optax.clip_by_block_rms(BLOCK_RMS)
     dtype = jnp.dtype(config.momentum_dtype)
     return (optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype),)
 
 
 def decayed(params: Params, embeddings: bool = True) -> Any:
-    """Which leaves decay: matrices, but for what is called bias or scale; and embeddings if asked for."""
+    """The leaves that decay: matrices not called bias or scale; embeddings if `embeddings`."""
 
     def decays(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""

@@ -3,10 +3,10 @@
     params = add_value_head(params, model.config)
     loop = PPOLoop(model, task, tokenizer, optimizer, PPOConfig(...))
 
-One pass at the rollout's parameters, under the learner's mask, gives the critic's values; GAE makes advantages and
-returns of them; then come as many optimizer steps as the configuration says. With shadow masks the critic sees just
-what the sampler saw. A KL to a reference is a term of the loss, or with `UpdateConfig.kl_in_reward` a part of every
-token's reward, as in TRL's PPO.
+One forward pass at the rollout's parameters, under the learner's mask, gives the critic's values. GAE turns them into
+advantages and returns. Then the optimizer steps follow. With shadow masks the critic sees the same keys as the sampler.
+A KL to a reference is a term of the loss, or with `UpdateConfig.kl_in_reward` a part of every token's reward, as in
+TRL's PPO.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
-from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
 
 # (params, trajectory, rewards [batch], counted_rows [batch] or None, penalty [batch, R] or None, the default)
@@ -41,7 +42,9 @@ MakeTrainBatch = Callable[..., tuple[TrainBatch, Metrics]]
 
 @dataclass(frozen=True)
 class PPOConfig(PolicyConfig):
-    """One PPO run; the other attributes are those of LoopConfig. `num_iterations` is TRL's num_ppo_epochs (4 there).
+    """Configuration of a PPO run; the other attributes are those of LoopConfig.
+
+    `num_iterations` is TRL's num_ppo_epochs (4 there).
 
     Attributes:
       update: the learner, with a critic (`UpdateConfig.value`).
@@ -71,22 +74,23 @@ class PPOConfig(PolicyConfig):
             )
         if self.update.eviction_coef:
             raise ValueError(
-                "expected eviction_coef 0 with PPO, because an eviction is paid by the advantage of its response, and "
-                f"PPO's belong to tokens; got {self.update.eviction_coef}. GRPO and RLOO train a gate"
+                "expected eviction_coef 0 with PPO, because an eviction is trained by the advantage of its response, "
+                f"and PPO's advantages belong to tokens; got {self.update.eviction_coef}. GRPO and RLOO train a gate"
             )
         if self.update.loss.ratio_level != "token":
             raise ValueError(
-                "expected ratio_level 'token' with PPO, because under the ratio of a response all its tokens have one "
-                f"gradient, and their own advantages are lost; got {self.update.loss.ratio_level!r}"
+                "expected ratio_level 'token' with PPO, because under the ratio of a response all its tokens share one "
+                f"gradient and lose their own advantages; got {self.update.loss.ratio_level!r}"
             )
 
 
 def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
-    """The jitted `(params, trajectory, rewards, counted_rows, penalty) -> (batch, metrics)`: what a whole rollout has
-    to teach. The penalty is taken off the rewards of the tokens, see `smd_jax.losses.kl.kl_penalty`; None: nothing is.
+    """The jitted `(params, trajectory, rewards, counted_rows, penalty) -> (batch, metrics)` of a whole rollout.
 
-    The returned function raises ValueError for parameters without a value head, a trajectory whose probabilities no
-    learner can reproduce, and rows that do not divide into microbatches.
+    The penalty is subtracted from the rewards of the tokens, see `smd_jax.losses.kl.kl_penalty`; None: no penalty.
+
+    The returned function raises ValueError for parameters without a value head, for a trajectory whose probabilities no
+    learner can reproduce, and for rows that do not divide into microbatches.
     """
 
     def train_batch(
@@ -104,7 +108,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         if penalty is not None:
             of_tokens = of_tokens - penalty
         advantages, returns = gae(of_tokens, judged, mask, config.gamma, config.lam)
-        # Advantages come from all tokens of a response. Their mean and spread are those of the tokens that count.
+        # Advantages use all tokens of a response; their mean and variance only the tokens that count.
         counted = counted_tokens(config.update, trajectory, counted_rows)
         if config.whiten_advantages:
             advantages = whiten(advantages, counted)
@@ -119,8 +123,8 @@ def _judge(
 ) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
     """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
 
-    With shadow masks the log-probabilities are the sampler's, as it recorded them, unless a correction is to measure
-    the difference; None where neither loss nor correction looks at them.
+    With shadow masks the log-probabilities are those that the sampler recorded, unless a correction has to measure the
+    difference; None if neither loss nor correction reads them.
     """
     hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
     judged = values(params, hidden)
@@ -142,38 +146,40 @@ def _critic_metrics(
 
 
 @dataclass(frozen=True)
-class PPOLoop(PolicyLoop):
-    """Everything of a PPO run that does not change; the jitted functions are made once."""
+class PPOLoop(Loop):
+    """The static parts of a PPO run; see Loop."""
 
     config: PPOConfig
 
     @cached_property
+    def learner(self) -> PolicyLearner:
+        return PolicyLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
+
+    @cached_property
     def train_batch(self) -> MakeTrainBatch:
-        # The critic judges whole rows, whatever the update packs.
-        return make_train_batch(self.model, replace(self.config, update=self.unpacked_update))
+        """The jitted function of `make_train_batch`."""
+        # The critic sees whole rows, even if the update packs them.
+        return make_train_batch(self.model, replace(self.config, update=self.learner.unpacked_config))
 
     def check(self, state: TrainState) -> None:
-        # Before the rollout, as all that can be refused cheaply.
         check_value_head(state.params)
         super().check(state)
 
     def policy_params(self, params: Params) -> Params:
-        """The parameters without the critic's head, which is no part of the model."""
+        """The parameters without the critic's head, which is not part of the model."""
         return drop_value_head(params)
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        """What a whole rollout has to teach; arguments as `Loop.learner_batch`."""
         return self.train_batch(params, trajectory, rewards, counted_rows)[0]
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """The optimizer steps of one rollout."""
-        # A completion without a reward does not count. NaN times 0 would still be NaN.
+        # A completion without a reward does not count, but NaN times 0 would still be NaN.
         rewards = jnp.asarray(np.nan_to_num(samples.rewards))
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
-            penalty, of_kl = self.kl_penalty(state, samples.trajectory, counted_rows)
-            batch, of_critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
-            state, metrics = self.take_steps(state, batch)
-        return state, metrics | of_critic | of_kl
+            penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
+            batch, critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
+            state, metrics = self.learner.take_steps(state, batch)
+        return state, metrics | critic | kl

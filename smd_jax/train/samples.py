@@ -1,33 +1,37 @@
-"""What a rollout is on its way from the sampler to the learner."""
+"""One rollout on its way from the sampler to the learner, and the choice among several with dynamic sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.tasks.task import Row
 
-# In `Samples.metrics`: rollouts that they come from, where there may be several.
+# In `Samples.metrics`: number of rollouts that the samples come from, with dynamic sampling.
 ROLLOUTS = "dynamic_sampling/rollouts"
 
 
 class Samples(NamedTuple):
-    """One rollout and what the task said of it, on the host; the completions of a prompt are contiguous.
+    """One rollout with its rewards, on the host; the completions of a prompt are contiguous.
 
     Attributes:
       trajectory: `[batch, ...]`.
       rewards: float32 `[batch]`; NaN where a reward function failed, see `smd_jax.tasks.rewards`.
-      task_rows: the row of the task that each completion belongs to.
+      task_rows: the task row of each completion.
       completions: their texts.
-      counted_rows: `[batch]`, false for completions to leave out of the update; None: all count.
-      metrics: metrics of everything that was drawn, also of what is left out.
-      reward_parts: float32 `[batch]` of each function of `Loop.rewards`, NaN where it failed or does not apply; nothing
+      counted_rows: `[batch]`, false for completions that the update leaves out; None: all count.
+      metrics: metrics of all sampled completions, including those that are left out.
+      reward_parts: float32 `[batch]` for each function of `Loop.rewards`, NaN where it failed or does not apply; empty
         where the task's own reward grades.
-      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Only for `Loop.watch`.
+      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Set only for
+        `Loop.watch`.
     """
 
     trajectory: Trajectory
@@ -41,6 +45,46 @@ class Samples(NamedTuple):
 
     @property
     def rewarded_rows(self) -> np.ndarray | None:
-        """`[batch]`, which completions have a reward; None: all."""
+        """`[batch]`, true for completions with a reward; None: all."""
         missing = np.isnan(self.rewards)
         return ~missing if missing.any() else None
+
+
+def signal_of_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """`[groups]`, true for groups with unequal rewards; NaN is ignored."""
+    return np.asarray(groups_with_signal(jnp.asarray(rewards), group_size, jnp.asarray(~np.isnan(rewards))))
+
+
+def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> Samples:
+    """The first `groups` groups of several rollouts that have signal, then groups without, which do not count.
+
+    Rewards, lengths and times in the metrics are those of all rollouts.
+    """
+    rewards = np.concatenate([samples.rewards for samples in rollouts])
+    signal = signal_of_groups(rewards, group_size)
+    # False sorts before True, and a stable sort keeps the order of the rollouts among equal groups.
+    chosen = np.argsort(~signal, kind="stable")[:groups]
+    rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    trajectories = [samples.trajectory for samples in rollouts]
+    task_rows = [row for samples in rollouts for row in samples.task_rows]
+    completions = [text for samples in rollouts for text in samples.completions]
+    metrics = {
+        name: _over_rollouts(name, [samples.metrics[name] for samples in rollouts]) for name in rollouts[0].metrics
+    }
+    parts = rollouts[0].reward_parts
+    return Samples(
+        trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories),
+        rewards=rewards[rows],
+        task_rows=[task_rows[i] for i in rows],
+        completions=[completions[i] for i in rows],
+        counted_rows=np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]),
+        metrics=metrics | {ROLLOUTS: jnp.float32(len(rollouts))},
+        reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
+    )
+
+
+def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
+    reductions = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}
+    summed = ("rewards/failed", "rollout/tokens", "time/rollout", "time/grading")
+    reductions |= dict.fromkeys(summed, jnp.sum)
+    return reductions.get(name, jnp.mean)(jnp.stack(values))

@@ -84,7 +84,7 @@ def cross_entropy(model: LanguageModel, params: Params, examples: Examples) -> F
 def make_supervised_update(
     model: LanguageModel, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Examples], tuple[TrainState, Float[Array, ""]]]:
-    """The jitted step `(state, examples) -> (state, loss)`; the old state's buffers are donated."""
+    """The jitted step `(state, examples) -> (state, loss)`; it donates the old state's buffers."""
 
     def update(state: TrainState, examples: Examples) -> tuple[TrainState, Float[Array, ""]]:
         def objective(trained: Params) -> Float[Array, ""]:

@@ -291,14 +291,14 @@ def trace(loop: Loop, state: Any) -> None:
             stop=loop.responder.stop_table,
         )
         trajectory = jax.eval_shape(draw, loop.policy_params(state.params), tokens, KEY)
-        drops = isinstance(loop, GRPOLoop) and loop.drops_rows
+        drops = loop.config.extra_rollouts is not None
         counted = array(rows, dtype=bool) if drops else None
         batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array(rows), counted)
         minibatch = part_of(batch, config.minibatches)
-        jax.eval_shape(loop.update, state, minibatch)
+        jax.eval_shape(loop.learner.update, state, minibatch)
         if isinstance(loop, PolicyLoop):
             if loop.config.update.kl_in_reward:
-                jax.eval_shape(loop.reference_replay, reference_params(state), trajectory)
+                jax.eval_shape(loop.learner.reference_replay, reference_params(state), trajectory)
             if loop.config.update.pack_columns is not None:
                 trace_packed(loop, state, minibatch)
 

@@ -23,9 +23,9 @@ from smd_jax.memory.plan import Workload, param_shapes, plan_memory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.bucketing import LEAST_STEP, response_widths
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.minibatches import LEAST_STEP, response_widths
 from tests.devices.test_sharding import FULL, LENGTH, MODEL, ONE, PLAIN, ROWS, distance, updated
 from tests.memory import test_memory
 from tests.toy_loop import CONFIG, DISTILLED, TASK, TOKENIZER, new_loop, new_state, own_loop, run, warm_params

@@ -178,7 +178,6 @@ def test_a_mask_without_its_padding():
         forgotten = mask.forgotten(query)
         assert np.flatnonzero(forgotten[0, 0]).tolist() == ([1] if query >= 3 else [])
         assert not forgotten[0, 1].any()
-    assert mask.lifetimes()[0, 0].tolist() == [6, 2, 4, 3, 2, 1]
 
 
 def test_a_boolean_mask_is_the_same():

@@ -27,7 +27,7 @@ from smd_jax.monitor.curves import (
 )
 from smd_jax.monitor.metrics_log import MetricsWriter
 from smd_jax.monitor.page import asset, write_page
-from smd_jax.monitor.run_plots import COLOURS, plot_lifetimes, plot_runs, runs_figure
+from smd_jax.monitor.run_plots import COLOURS, plot_runs, runs_figure
 from smd_jax.monitor.saved_masks import SavedMask, save_masks
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \x1b[31m"
@@ -391,16 +391,3 @@ def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
     write_page([runs], runs / "page.html")
     found = Reader((runs / "page.html").read_text())
     assert json.loads(found.scripts["masks"]) == [] and "heat" not in [a.get("id") for _, a in found.tags]
-
-
-def test_a_picture_in_which_nothing_was_evicted(tmp_path):
-    mask = SavedMask(np.full((1, 1, 3), 3, np.uint16), list("abc"), prompt_length=1, step=0, row=0, reward=0.0)
-    plot_lifetimes(mask, tmp_path / "mask.png")
-    assert (tmp_path / "mask.png").stat().st_size > 1000
-
-
-def test_pictures(runs):
-    plot_runs([runs], runs / "runs.png")
-    plot_lifetimes(hand_made(list("abcd")), runs / "mask.png")
-    for name in ("runs", "mask"):
-        assert (runs / f"{name}.png").read_bytes().startswith(b"\x89PNG")

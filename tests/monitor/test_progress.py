@@ -27,13 +27,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def without_rich(monkeypatch):
-    """Of rich only a part is missing: Flax needs the rest."""
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    monkeypatch.delitem(sys.modules, "smd_jax.monitor.rich_output", raising=False)
-
-
 def test_plain_lines_away_from_a_terminal():
     file, raw = file_and_bytes()
     with training_progress(25, every=10, file=file) as report:
@@ -77,18 +70,6 @@ def test_bar_on_a_terminal(monkeypatch):
         report(34, METRICS)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert re.search(r"train +34/200 .*reward 0\.550 \|Δlogp\| 2\.1e-06 0:00:0\d", shown), shown
-
-
-@pytest.mark.usefixtures("without_rich")
-def test_without_rich_a_terminal_gets_plain_lines():
-    terminal = Terminal()
-    with training_progress(2, every=1, file=terminal) as report:
-        report(1, METRICS)
-        report(2, METRICS)
-    lines = terminal.getvalue().splitlines()
-    assert [re.sub(r"0:00:0\d", "-", line) for line in lines] == [
-        f"train {step}/2 reward 0.550 |Δlogp| 2.1e-06 -" for step in (1, 2)
-    ]
 
 
 def test_status_shows_what_there_is():
@@ -196,18 +177,6 @@ def test_a_pipe_has_room_for_any_table():
     assert "a long name of a row │  100,000 │  100,001 │" in raw.getvalue().decode()
 
 
-@pytest.mark.usefixtures("without_rich")
-def test_summary_table_without_rich():
-    file, raw = file_and_bytes()
-    summary_table("Result [seed 0]", ["decoding", "before"], [["sparse", 0.45678], ["dense", None]], file=file)
-    assert raw.getvalue().decode().splitlines() == [
-        "Result [seed 0]",
-        "decoding  before",
-        "sparse    0.4568",
-        "dense          -",
-    ]
-
-
 def test_summary_table_refuses_ragged_rows():
     with pytest.raises(ValueError, match=r"row 1: expected 2 cells; got 1: \['dense'\]"):
         summary_table("t", ["a", "b"], [["x", 1], ["dense"]], file=file_and_bytes()[0])
@@ -223,9 +192,9 @@ def test_missing_extra_is_named():
     assert "pictures of runs need matplotlib: pip install -e '.[train]'" in done.stderr
 
 
-def test_the_library_itself_needs_neither():
-    """Also not to train, and to keep the run."""
-    extras = {"rich.progress", "matplotlib", "smd_jax.monitor.run_plots", "smd_jax.monitor.rich_output"}
+def test_the_library_itself_does_not_need_matplotlib():
+    """Nor do training and checkpoints."""
+    extras = {"matplotlib", "smd_jax.monitor.run_plots"}
     code = f"import smd_jax, smd_jax.runs.run, sys; found = {extras} & set(sys.modules); assert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

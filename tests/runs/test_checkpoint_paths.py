@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from smd_jax.runs import checkpoint
-from smd_jax.runs.checkpoint import verification
+from smd_jax.runs.checkpoint import integrity
 
 
 def save(directory, step, state=None, max_to_keep=3):
@@ -57,9 +57,9 @@ async def nothing() -> None:
 def test_what_is_opened_again_has_the_shapes_that_were_saved(tmp_path):
     state = {"key": jax.random.key(0), "rbg": jax.random.key(0, impl="rbg"), "w": jnp.ones((2, 3)), "n": jnp.int32(1)}
     save(tmp_path, 1, state)
-    assert verification.stored_shapes(state) == [(), (2,), (2, 3), (4,)]
+    assert integrity.stored_shapes(state) == [(), (2,), (2, 3), (4,)]
     for other in ([(), (2,), (2, 3)], [(), (2,), (2, 4), (4,)]):
         with pytest.raises(OSError, match="expected to open it again; got 4 arrays of shapes"):
-            verification.verify(tmp_path / "1", other)
+            integrity.verify(tmp_path / "1", other)
         (tmp_path / "1.unreadable").rename(tmp_path / "1")
-    verification.verify(tmp_path / "1", verification.stored_shapes(state))
+    integrity.verify(tmp_path / "1", integrity.stored_shapes(state))

@@ -258,7 +258,9 @@ def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedRolloutError) as caught:
         # The parameters that a refused step leaves, which it gives to nobody.
         patch.setattr(
-            Tampered, "_refuse", lambda self, i, p, *rest: (kept.append(p), GRPOLoop._refuse(self, i, p, *rest))
+            Tampered,
+            "_check_rollout",
+            lambda self, i, p, *rest: (kept.append(p), GRPOLoop._check_rollout(self, i, p, *rest)),
         )
         loop.step(state)
     assert_bitwise_equal(jax.tree.map(np.array, kept[0]), before)

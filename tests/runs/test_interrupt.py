@@ -56,7 +56,7 @@ def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
     # It fails again at once: nothing new.
     with pytest.raises(ConnectionError) as caught:
         start(parts, 6, PlainLoop(begins=raises_at(4)), resume=True)
-    assert caught.value.__notes__ == ["after 4 of 6 rollouts; nothing is lost but the one under way"]
+    assert caught.value.__notes__ == ["after 4 of 6 rollouts; nothing is lost but the rollout that failed"]
     assert_bitwise_equal(start(parts, 6, resume=True), whole)
     assert rows(parts) == rows(tmp_path / "whole")
 
@@ -83,7 +83,7 @@ def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
     with pytest.raises(RuntimeError, match="EXHAUSTED") as caught:
         start(tmp_path, 6, Taking())
     (said,) = caught.value.__notes__
-    assert said == "the failing update has taken over the state: what 3 rollouts taught is not saved"
+    assert said == "the failed update has donated the state: the last 3 rollouts are not saved"
     assert saved(tmp_path) == []
 
 
@@ -93,7 +93,7 @@ def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
 def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
         start(tmp_path, 6, PlainLoop(begins=raises_at(4)), new_state(size=100_000))
-    assert re.match("what 4 rollouts taught could not be saved: checkpoint 4 in .*", caught.value.__notes__[0])
+    assert re.match("the last 4 rollouts could not be saved: checkpoint 4 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
 
@@ -102,7 +102,7 @@ def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
 def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
     with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
         train(PlainLoop(), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
-    assert re.match("what [23] rollouts taught could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
+    assert re.match("the last [23] rollouts could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
 
@@ -111,5 +111,5 @@ def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
 def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
         train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
-    assert re.match("what 2 rollouts taught could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
+    assert re.match("the last 2 rollouts could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []

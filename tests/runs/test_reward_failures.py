@@ -15,7 +15,8 @@ from smd_jax.metrics import reward_metrics
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Row
 from smd_jax.train.grading import part_metrics
-from smd_jax.train.grpo import GRPOLoop, fullest
+from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.samples import select_groups
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, new_state, optimizer
@@ -162,10 +163,10 @@ def test_the_update_is_that_of_the_others():
         rows = first + np.flatnonzero(counted[first : first + 4])
         group = failed[rows].astype(np.float64)
         advantages[rows] = (group - group.mean()) / (group.std(ddof=1) + EPSILON)
-    old = loop.old_logprobs(new_state().params, samples.trajectory)
+    old = loop.learner.old_logprobs(new_state().params, samples.trajectory)
     batch = TrainBatch(samples.trajectory, jnp.asarray(advantages), old, jnp.asarray(counted))
     with jax.set_mesh(loop.mesh):
-        expected, _ = loop.take_steps(new_state(), batch)
+        expected, _ = loop.learner.take_steps(new_state(), batch)
     for mine, theirs in zip(jax.tree.leaves(learned.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
@@ -262,7 +263,9 @@ def test_dynamic_sampling_keeps_groups_with_what_is_left():
         return drawn()[0]._replace(rewards=array, reward_parts={"f": array + 10}, metrics=metrics)
 
     # In the first rollout the second group has lost what made it unequal.
-    got = fullest([rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2)
+    got = select_groups(
+        [rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2
+    )
     assert np.isnan(got.rewards).tolist() == [False, True, False, False, True, True, False, False]
     assert got.rewards[~np.isnan(got.rewards)].tolist() == [1, 0, 1, 3, 4]
     assert got.counted_rows is not None

@@ -15,8 +15,8 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.runs import checkpoint
 from smd_jax.runs.machine import machine
-from smd_jax.runs.objective import Objective, Standing
-from smd_jax.runs.resume_settings import rounding_only, split_settings, taken_out
+from smd_jax.runs.objective import Objective, ObjectiveProgress
+from smd_jax.runs.resume_settings import rounding_only, split_fields, split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import check_directory
@@ -79,7 +79,7 @@ def test_a_resume_says_where_it_goes_on(tmp_path, capsys):
     with pytest.raises(DiedError):
         start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4)
     start(tmp_path, 9, resume=True, checkpoint_every=4)
-    assert "goes on after 4 of 9 rollouts; 3 behind them are taken again" in capsys.readouterr().out
+    assert "goes on after 4 of 9 rollouts; 3 later ones are repeated" in capsys.readouterr().out
 
 
 def test_a_resume_that_would_lose_rollouts_is_refused(tmp_path):
@@ -168,13 +168,13 @@ def test_a_rollout_that_may_be_the_last_is_known_before_its_update(tmp_path, mon
     assert found == last_ones
 
 
-def test_standing_by_hand():
+def test_progress_of_an_objective_by_hand():
     objective = Objective("x", patience=2, min_gain=0.1)
-    standing = Standing()
+    progress = ObjectiveProgress()
     seen = []
     for done, value in enumerate([0.5, 0.55, 0.58, 0.61, float("nan"), 0.6], start=1):
-        standing = standing.after(objective, done, {"x": value}).after(objective, done, {"another": 9.0})
-        seen.append(standing)
+        progress = progress.after(objective, done, {"x": value}).after(objective, done, {"another": 9.0})
+        seen.append(progress)
     assert [(s.best, s.best_at) for s in seen] == [(0.5, 1), (0.55, 2), (0.58, 3), (0.61, 4), (0.61, 4), (0.61, 4)]
     assert [(s.reference, s.without_gain) for s in seen] == [
         (0.5, 0),
@@ -354,9 +354,9 @@ def test_what_chooses_the_rows_of_a_teacher_is_compared():
 
 
 def test_taking_out_what_is_not_there():
-    assert taken_out({"a": {"b": 1, "c": 2}}, ["a.b"]) == ({"a": {"c": 2}}, {"a.b": 1})
+    assert split_fields({"a": {"b": 1, "c": 2}}, ["a.b"]) == ({"a": {"c": 2}}, {"a.b": 1})
     with pytest.raises(ValueError, match="expected a setting 'a.d'; got"):
-        taken_out({"a": {"b": 1}}, ["a.d"])
+        split_fields({"a": {"b": 1}}, ["a.d"])
 
 
 # --- a checkpoint that is damaged
@@ -405,4 +405,4 @@ def test_a_run_without_signal_is_warned_of_once(tmp_path, capsys):
     start(tmp_path, 12, PlainLoop(metrics=lambda number: rows_of))
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warned) == 1
-    assert warned[0].startswith("warning: in each of the last 5 rollouts (mean reward 0) nothing could be learnt")
+    assert warned[0].startswith("warning: in each of the last 5 rollouts (mean reward 0) nothing could be learned")

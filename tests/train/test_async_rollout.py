@@ -17,11 +17,12 @@ from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.train.async_rollout import Ahead, one_behind
-from smd_jax.train.bucketing import shortened
+from smd_jax.train.async_rollout import RolloutAhead, one_behind
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.minibatches import shortened
 from smd_jax.train.responder import Responder
+from smd_jax.train.samples import Samples
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.reward_cases import length
@@ -49,8 +50,8 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     by_hand = toy_loop.new_state()
     behind = copied(by_hand.params)
     for index in range(STEPS):
-        samples = plain.graded_rollout(behind, jax.random.fold_in(by_hand.key, index), index)
-        samples = samples._replace(trajectory=shortened(samples.trajectory, plain.response_widths))
+        samples = plain.collect(by_hand.replace(behind=behind), index)
+        samples = samples._replace(trajectory=shortened(samples.trajectory, plain.learner.response_widths))
         behind = copied(by_hand.params)
         by_hand, _ = plain.learn(by_hand, samples)
         assert rows[index]["reward"] == float(samples.metrics["reward"])
@@ -100,14 +101,14 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
 def counted_draws(monkeypatch, before=lambda index: None) -> list[int]:
     """Numbers of the rollouts that are drawn from now on; `before` is called with each, before it is drawn."""
     drawn = list[int]()
-    draw = GRPOLoop.drawn_rollout
+    respond = Responder.respond
 
-    def drawn_rollout(loop, params, key, index):
-        drawn.append(index)
-        before(index)
-        return draw(loop, params, key, index)
+    def counted(responder, params, key, batch):
+        drawn.append(batch)
+        before(batch)
+        return respond(responder, params, key, batch)
 
-    monkeypatch.setattr(GRPOLoop, "drawn_rollout", drawn_rollout)
+    monkeypatch.setattr(Responder, "respond", counted)
     return drawn
 
 
@@ -152,7 +153,7 @@ def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypat
     assert [thread is here for thread in drawn] == [True, False, False]
 
     # In a process of its own a reward has a main thread there, and no need to wait for ours.
-    finish = replace(loop, rewards=Rewards((length,), seconds=60.0))._ahead_of(state.params, state.key, 2)()
+    finish = replace(loop, rewards=Rewards((length,), seconds=60.0))._sample_ahead(state.params, state.key, 2)
     monkeypatch.setattr(Rewards, "grade_part", None)
     assert finish().rewards.tolist() == [float(len(text)) for text in finish().completions]
 
@@ -188,15 +189,17 @@ def test_a_run_that_ends_early_waits_for_the_rollout_that_was_begun(tmp_path, mo
 
 
 def test_waiting_for_a_rollout():
-    ahead, drawn = Ahead[str](), threading.Event()
+    drawn = threading.Event()
+    samples = Samples(None, None, [], [], None, {})
+    ahead = RolloutAhead(lambda params, key, index: (lambda: samples) if drawn.wait() else None)
     ahead.wait()  # for nothing
-    ahead.begin(1, {}, lambda: "drawn" if drawn.wait() else "")
+    ahead.begin(1, {}, jax.random.key(0))
     waiting = threading.Thread(target=ahead.wait)
     waiting.start()
     assert waiting.is_alive()
     drawn.set()
     waiting.join()
-    assert ahead.take(1, {}, lambda: "drawn again") == "drawn"
+    assert ahead.take(1, {}) is samples and ahead.take(1, {}) is None
 
 
 def test_a_state_must_fit():
@@ -209,7 +212,7 @@ def test_a_state_must_fit():
 def test_weights_are_whole_where_two_programs_run_at_once():
     with pytest.raises(ValueError, match=r"expected weights and rows that lie whole .* got \{'fsdp': 2\}"):
         toy_loop.own_loop(AHEAD, sizes=(1, 2, 1))
-    assert toy_loop.own_loop(AHEAD, sizes=(2, 1, 1)).samples_ahead
+    assert toy_loop.own_loop(AHEAD, sizes=(2, 1, 1)).config.samples_ahead
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.train.bucketing import LEAST_STEP, response_widths, shortened
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.minibatches import LEAST_STEP, response_widths, shortened
 from smd_jax.train.samples import Samples
 from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, warm_params
 from tests.under_test import left_padded
@@ -102,7 +102,7 @@ def test_a_step_is_the_same_over_fewer_columns():
     found = []
     for sizes, width in ((4, LEAST_STEP), (1, LONG)):
         loop = given(trajectory, rewards, dataclasses.replace(config, update_widths=sizes))
-        assert loop.response_widths[0] == width
+        assert loop.learner.response_widths[0] == width
         found.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
     (short, of_short), (whole, of_whole) = found
     for name in of_whole.keys() - MACHINE_METRICS.keys() - {"update/padding"}:

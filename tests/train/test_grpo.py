@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from smd_jax.runs import checkpoint
 from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row, batch_indices
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grading import encode_rows
 from smd_jax.train.grpo import GRPOLoop
@@ -167,7 +169,7 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
         with jax.set_mesh(loop.mesh):
             rows = slice(i * 8 // minibatches, (i + 1) * 8 // minibatches)  # whole groups
             part = jax.tree.map(lambda x, rows=rows: x[rows], whole)
-            state, of_step = loop.update(state, shard_batch(part, loop.mesh))
+            state, of_step = loop.learner.update(state, shard_batch(part, loop.mesh))
         steps.append(jax.device_get(of_step))
     # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
@@ -251,10 +253,11 @@ def minibatches_of(state: TrainState, counted_groups: Sequence[bool] | None = No
     drawn = new_loop().collect(new_state(), 0)
     trajectory = jax.tree.map(lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)), drawn.trajectory)
     counted_rows = None if counted_groups is None else np.repeat(counted_groups, 4)
-    loop.__dict__["update"] = update  # in place of the cached one
-    loop.__dict__["before_any_step"] = lambda params, batch: {}
-    loop.__dict__["advantages"] = lambda rewards, rewarded_rows: jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
-    loop.learn(state, drawn._replace(trajectory=trajectory, counted_rows=counted_rows))
+    loop.learner.__dict__["update"] = update  # replaces the cached one
+    loop.learner.__dict__["before_any_step"] = lambda params, batch: {}
+    numbers = jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
+    with mock.patch.object(grpo, "advantages", return_value=numbers):
+        loop.learn(state, drawn._replace(trajectory=trajectory, counted_rows=counted_rows))
     return seen
 
 
@@ -288,7 +291,7 @@ def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
 def test_advantages_of_rloo():
     loop = new_loop(dataclasses.replace(CONFIG, advantages="leave_one_out", scale_rewards="none"))
     rewards = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
-    np.testing.assert_allclose(loop.advantages(rewards), [0, -4 / 3, -4 / 3, 8 / 3, 0, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(grpo.advantages(loop.config, rewards), [0, -4 / 3, -4 / 3, 8 / 3, 0, 0, 0, 0], atol=1e-6)
 
 
 # --- dynamic sampling
@@ -392,9 +395,9 @@ def test_a_minibatch_of_truncated_completions_alone_leaves_the_parameters_alone(
 def test_who_the_old_policy_is():
     trajectory = new_loop().collect(new_state(), 0).trajectory
     dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
-    assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
-    assert new_loop(dense).old_logprobs(warm_params(), trajectory) is None
-    twice = new_loop(dataclasses.replace(dense, minibatches=2)).old_logprobs(warm_params(), trajectory)
+    assert new_loop().learner.old_logprobs(warm_params(), trajectory) is trajectory.logprobs
+    assert new_loop(dense).learner.old_logprobs(warm_params(), trajectory) is None
+    twice = new_loop(dataclasses.replace(dense, minibatches=2)).learner.old_logprobs(warm_params(), trajectory)
     expected = replayed(warm_params(), trajectory, trajectory.dense_mask())
     assert twice is not None
     np.testing.assert_allclose(twice, expected, atol=1e-5)
@@ -538,7 +541,7 @@ def test_a_tokenizer_of_another_model():
 
 def test_a_reference_that_is_missing(monkeypatch):
     """Said before the rollout."""
-    monkeypatch.setattr(GRPOLoop, "graded_rollout", None)
+    monkeypatch.setattr(GRPOLoop, "collect", None)
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
     with pytest.raises(ValueError, match="expected reference parameters in the train state"):
         new_loop(config).step(new_state())

@@ -21,6 +21,7 @@ from smd_jax.losses.pairs import Judge
 from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
+from smd_jax.train.minibatches import minibatches
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
@@ -44,7 +45,7 @@ def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1
     """Loops with the same learner share its programs, as in tests/toy_loop.py."""
     loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
     with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
-        assert loop.update is not None and loop.replay is not None  # now they are made
+        assert loop.learner.update is not None and loop.learner.replay is not None  # now they are made
     return loop
 
 
@@ -112,7 +113,8 @@ def test_without_a_pair_with_signal_the_parameters_stay():
 def test_the_minibatches_of_a_rollout():
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2))
     pairs = loop.pairs(samples())
-    parts = list(loop.minibatches(loop.batch(warm_params(), samples().trajectory, pairs), new_state()))
+    batch = loop.learner.batch(warm_params(), samples().trajectory, pairs)
+    parts = list(minibatches(batch, new_state(), loop.config, loop.mesh))
     tokens = np.asarray(samples().trajectory.tokens)
     again = [
         tokens[np.asarray(pairs.chosen)].tolist().index(row.tolist())
@@ -131,10 +133,10 @@ def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
     once, twice = (new_loop(dataclasses.replace(CONFIG, update=DENSE, minibatches=n)) for n in (1, 2))
     pairs = once.pairs(samples())
     trajectory = samples().trajectory
-    assert once.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
+    assert once.learner.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
     naive = dataclasses.replace(CONFIG, update=DPOUpdateConfig("dense", correction=Naive()), minibatches=2)
-    assert new_loop(naive).batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
-    batch = twice.batch(warm_params(), trajectory, pairs)
+    assert new_loop(naive).learner.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
+    batch = twice.learner.batch(warm_params(), trajectory, pairs)
     expected = jax.jit(lambda: replay(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()
     assert batch.old_chosen_logprobs is not None and batch.old_rejected_logprobs is not None
     np.testing.assert_allclose(batch.old_chosen_logprobs, expected[pairs.chosen], atol=1e-5)

@@ -1,19 +1,20 @@
-"""Checkpoints: everything that a run needs to continue bitwise, written atomically with orbax, beside the run.
+"""Checkpoints hold everything that a run needs to continue bitwise; orbax writes them atomically, beside the run.
 
-One checkpoint is a directory `<directory>/<step>` with two orbax items and a file beside them:
+One checkpoint is a folder `<directory>/<step>` with two orbax items and one file:
 
     state            the pytree of arrays: parameters, optimizer state, step counter, typed PRNG keys
     meta             JSON: {"format": 1, "leaves": {path: "dtype[shape]"}, "data_position": ..., "config": ...,
                      "noted": ..., "machine": ...}
-    checksums.json   CRC-32 of every file of the two
+    checksums.json   CRC-32 of every file in the two items
 
-A checkpoint appears by renaming a finished temporary directory: a run that is killed while it saves leaves the older
-checkpoints as they were.
+A checkpoint appears when its finished temporary folder is renamed. A run that is killed while it saves leaves the older
+checkpoints unchanged.
 
-    writing     save, and the Writer that saves beside the steps of a run
-    reading     restore, restore_newest, and the looks that read no arrays
-    steps       which checkpoints there are
-    ownership, leaves, checksums, errors     what is refused, and how it is said
+    writing       save, and the Writer that saves beside the steps of a run
+    reading       restore, restore_newest, and checks that read no arrays
+    steps         steps and paths of a directory
+    integrity     verification after a save, checksums before a restore
+    ownership, leaves, errors     what is refused, and its messages
 """
 
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError

@@ -1,4 +1,4 @@
-"""What orbax, TensorStore and the disk raise, as one line that says which checkpoint it is and what remains."""
+"""Turns errors of orbax, TensorStore and the disk into one line that names the checkpoint and what remains."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from smd_jax.runs.checkpoint.steps import all_steps, unfinished
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is there but cannot be read; the message says which step and why, and of a checkpoint that was asked
-    for also what remains."""
+    """A checkpoint exists but cannot be read; the message names the step and the reason."""
 
 
 class DamageNamed:
-    """Whatever reading a damaged file raises becomes one error that says which checkpoint it is, and why. Where the
-    disk fails, or a permission is missing, nothing is known of the file: an OSError says so."""
+    """Turns errors of reading a damaged file into a DamagedCheckpointError.
+
+    If the disk fails, or a permission is missing, the file may be intact: that becomes an OSError.
+    """
 
     def __init__(self, directory: str | Path, step: int) -> None:
         self.directory = directory
@@ -33,8 +34,8 @@ class DamageNamed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What the checks here, JSON and orbax raise for files that are missing, cut off or changed; for an array that
-        # is cut off, orbax raises no other class than Exception itself.
+        # Our checks, JSON and orbax raise these for files that are missing, truncated or changed; for a truncated array
+        # orbax raises Exception itself.
         if not isinstance(error, ValueError | KeyError | OSError) and kind is not Exception:
             return
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -48,8 +49,7 @@ class DamageNamed:
 
 @contextmanager
 def others_named(directory: str | Path, step: int) -> Iterator[None]:
-    """Adds to a DamagedCheckpointError which other steps there are. For a caller who can name one: what looks for the
-    newest that can be read tries them all by itself."""
+    """Adds the other steps to a DamagedCheckpointError, for a caller who can choose one."""
     try:
         yield
     except DamagedCheckpointError as error:
@@ -60,38 +60,37 @@ def others_named(directory: str | Path, step: int) -> Iterator[None]:
 
 @contextmanager
 def disk_failure_named(directory: str | Path, step: int) -> Iterator[None]:
-    """Turns what orbax raises when the disk fails into one line, and deletes what is half written."""
+    """Turns errors of the disk into one line, and deletes incomplete files."""
     for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_is_news)  # which adds the same filter no second time
+        logging.getLogger(logger).addFilter(_is_worth_printing)  # a no-op the second time
     _quiet_late_writes()
     try:
         yield
-    # Files that orbax writes by itself say OSError; TensorStore says ValueError, and the system's code in its text.
+    # Orbax raises OSError; TensorStore raises ValueError, with the system's code in its text.
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and OS_ERROR not in str(error):
             raise
-        # As far as TensorStore has stopped: its threads may write a file more, which the next manager deletes.
-        for half_written in unfinished(directory):
-            shutil.rmtree(half_written, ignore_errors=True)
-        # Orbax's own, after it has waited for others. A disk in a network has a number for what it took too long for.
+        # Threads of TensorStore may still write a file, which the next manager deletes.
+        for folder in unfinished(directory):
+            shutil.rmtree(folder, ignore_errors=True)
+        # Orbax's own timeout while it waits for other processes has no errno; that of a network disk has one.
         if isinstance(error, TimeoutError) and error.errno is None:
-            said = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
-            raise OSError(f"{said}{error}") from error
-        said = failure(f"checkpoint {step} in {directory}", directory, error)
-        raise OSError(f"{said}. {_kept(directory)}") from error
+            message = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
+            raise OSError(f"{message}{error}") from error
+        message = failure(f"checkpoint {step} in {directory}", directory, error)
+        raise OSError(f"{message}. {_kept(directory)}") from error
 
 
 def _kept(directory: str | Path) -> str:
     try:
         there = all_steps(directory)
-    except OSError:  # without a free file handle a directory cannot be listed
+    except OSError:  # listing a directory needs a free file handle
         return "Earlier checkpoints are as they were"
     return f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log record is to be printed: not if a thread of orbax logs an error of the disk, which is raised, too.
-    Other errors, and errors of other code that logs to absl or asyncio, are printed."""
+def _is_worth_printing(record: logging.LogRecord) -> bool:
+    """False for errors of the disk that threads of orbax log and raise, too; true for all others."""
     error = record.exc_info[1] if record.exc_info else None
     if OS_ERROR in f"{record.getMessage()} {error}":
         return False
@@ -99,21 +98,23 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _quiet_late_writes() -> None:
-    """TensorStore answers writes that end after the first has failed to an event loop that orbax has closed, and each
-    RuntimeError goes to `sys.unraisablehook`. From now on those, and no other errors, are not printed."""
+    """Stops the printing of RuntimeErrors from writes that end after orbax has closed its event loop.
+
+    TensorStore sends them to `sys.unraisablehook` when an earlier write has failed. Other errors are printed.
+    """
     before = sys.unraisablehook
     if getattr(before, "__module__", None) == __name__:
         return
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        if not _is_answer_to_closed_loop(unraisable.exc_value, unraisable.exc_traceback):
+        if not _is_from_closed_loop(unraisable.exc_value, unraisable.exc_traceback):
             before(unraisable)
 
     sys.unraisablehook = hook
 
 
-def _is_answer_to_closed_loop(error: BaseException | None, trace: TracebackType | None) -> bool:
-    # Called by C++: no frame of Python's is above asyncio's.
+def _is_from_closed_loop(error: BaseException | None, trace: TracebackType | None) -> bool:
+    # C++ calls it, so asyncio's frame is the outermost.
     outermost = "" if trace is None else trace.tb_frame.f_code.co_name
     return isinstance(error, RuntimeError) and outermost == "call_soon_threadsafe" and "loop is closed" in str(error)
 

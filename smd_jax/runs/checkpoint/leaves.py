@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint by name: what was saved and what a run has must be the same, before any is read."""
+"""The arrays of a state by name, dtype and shape, which a checkpoint and the run that continues it must share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def leaf_table(tree: Any) -> dict[str, str]:
 
     Raises:
       TypeError: a leaf is no array.
-      ValueError: an array without elements, which orbax cannot keep.
+      ValueError: an array without elements, which orbax cannot save.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {_leaf_name(path): _described(_leaf_name(path), leaf) for path, leaf in leaves}
@@ -39,7 +39,7 @@ def _described(name: str, leaf: Any) -> str:
 
 
 def placed(leaf: Any) -> Any:
-    """The restore target of one leaf, always with a sharding: orbax would otherwise repeat the saved placement.
+    """The restore target of one leaf, always with a sharding; without one orbax would repeat the saved placement.
 
     Raises:
       ValueError: the sharding does not divide the array.
@@ -47,12 +47,12 @@ def placed(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf
     sharding = leaf.sharding if leaf.sharding is not None else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    sharding.shard_shape(leaf.shape)  # for its error
+    sharding.shard_shape(leaf.shape)  # raises if it does not divide
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def check_leaves(saved: dict[str, str], given: dict[str, str]) -> None:
-    """Raises OtherStateError, with every difference, unless the two tables are the same."""
+    """Raises OtherStateError, with every difference, unless the two tables are equal."""
     lines = [
         f"{name}: expected {saved.get(name, ABSENT)}, got {given.get(name, ABSENT)}"
         for name in saved | given

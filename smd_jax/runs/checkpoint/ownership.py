@@ -1,29 +1,29 @@
-"""Whose a checkpoint is: which files and keys one of this library has, of which format, and what is left of one."""
+"""What a folder must hold to count as a checkpoint of this library."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from smd_jax.runs.checkpoint.checksums import CHECKSUMS
-
-# Of what a checkpoint holds, and where. Those from before there was a number have this one, without notes and machine.
+# Checkpoints from before there was a number have this format, without notes and machine.
 FORMAT = 1
 
 ITEMS = ("state", "meta")
-# What a delete or a write that was cut off may leave of a checkpoint, and that does not say whose it was.
+CHECKSUMS = "checksums.json"
+# Files that an interrupted deletion or write may leave, and that do not tell which library wrote them.
 _REMAINS = {"_CHECKPOINT_METADATA", f"{CHECKSUMS}.tmp"}
 
 
 class OtherFormatError(ValueError):
-    """What lies there was not written by this library, or by a later version of it."""
+    """Another library, or a later version of this one, wrote the checkpoint."""
 
 
 def check_ours(folder: Path, others: Iterable[Path]) -> None:
-    """Raises OtherFormatError for a step's directory that has neither item: somebody else's checkpoint.
+    """Raises OtherFormatError for a step's folder that has neither item.
 
-    One that was emptied passes if one of the other steps' is ours: then it was, too, and is damaged.
+    An emptied folder passes if a folder of another step is a checkpoint of ours: then it is a damaged one.
     """
     if _is_ours(folder):
         return
@@ -42,9 +42,14 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def check_not_emptied(folder: Path) -> None:
-    """Raises ValueError for what a process leaves that was killed while it deleted, or a power cut."""
+    """Raises ValueError for a folder that an interrupted deletion or a power cut has emptied."""
     if not _is_ours(folder):
         raise ValueError(f"expected {' and '.join(ITEMS)}; got {_names_in(folder)}")
+
+
+def read_meta_file(folder: Path) -> dict[str, Any]:
+    """The JSON of the item `meta`. Raises OSError or ValueError if it cannot be read."""
+    return json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
 
 
 def check_format(meta: dict[str, Any], folder: Path) -> None:
@@ -57,8 +62,8 @@ def check_format(meta: dict[str, Any], folder: Path) -> None:
 
 
 def check_keys(meta: dict[str, Any]) -> None:
-    """Raises ValueError where a key is missing that every version writes."""
+    """Raises ValueError if a key is missing that every version writes."""
     expected = {"leaves", "data_position", "config"}
-    # Older checkpoints have no others; those of a later format may have more.
+    # Older checkpoints have only these; a later format may have more.
     if not expected <= set(meta):
         raise ValueError(f"meta: expected the keys {sorted(expected)}; got {sorted(meta)}")

@@ -1,5 +1,5 @@
-"""Reads checkpoints: what lies beside the arrays first, so that a run under another configuration, or a state of
-another shape, is refused with names before any array is read.
+"""Reads checkpoints. The JSON comes first: another configuration or another structure is refused, with names, before
+any array is read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ import jax
 import orbax.checkpoint as ocp
 
 from smd_jax.devices.processes import all_or_none, gather_json, is_first
-from smd_jax.runs.checkpoint.checksums import check_files, check_there, names_in
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError, DamageNamed, others_named
+from smd_jax.runs.checkpoint.integrity import check_files, check_there, names_in
 from smd_jax.runs.checkpoint.leaves import check_leaves, leaf_table, placed
-from smd_jax.runs.checkpoint.managers import reading_manager
-from smd_jax.runs.checkpoint.ownership import ITEMS, check_format, check_keys, check_not_emptied, check_ours
-from smd_jax.runs.checkpoint.steps import all_steps, existing_step, folder_of, latest_step
+from smd_jax.runs.checkpoint.ownership import (
+    ITEMS,
+    check_format,
+    check_keys,
+    check_not_emptied,
+    check_ours,
+    read_meta_file,
+)
+from smd_jax.runs.checkpoint.steps import all_steps, check_readable_path, existing_step, folder_of, latest_step
 from smd_jax.runs.jsonable import Json, config_differences, to_jsonable
 
 META = ("meta",)
@@ -27,19 +33,19 @@ _Read = TypeVar("_Read")
 
 
 class OtherConfigError(ValueError):
-    """A checkpoint was made under another configuration than the one that would go on from it."""
+    """A checkpoint was made under another configuration than that of the run which would continue it."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` gives back.
+    """A checkpoint in memory.
 
     Attributes:
-      step: the step under which the checkpoint was saved.
+      step: the step of the checkpoint.
       state: pytree with the structure, shapes, dtypes and shardings of `like`.
       data_position: the JSON object given to `save`.
-      noted, machine: what was given to `save`, as JSON; None also for checkpoints from before there was such a thing.
-      damaged: one line on each later checkpoint that cannot be read, the newest first; see `restore_newest`.
+      noted, machine: as given to `save`, as JSON; None also for old checkpoints.
+      damaged: one line for each later checkpoint that cannot be read, the newest first; see `restore_newest`.
     """
 
     step: int
@@ -50,81 +56,70 @@ class Restored:
     damaged: tuple[str, ...] = ()
 
 
-def restore(
-    directory: str | Path,
-    like: Any,
-    *,
-    config: object,
-    step: int | None = None,
-    may_differ: Sequence[str] = (),
-) -> Restored:
+def restore(directory: str | Path, like: Any, *, config: object, step: int | None = None) -> Restored:
     """Reads a checkpoint into the structure and onto the devices of `like`.
 
     Args:
       directory: as given to `save`.
-      like: pytree of arrays or `jax.ShapeDtypeStruct`; a jax leaf is placed by the leaf's `sharding` (none: the first
-        device), a numpy leaf stays on the host. Dtypes and shapes must be those that were saved.
+      like: pytree of arrays or `jax.ShapeDtypeStruct`; a jax leaf gets the leaf's `sharding` (None: the first device),
+        a numpy leaf stays on the host. Dtypes and shapes must equal the saved ones.
       config: the configuration of the run that continues; it must equal the saved one.
-      step: which checkpoint; None means the newest.
-      may_differ: dotted names of fields (with all below them) that may differ, such as `("num_steps",)`.
+      step: None: the newest.
 
     Raises:
       FileNotFoundError: no checkpoint in `directory`, or none with this `step`.
       OtherConfigError, OtherStateError: the configuration or the structure of the state differs; the message lists
         every difference. Both are ValueErrors, as is a sharding that does not divide an array.
-      OtherFormatError: this is no checkpoint of this library, or one of a later version.
-      DamagedCheckpointError: the checkpoint cannot be read, or is empty beside others of this library. Older ones are
-        untouched and are named.
+      OtherFormatError: another library or a later version wrote the checkpoint.
+      DamagedCheckpointError: the checkpoint cannot be read, or is empty. The message lists the other steps.
     """
     step = existing_step(directory, step)
     with others_named(directory, step):
-        return _restored(directory, like, config, step, may_differ)
+        return _restored(directory, like, config, step)
 
 
-def _restored(
-    directory: str | Path, like: Any, config: object, step: int, may_differ: Sequence[str], checked: bool = False
-) -> Restored:
-    """`restore`, of a checkpoint that is there; where it is damaged without a word on others.
+def _restored(directory: str | Path, like: Any, config: object, step: int, checked: bool = False) -> Restored:
+    """`restore` of an existing checkpoint, whose error does not list other steps.
 
     Args:
-      checked: its files are known to be as they were written.
+      checked: its files are known to be unchanged.
     """
     meta = _read_meta(directory, step, () if checked else ITEMS)
-    # Both before any array is read: they name the difference where orbax would fail on a shape.
-    _check_config(meta["config"], to_jsonable(config), may_differ)
+    # Before any array is read: orbax would fail on a shape without naming the difference.
+    _check_config(meta["config"], to_jsonable(config))
     check_leaves(meta["leaves"], leaf_table(like))
     target = jax.tree.map(placed, like)
-    # The sharding fits, so what fails here is the file: of a checkpoint whose checksums were never written.
+    # The sharding fits, so an error here comes from a file, of a checkpoint without checksums.
     with DamageNamed(directory, step):
-        state = _read_item(directory, step, ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+        state = _read_item(directory, step, ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(target))
     return Restored(step, state, meta["data_position"], meta.get("noted"), meta.get("machine"))
 
 
-def restore_newest(directory: str | Path, like: Any, *, config: object, may_differ: Sequence[str] = ()) -> Restored:
-    """Reads the newest checkpoint that can be read; arguments and errors are those of `restore`. The later ones, which
-    are damaged, stay as they are, see `discard_after`. Of several processes all must call it, and all read the same.
+def restore_newest(directory: str | Path, like: Any, *, config: object) -> Restored:
+    """Reads the newest readable checkpoint; arguments and errors are those of `restore`.
+
+    Later ones, which are damaged, stay on disk, see `discard_after`. All processes must call it, and all read the same.
 
     Raises:
       DamagedCheckpointError: none can be read.
-      OSError: the disk fails, which says nothing of what lies on it.
-      OtherProcessError: another process sees less of the checkpoint than the first.
+      OSError: the disk fails; the checkpoint may be intact.
+      OtherProcessError: another process sees fewer files than the first.
     """
     if jax.process_count() == 1:
-        restored, damaged = _newest_readable(
-            directory, lambda step: _restored(directory, like, config, step, may_differ)
-        )
+        restored, damaged = _newest_readable(directory, lambda step: _restored(directory, like, config, step))
     else:
         step, damaged = _agreed_step(directory)
-        # None of them may go back to an older one by itself.
+        # No process may fall back to an older one by itself.
         with all_or_none():
-            restored = _restored(directory, like, config, step, may_differ, checked=True)
+            restored = _restored(directory, like, config, step, checked=True)
     return dataclasses.replace(restored, damaged=tuple(damaged))
 
 
 def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:
-    """The newest checkpoint whose files are as they were written, and a line on each later one. The first process reads
-    them all; the others take its word, because every host would read the checkpoints of all, and might come to another
-    step."""
+    """The newest checkpoint with unchanged files, and a line for each later one.
+
+    The first process reads the files and decides: every host would otherwise read all, and hosts could disagree.
+    """
 
     def whole(step: int) -> tuple[int, list[str]]:
         _read_meta(directory, step)
@@ -135,14 +130,14 @@ def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:
         if is_first():
             found = _newest_readable(directory, whole)
     (step, names), damaged = gather_json(found)[0]
-    # A host may not have heard yet of files that others wrote.
+    # A host may not see files yet that others wrote.
     with all_or_none(), DamageNamed(directory, step):
         check_there(folder_of(directory, step), names)
     return step, damaged
 
 
 def saved_config(directory: str | Path) -> Json:
-    """The configuration of the newest checkpoint that can be read.
+    """The configuration of the newest readable checkpoint.
 
     Raises:
       FileNotFoundError, OtherFormatError, DamagedCheckpointError: as `restore_newest`.
@@ -155,7 +150,7 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
 
     Args:
       like: for each field a pytree as `restore` takes it: `{"params": ...}`.
-      step: which checkpoint; None means the newest.
+      step: None: the newest.
 
     Raises:
       FileNotFoundError, DamagedCheckpointError: as `restore`.
@@ -170,26 +165,30 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
     part = ocp.args.PyTreeRestore(
         item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
     )
-    return _read_item(directory, step, ocp.args.Composite(state=part))["state"]
+    return _read_item(directory, step, ocp.PyTreeCheckpointHandler(), part)
 
 
 def check_config(directory: str | Path, config: object) -> None:
-    """Raises OtherConfigError if the newest checkpoint, if there is one, is of another configuration: as
-    `restore_newest` does, before anything is read that takes long. It waits for no other process."""
+    """Raises OtherConfigError if a checkpoint exists and has another configuration.
+
+    It reads no arrays and waits for no other process.
+    """
     if latest_step(directory) is not None:
-        _check_config(saved_config(directory), to_jsonable(config), ())
+        _check_config(saved_config(directory), to_jsonable(config))
 
 
 def check_state(directory: str | Path, like: Any) -> None:
-    """Raises OtherStateError if the newest checkpoint, if there is one, is of other arrays than `like`: as
-    `restore_newest` does, before any array is read. It waits for no other process."""
+    """Raises OtherStateError if a checkpoint exists and has other arrays than `like`.
+
+    It reads no arrays and waits for no other process.
+    """
     if latest_step(directory) is not None:
         meta, _ = _newest_readable(directory, lambda step: _read_meta(directory, step, META))
         check_leaves(meta["leaves"], leaf_table(like))
 
 
-def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
-    lines = config_differences(saved, given, may_differ)
+def _check_config(saved: Json, given: Json) -> None:
+    lines = config_differences(saved, given)
     if lines:
         raise OtherConfigError(
             "the checkpoint was made under another configuration; expected is what it holds, got is what this run "
@@ -198,7 +197,7 @@ def _check_config(saved: Json, given: Json, may_differ: Sequence[str]) -> None:
 
 
 def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tuple[_Read, list[str]]:
-    """What `read` gives of the newest checkpoint for which it raises no DamagedCheckpointError, and those errors."""
+    """The result of `read` for the newest checkpoint that is not damaged, and the errors of later ones."""
     damaged = list[str]()
     last = existing_step(directory, None)
     for step in sorted(all_steps(directory), reverse=True):
@@ -212,24 +211,24 @@ def _newest_readable(directory: str | Path, read: Callable[[int], _Read]) -> tup
 
 
 def _read_meta(directory: str | Path, step: int, check: Sequence[str] = ITEMS) -> dict[str, Any]:
-    """What lies beside the arrays of a checkpoint.
+    """The JSON of a checkpoint.
 
     Args:
-      check: the items whose files must be as they were written, for which all of them are read.
+      check: the items whose files must be unchanged; all their files are read.
     """
-    others = [folder_of(directory, other) for other in all_steps(directory) if other != step]
-    check_ours(folder_of(directory, step), others)
+    check_readable_path(directory)
+    folder = folder_of(directory, step)
+    check_ours(folder, [folder_of(directory, other) for other in all_steps(directory) if other != step])
     with DamageNamed(directory, step):
-        check_not_emptied(folder_of(directory, step))
-        check_files(folder_of(directory, step), check, left_out=[item for item in ITEMS if item not in check])
-        # By each process for itself: where one fails, and never comes to read, nobody waits for it.
-        with reading_manager(directory, alone=True) as manager:
-            meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        check_not_emptied(folder)
+        check_files(folder, check, left_out=[item for item in ITEMS if item not in check])
+        meta = read_meta_file(folder)
         check_keys(meta)
-    check_format(meta, folder_of(directory, step))
+    check_format(meta, folder)
     return meta
 
 
-def _read_item(directory: str | Path, step: int, args: ocp.args.Composite) -> Any:
-    with reading_manager(directory) as manager:
-        return manager.restore(step, args=args)
+def _read_item(directory: str | Path, step: int, handler: Any, args: Any) -> Any:
+    """Reads the arrays; all processes must call it."""
+    with ocp.Checkpointer(handler) as checkpointer:
+        return checkpointer.restore(folder_of(directory, step).resolve() / "state", args=args)

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: which there are, and what saves that were cut off have left between them."""
+"""The directory of a run's checkpoints: its steps, the remains of interrupted saves, and paths that orbax misreads."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
-# Where a checkpoint is moved before its files are deleted one by one: half a deletion must not look like a checkpoint.
+# A checkpoint is moved here before its files are deleted, so that an interrupted deletion leaves no partial checkpoint.
 GONE = "deleted"
+
+# Orbax merges the files of a checkpoint by a glob over its whole path.
+GLOB = "*?["
+# TensorStore reads a backslash as a slash.
+BACKSLASH = "\\"
 
 
 def all_steps(directory: str | Path) -> list[int]:
-    """Steps of the finished checkpoints in `directory`, ascending; unfinished temporary directories do not count."""
+    """Steps of the finished checkpoints in `directory`, ascending; temporary directories do not count."""
     if not Path(directory).is_dir():
         return []
-    # Names alone: managers of several processes wait for each other, and one may see a directory before the others.
+    # By names: managers of several processes wait for each other, and one may see a directory before the others.
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(Path(directory).resolve()))
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """The newest finished checkpoint in `directory`, None when there is none."""
+    """The newest finished checkpoint in `directory`; None without any."""
     return max(all_steps(directory), default=None)
 
 
 def existing_step(directory: str | Path, step: int | None) -> int:
-    """The step, or the newest for None. Raises FileNotFoundError, which names those that there are."""
+    """The step, or the newest for None. Raises FileNotFoundError, which lists the existing steps."""
     steps = all_steps(directory)
     if not steps:
         raise FileNotFoundError(f"expected a checkpoint in {directory}; found none")
@@ -35,24 +40,23 @@ def existing_step(directory: str | Path, step: int | None) -> int:
 
 
 def folder_of(directory: str | Path, step: int) -> Path:
-    """Where the files of one checkpoint lie."""
+    """The folder of one checkpoint."""
     return Path(directory) / str(step)
 
 
+def unfinished(directory: str | Path) -> list[Path]:
+    """Folders that the next save deletes: incomplete checkpoints, and checkpoints whose deletion was interrupted."""
+    return [*Path(directory).glob("*.orbax-checkpoint-tmp*"), *Path(directory).glob(GONE)]
+
+
 def unfinished_bytes(directory: str | Path) -> int:
-    """Bytes that saves which did not come to their end have left in `directory`; the next save deletes them before it
-    writes."""
+    """Size of the `unfinished` folders."""
     files = [file for folder in unfinished(directory) for file in folder.rglob("*")]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def unfinished(directory: str | Path) -> list[Path]:
-    """What the next save deletes: checkpoints that are not whole, and one whose deletion has not ended."""
-    return [*Path(directory).glob("*.orbax-checkpoint-tmp*"), *Path(directory).glob(GONE)]
-
-
 def delete_gone(directory: str | Path) -> None:
-    """Deletes what was moved there, by this run or by one that was killed before it could."""
+    """Deletes the checkpoints that were moved to `GONE`, also by an earlier process."""
     shutil.rmtree(Path(directory) / GONE, ignore_errors=True)
 
 
@@ -66,3 +70,24 @@ def delete_oldest(directory: str | Path, keep: int) -> None:
             shutil.rmtree(target)
         folder_of(directory, step).rename(target)
     delete_gone(directory)
+
+
+def check_writable_path(directory: str | Path) -> None:
+    """Raises ValueError for a path that orbax reads as a pattern: its checkpoints would be empty."""
+    _check_characters(directory, GLOB + BACKSLASH, "orbax reads it as a pattern and would write empty checkpoints")
+
+
+def check_readable_path(directory: str | Path) -> None:
+    """Raises ValueError for a path that TensorStore reads as another one."""
+    _check_characters(directory, BACKSLASH, "TensorStore would look for checkpoints elsewhere")
+
+
+def _check_characters(directory: str | Path, refused: str, why: str) -> None:
+    path = str(Path(directory).resolve())
+    if found := sorted(set(path) & set(refused)):
+        raise ValueError(
+            f"expected a path without {' '.join(refused)} for checkpoints; got {' '.join(found)} in {path:.300}: "
+            f"{why}. Choose or rename the directory"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in path):
+        raise ValueError(f"expected a path in UTF-8 for checkpoints; got {path!r:.300}")

@@ -1,10 +1,10 @@
-"""Writes checkpoints, beside the steps of a run.
+"""Writes checkpoints beside the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
-    beside it                                                   └─► files ─► rename ─► verify ─► checksums ─► delete old
+    other thread                                                └─► files ─► rename ─► verify ─► checksums ─► delete old
 
-The checksums are written after the rename and compared before anything is read. A checkpoint without them, from a run
-killed in between, is complete and is read. Older checkpoints are deleted after the new one has been opened again.
+Older checkpoints are deleted after the new one has been opened again; orbax's own retention would delete them before.
+A checkpoint without checksums, from a run that was killed after the rename, is complete.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ import orbax.checkpoint as ocp
 
 from smd_jax.devices.processes import all_or_none
 from smd_jax.disk import check_handles
-from smd_jax.runs.checkpoint.checksums import write_checksums
 from smd_jax.runs.checkpoint.errors import disk_failure_named
+from smd_jax.runs.checkpoint.integrity import stored_shapes, verify, write_checksums
 from smd_jax.runs.checkpoint.leaves import leaf_table
-from smd_jax.runs.checkpoint.managers import writing_manager
 from smd_jax.runs.checkpoint.ownership import FORMAT, ITEMS
-from smd_jax.runs.checkpoint.paths import check_writable_path
-from smd_jax.runs.checkpoint.steps import all_steps, delete_gone, delete_oldest, folder_of, latest_step
-from smd_jax.runs.checkpoint.verification import stored_shapes, verify
+from smd_jax.runs.checkpoint.steps import (
+    GONE,
+    all_steps,
+    check_writable_path,
+    delete_gone,
+    delete_oldest,
+    folder_of,
+    latest_step,
+)
 from smd_jax.runs.jsonable import Json, to_jsonable
 
 
 class Writer:
-    """Writes the checkpoints of one run beside its steps. `save` returns when the arrays are on the host, so that an
-    update may take their buffers; one checkpoint is written at a time.
+    """Writes the checkpoints of one run beside its steps, one at a time.
+
+    `save` returns when the arrays are on the host, so that an update may donate their buffers.
 
     Args:
-      directory: where the checkpoints of one run lie; made when the first is saved.
-      max_to_keep: the newest that stay, at least 1.
+      directory: of the checkpoints of one run; made by the first save.
+      max_to_keep: number of the newest that stay, at least 1.
 
     Raises:
       ValueError: `max_to_keep` below 1; a path that orbax cannot write, see `check_writable_path`.
@@ -64,9 +70,11 @@ class Writer:
         noted: object = None,
         machine: Mapping[str, Json] | None = None,
     ) -> None:
-        """Begins to write checkpoint `step`, after which all but the newest `max_to_keep` are deleted. Arguments and
-        errors are those of the function `save`; an OSError may come from a later call."""
-        # Whatever can be refused is refused before a file is written.
+        """Begins to write checkpoint `step`; then all but the newest `max_to_keep` are deleted.
+
+        Arguments and errors are those of the function `save`; an OSError may come from a later call.
+        """
+        # Built first, so that bad input is refused before a file is written.
         meta = {
             "format": FORMAT,
             "leaves": leaf_table(state),
@@ -77,20 +85,20 @@ class Writer:
         }
         self.wait()
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        # What fails in one of several processes, such as the list of checksums that the first one writes, ends all.
+        # A failure in one process, such as in the checksums that the first one writes, stops all processes.
         with all_or_none():
             _check_later(self.directory, step)
             with disk_failure_named(self.directory, step):
                 check_handles()
-                self._manager = self._manager or writing_manager(self.directory)
+                self._manager = self._manager or _manager(self.directory)
                 self._manager.save(step, args=items)
             self._writing = step, self._thread.submit(self._finish, self._manager, step, stored_shapes(state))
             if jax.process_count() > 1:
-                # Beside it the processes wait for each other, which must not come between those of the next step.
+                # The processes wait for each other while they write, which must not mix with waits of the next step.
                 self.wait()
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is whole, and raises OSError, as `save`, if it could not be written."""
+        """Waits until the last checkpoint is complete; raises OSError, as `save`, if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -99,13 +107,13 @@ class Writer:
             with disk_failure_named(self.directory, step):
                 written.result()
         except OSError:
-            self._manager = None  # which would raise once more when it is closed
+            self._manager = None  # closing it would raise again
             raise
 
     def discard_after(self, step: int) -> list[int]:
         """The function `discard_after` of this directory."""
         self.wait()
-        self._close_manager()  # it remembers which checkpoints there are
+        self._close_manager()  # it caches the steps
         return discard_after(self.directory, step)
 
     def close(self) -> None:
@@ -151,24 +159,24 @@ def save(
     machine: Mapping[str, Json] | None = None,
     max_to_keep: int = 3,
 ) -> None:
-    """Writes checkpoint `step`, waits until it is whole, and then deletes all but the newest `max_to_keep`.
+    """Writes checkpoint `step`, waits until it is complete, and then deletes all but the newest `max_to_keep`.
 
     Args:
-      directory: where the checkpoints of one run lie; made when absent.
-      step: number of finished updates. Later than every step already there.
+      directory: of the checkpoints of one run; made when absent.
+      step: number of finished updates; later than every existing step.
       state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
-      data_position: what the data source needs to continue, as JSON values with string keys.
+      data_position: position of the data source, as JSON values with string keys.
       config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
-      noted: settings that are kept, and that a run which continues may change.
-      machine: what the run stands on, see `smd_jax.runs.machine`; None: nothing is kept of it.
-      max_to_keep: how many checkpoints stay, at least 1.
+      noted: settings that are kept and that a run which continues may change.
+      machine: software and hardware of the run, see `smd_jax.runs.machine`; None: not kept.
+      max_to_keep: number of checkpoints that stay, at least 1.
 
     Raises:
       ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1; a path with one of
         `* ? [ \\`.
       TypeError: a leaf of `state` is no array, or `data_position`, `config` or `noted` does not fit into JSON.
-      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The checkpoints
-        that were there are as they were.
+      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The earlier
+        checkpoints are unchanged.
     """
     with Writer(directory, max_to_keep) as writer:
         writer.save(step, state, data_position=data_position, config=config, noted=noted, machine=machine)
@@ -177,12 +185,12 @@ def save(
 def discard_after(directory: str | Path, step: int) -> list[int]:
     """Deletes the checkpoints later than `step` and returns their steps.
 
-    For a run that goes back, by choice or because the newest checkpoint is damaged: `save` refuses to write behind a
-    later one, since that one would be taken for the newest at the next resume.
+    For a run that goes back, by choice or because the newest checkpoint is damaged. `save` refuses to write an earlier
+    step than an existing one, which the next resume would read as the newest.
     """
     later = [found for found in all_steps(directory) if found > step]
     if later:
-        with writing_manager(directory) as manager:
+        with _manager(directory) as manager:
             for found in later:
                 manager.delete(found)
         if jax.process_index() == 0:
@@ -190,8 +198,25 @@ def discard_after(directory: str | Path, step: int) -> list[int]:
     return later
 
 
+def _manager(directory: str | Path) -> ocp.CheckpointManager:
+    """An orbax manager that writes in the background; several processes must write together.
+
+    It deletes what interrupted saves have left, and no finished checkpoint.
+    """
+    if jax.process_index() == 0:
+        delete_gone(directory)  # a step of the same number could not be moved there
+    options = ocp.CheckpointManagerOptions(
+        # `Writer` deletes older checkpoints once the new one is verified.
+        preservation_policy=ocp.checkpoint_managers.LatestN(None),
+        enable_async_checkpointing=True,
+        cleanup_tmp_directories=True,
+        todelete_subdir=GONE,
+    )
+    return ocp.CheckpointManager(Path(directory).resolve(), options=options)
+
+
 def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
-    """The position, proven to come back from JSON as it went in (a tuple or an integer key would not)."""
+    """The position, which must be unchanged after a round trip through JSON (a tuple or an integer key is not)."""
     plain = dict(position)
     text = json.dumps(plain, allow_nan=False)
     if json.loads(text) != plain:
@@ -200,7 +225,7 @@ def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _check_later(directory: str | Path, step: int) -> None:
-    # orbax answers False, without a word, when asked to save behind its newest step.
+    # Orbax returns False, without an error, for a step that is not later than its newest.
     newest = latest_step(directory)
     if newest is not None and step <= newest:
         raise ValueError(

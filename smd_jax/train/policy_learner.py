@@ -1,0 +1,289 @@
+"""The learner of GRPO, RLOO and PPO: a policy loss, its compiled programs, and the optimizer steps on a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from smd_jax.devices.processes import on_host
+from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
+from smd_jax.learner.config import UpdateConfig, Visibility, check_rows_of, takes_sampler_for_old
+from smd_jax.learner.forward import ReplayFunction, make_replay
+from smd_jax.learner.mismatch_guard import DIFFERENCE
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.packs import rows_at_once
+from smd_jax.learner.prepare import counted_tokens
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
+from smd_jax.learner.step import check_sync, skip_step
+from smd_jax.learner.update import Update, make_update
+from smd_jax.losses.distillation import has_whole_share
+from smd_jax.losses.kl import kl_penalty
+from smd_jax.losses.weighting import FixedLength
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import sampler_learner_metrics, token_mean
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.train.async_rollout import staleness_metrics
+from smd_jax.train.loop_config import LoopConfig
+from smd_jax.train.minibatches import minibatches, over_steps, response_widths
+
+
+@dataclass(frozen=True)
+class PolicyConfig(LoopConfig):
+    """Configuration of an algorithm with a policy loss; the other attributes are those of LoopConfig.
+
+    Attributes:
+      update: the learner.
+    """
+
+    update: UpdateConfig = UpdateConfig()
+
+    @property
+    def is_exact(self) -> bool:
+        return self.update.visibility == "shadow"
+
+    @property
+    def first_pass_sees_all(self) -> bool:
+        """Whether the first forward pass sees the whole rollout, at the parameters that sampled it."""
+        return self.steps_per_rollout == 1 and not self.samples_ahead
+
+
+@dataclass(frozen=True)
+class PolicyLearner:
+    """Compiled programs of a learner with a policy loss; each is made once.
+
+    Attributes:
+      max_difference: largest |log p_learner - log p_sampler| of a token, in nats; None: no limit.
+
+    Raises:
+      ValueError: for rows or columns that do not divide as the update needs them, and for an eviction_coef or
+        pack_columns that the eviction policy or the rollout does not support.
+    """
+
+    model: LanguageModel
+    optimizer: optax.GradientTransformation
+    config: PolicyConfig
+    mesh: Mesh
+    max_difference: float | None
+
+    def __post_init__(self) -> None:
+        config, update = self.config, self.config.update
+        minibatch = config.completions_per_step // config.minibatches
+        if update.pack_columns is None:
+            check_rows_of(update, minibatch, config.rollout.max_new_tokens)
+        else:
+            _check_pack_columns(config, self.model.shape.max_positions)
+            check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)
+        if update.eviction_coef and config.policy.gate is None:
+            raise ValueError(
+                "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef; got "
+                f"{config.policy} and {update.eviction_coef}"
+            )
+        rows = update.rows_per_prompt
+        if config.group_size % rows:
+            raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
+        together = config.columns + (rows - 1) * config.rollout.max_new_tokens
+        check_sequence(together, self.model.shape.num_heads, self.mesh)
+        size = update.microbatch_size
+        what = f"a microbatch ({'prompts_per_step * group_size / minibatches' if size is None else 'microbatch_size'})"
+        what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt),"
+        check_rows((size or minibatch) // rows, self.mesh, what)
+
+    # --- programs
+
+    @cached_property
+    def update(self) -> Update:
+        """The jitted optimizer step. With pack_columns this is the program that a memory plan compiles."""
+        update = _with_longest_response(self.unpacked_config, self.config.rollout)
+        return make_update(self.model, self.optimizer, update, self._difference_of_update)
+
+    @cached_property
+    def packed_update(self) -> Update:
+        """`update` over rows that several sequences share."""
+        update = _with_longest_response(self.config.update, self.config.rollout)
+        return make_packed_update(self.model, self.optimizer, update, self._difference_of_update)
+
+    @property
+    def _difference_of_update(self) -> float | None:
+        # Later steps may differ: the learner has moved on from the sampler.
+        return self.max_difference if self.config.first_pass_sees_all else None
+
+    @cached_property
+    def replay(self) -> ReplayFunction:
+        """The learner's log-probabilities of a rollout, at most `rows_of_a_pass` rows at a time."""
+        return self._replay_under(self.config.update.visibility)
+
+    @cached_property
+    def dense_replay(self) -> ReplayFunction:
+        """The dense policy's log-probabilities of a rollout."""
+        return self._replay_under("dense")
+
+    @cached_property
+    def reference_replay(self) -> ReplayFunction:
+        """The reference policy's log-probabilities of a rollout."""
+        update = self.config.update
+        return self._replay_under(update.reference_visibility or update.visibility)
+
+    def _replay_under(self, visibility: Visibility) -> ReplayFunction:
+        return make_replay(self.model, visibility, self.rows_of_a_pass, self.config.update.rows_per_prompt)
+
+    @cached_property
+    def skip(self) -> Callable[[TrainState], TrainState]:
+        """A step in which no row counts. If it may move the reference it is jitted and donates the old state."""
+        sync = self.config.update.reference_sync
+        return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
+
+    @cached_property
+    def compare(self) -> Callable[[TrainBatch, Float[Array, "batch R"]], Metrics]:
+        """The jitted SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
+
+        def compare(batch: TrainBatch, logprobs: Float[Array, "batch R"]) -> Metrics:
+            mask = counted_tokens(self.config.update, batch.trajectory, batch.counted_rows)
+            return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
+
+        return jax.jit(compare)
+
+    # --- sizes
+
+    @property
+    def rows_of_a_pass(self) -> int:
+        """Rows of one forward pass without packing; they divide a rollout."""
+        config = self.config
+        return rows_at_once(config.completions_per_step // config.minibatches, config.update)
+
+    @property
+    def unpacked_config(self) -> UpdateConfig:
+        """The update without packing, with as much work at a time."""
+        update = self.config.update
+        if update.pack_columns is None:
+            return update
+        return replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+
+    @property
+    def response_widths(self) -> tuple[int, ...]:
+        """Widths of a response, ascending, that the learner may run over: those whose positions distillation can
+        share."""
+        rollout, update = self.config.rollout, self.config.update
+        if update.pack_columns is not None:
+            # Packed rows have one size, whatever the longest response.
+            return (rollout.max_new_tokens,)
+        fraction = 1.0 if update.distill is None else update.distill.position_fraction
+        widths = response_widths(rollout.max_new_tokens, self.config.update_widths, sequence_ways(self.mesh))
+        return tuple(width for width in widths if has_whole_share(width, fraction))
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether a step runs `update`."""
+        return self.config.update.pack_columns is None
+
+    # --- a rollout
+
+    def check(self, state: TrainState) -> None:
+        """Raises ValueError for a state that the update cannot use."""
+        check_reference(self.config.update, state)
+        check_sync(state, self.config.update.reference_sync)
+
+    def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        """Takes the optimizer steps of one rollout.
+
+        A minibatch in which no row counts leaves the parameters alone, which momentum and weight decay would not. With
+        distillation every token counts. A rollout beyond `max_difference` gets no step; `Loop.step` refuses it.
+        """
+        counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
+        # Before the first update, which donates these parameters.
+        before = self.before_any_step(state.params if state.behind is None else state.behind, batch)
+        if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+            return state, before
+        update = self.update if self.config.update.pack_columns is None else self.packed_update
+        index = int(state.step) // self.config.steps_per_rollout
+        steps = []
+        for part in minibatches(batch, state, self.config, self.mesh, counted_rows):
+            # The update itself finds minibatches that are empty for other reasons.
+            counted = part.counted_rows if self.config.update.distill is None else None
+            if counted is not None and not bool(counted.any()):
+                state = self.skip(state)
+                continue
+            state, metrics = update(state, part)
+            steps.append(metrics)
+        stale = {} if state.behind is None or not steps else staleness_metrics(steps[0], index)
+        return state, over_steps(steps, before) | stale
+
+    def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
+        """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the only step sees all of it and has them itself."""
+        # The guard must see all tokens before the first of several steps.
+        if self.config.first_pass_sees_all:
+            return {}
+        # Where the sampler's log-probabilities count as old ones, only a replay can measure the difference.
+        known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs
+        return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
+
+    def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
+        """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.
+
+        With shadow masks the learner is the sampler, whose log-probabilities are known, unless a correction has to
+        measure the difference. Other learners need a forward pass if they take more than one step.
+        """
+        update = self.config.update
+        if not update.correction.traits.needs_old:
+            return None
+        if takes_sampler_for_old(update):
+            return trajectory.logprobs
+        return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
+
+    def dense_old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
+        """`old_logprobs` of the dense learner; None without one, or where a single step has them."""
+        if self.config.update.dense_learner is None or self.config.first_pass_sees_all:
+            return None
+        return self.dense_replay(params, trajectory)
+
+    def kl_penalty(
+        self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
+    ) -> tuple[Float[Array, "batch R"] | None, Metrics]:
+        """The KL to the reference that is subtracted from the reward of every token, and `kl`, its mean over counted
+        tokens without the coefficient; (None, {}) where the KL is in the loss or absent.
+
+        Costs a forward pass of the reference, and one of a learner whose log-probabilities are not the sampler's.
+        """
+        update = self.config.update
+        if not update.kl_in_reward:
+            return None, {}
+        reference = self.reference_replay(reference_params(state), trajectory)
+        policy = trajectory.logprobs if takes_sampler_for_old(update) else self.replay(state.params, trajectory)
+        mask = counted_tokens(update, trajectory, counted_rows)
+        penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
+        return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
+
+
+def _check_pack_columns(config: PolicyConfig, context: int) -> None:
+    """Raises ValueError for columns out of range, and for rollouts that `smd_jax.learner.packed` would refuse."""
+    columns, rollout = config.update.pack_columns, config.rollout
+    assert columns is not None
+    if not config.columns <= columns <= context:
+        raise ValueError(
+            f"expected pack_columns from {config.columns}, the longest sequence, to {context}, the model's context; "
+            f"got {columns}"
+        )
+    if rollout.quant is not None or rollout.mask_storage == "boolean" or rollout.min_new_tokens:
+        raise ValueError(
+            "expected rollouts without quant and min_new_tokens, and with mask_storage 'compact', with pack_columns, "
+            f"which moves tokens; got quant {rollout.quant}, min_new_tokens {rollout.min_new_tokens} and mask_storage "
+            f"{rollout.mask_storage!r}"
+        )
+    if config.policy.gate is not None:
+        raise ValueError(
+            f"expected pack_columns None with {type(config.policy).__name__}, whose draws name columns that packing "
+            f"would move; got {columns}"
+        )
+
+
+def _with_longest_response(update: UpdateConfig, rollout: RolloutConfig) -> UpdateConfig:
+    """The update with the longest allowed response as its fixed length, in place of a batch's columns."""
+    if update.loss.weighting != FixedLength(None):
+        return update
+    return replace(update, loss=replace(update.loss, weighting=FixedLength(rollout.max_new_tokens)))
