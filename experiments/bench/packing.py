@@ -40,7 +40,7 @@ from smd_jax.learner.update import make_update
 from smd_jax.message.masks import Segments
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.testing import random_evictions, random_params, tiny_model_config
-from smd_jax.train.bucketing import response_widths, shortened
+from smd_jax.train.minibatches import response_widths, shortened
 
 MODEL = smd.Decoder(
     tiny_model_config(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32)

@@ -8,11 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
@@ -27,13 +25,13 @@ from smd_jax.commands.train import kept_config
 from smd_jax.devices import processes
 from smd_jax.devices.process_rows import Feeders, feeders, sampling_mesh
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.machine import machine
 from smd_jax.tasks.graded import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.train import multihost as sharing
+from smd_jax.train import grading
+from smd_jax.train.grading import GradedBatch, gather_graded
 from tests import joined
 from tests.paths import ROOT
 
@@ -288,12 +286,11 @@ def test_a_step_takes_the_time_of_its_slowest_process(monkeypatch: pytest.Monkey
     took = {"time/rollout": 2.0, "time/grading": 0.5, "rollout/utilisation": 0.5}
     other = {"time/rollout": 1.0, "time/grading": 1.5, "rollout/utilisation": 1.0}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(sharing, "all_or_none", nullcontext)
-    monkeypatch.setattr(sharing, "gather_json", lambda said: [said, said | {"took": other}])
-    graded = Graded(np.zeros(1, np.float32), {}, ())
-    sampled = mock.Mock(spec=Trajectory), sharing.Told(["text"], graded, took)
-    _, told = sharing.shared(Feeders(((0,), (1,)), own=0), lambda: sampled)
-    assert told.took == {"time/rollout": 2.0, "time/grading": 1.5, "rollout/utilisation": 0.75}
+    monkeypatch.setattr(grading, "gather_json", lambda message: [message, message | {"measured": other}])
+    part = GradedBatch(["text"], Graded(np.zeros(1, np.float32), {}, ()), took)
+    whole = gather_graded(Feeders(((0,), (1,)), own=0), part)
+    assert whole.measured == {"time/rollout": 2.0, "time/grading": 1.5, "rollout/utilisation": 0.75}
+    assert whole.completions == ["text", "text"] and whole.graded.rewards.shape == (2,)
 
 
 def test_an_error_that_is_being_handled_is_none_of_the_body():
