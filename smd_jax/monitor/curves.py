@@ -28,7 +28,7 @@ MAIN = (
     *("frac_reward_zero_std", "kl", "grad_norm", "rollout/tokens_per_second"),
 )
 
-# `seed-3` below the arm's folder, or `shadow-seed-3` beside the others.
+# `seed-3` in the arm's folder, or `shadow-seed-3`.
 _SEED = re.compile(r"^(?:(?P<arm>.+)[-_.])?seed[-_]?(?P<seed>\d+)$")
 
 Values = Float[np.ndarray, " points"]

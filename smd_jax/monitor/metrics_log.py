@@ -1,4 +1,4 @@
-"""The names of all metrics, and the file that keeps them: one JSON object a step."""
+"""The names of all metrics, and the file that stores them: one JSON object per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
-# docs/monitoring.md says what each of these times includes.
+# See docs/monitoring.md for what each of these times includes.
 TIME_METRICS: dict[str, str] = {
     "step_time": "wall time of one step with its rollout, seconds",
     "time/rollout": "of it, prompts to trajectory, seconds",
@@ -34,15 +34,15 @@ TIME_METRICS: dict[str, str] = {
 }
 
 MEMORY_METRICS: dict[str, str] = {
-    "memory/host_bytes": "resident memory of this process; where the system tells",
-    "memory/device_bytes": "memory in use on the fullest device of this process; where the device tells",
-    "memory/device_peak_bytes": "the most that was ever in use on one device of this process; where the device tells",
+    "memory/host_bytes": "resident memory of this process; where the system reports it",
+    "memory/device_bytes": "memory in use on the fullest device of this process; where the device reports it",
+    "memory/device_peak_bytes": "peak memory of one device of this process; where the device reports it",
 }
 
-# What depends on the clock and the machine: a run that is repeated or resumed has everything else again, bitwise.
+# These depend on the clock and the machine; all other metrics of a repeated or resumed run are bitwise equal.
 MACHINE_METRICS = TIME_METRICS | MEMORY_METRICS
 
-# A name in braces stands for as many as there are.
+# A name in braces is a placeholder for any name.
 METRICS: dict[str, str] = {
     "reward": "mean reward of the completions, sampled under the cache budget",
     "reward_std": "standard deviation (n - 1) of the reward over the batch, as in TRL since June 2026",
@@ -59,23 +59,23 @@ METRICS: dict[str, str] = {
     "completions/min_length": "shortest completion, tokens",
     "completions/max_length": "longest completion, tokens",
     "completions/clipped_ratio": "share of completions that hit the length limit before EOS",
-    "rewards/failed": "completions that a reward function failed on: they are left out of the update",
+    "rewards/failed": "completions on which a reward function failed; the update leaves them out",
     "rewards/{name}/mean": "mean reward of one function, before its weight; only with `Loop.rewards`",
     "rewards/{name}/std": "standard deviation (n - 1) of the same",
-    "rollout/tokens": "response tokens that were drawn",
-    "rollout/entropy": "mean entropy of the distributions that tokens were drawn from (filters applied), nats",
-    "rollout/evicted_share": "share of the tokens of whole sequences whose keys are gone when the last one looks",
+    "rollout/tokens": "sampled response tokens",
+    "rollout/entropy": "mean entropy of the distributions that tokens were sampled from (filters applied), nats",
+    "rollout/evicted_share": "share of the tokens of whole sequences whose keys are evicted before the last query",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
     "rollout/weights_moved_bytes": "bytes that all devices receive so that the sampler has its weights whole, per step",
-    "staleness/rollouts": "updates since the rollout was drawn; this and the next with `rollouts_ahead` alone",
+    "staleness/rollouts": "updates since the rollout was sampled; this and the next only with `rollouts_ahead`",
     "staleness/ratio_min": "minimum over tokens of p_learner / p_sampler at the first optimizer step, by age",
     "staleness/ratio_mean": "mean of the same",
     "staleness/ratio_max": "maximum of the same",
     "staleness/kl": "k3 estimate of KL(sampler || learner) per token at that step, nats",
     "update/padding": "share of the columns that the learner runs over which hold no token",
     "grad_norm": "global norm of the gradient before clipping",
-    "update/skipped": "share of optimizer steps that were left out, because loss or gradient was not finite",
-    "learning_rate": "learning rate of the optimizer steps; where the optimizer's state has it",
+    "update/skipped": "share of optimizer steps that were skipped, because loss or gradient was not finite",
+    "learning_rate": "learning rate of the optimizer steps, if the optimizer's state has it",
     "loss": "policy loss, less the weighted entropy bonus, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
     "distill_coef": "its coefficient in the loss",
@@ -96,9 +96,9 @@ METRICS: dict[str, str] = {
 
 
 def meaning(name: str) -> str:
-    """What a metric is, by `METRICS`: of `eval/dense/reward` that of `eval/{name}/reward`; "" of one that is not there.
+    """The meaning of a metric in `METRICS`, with names for placeholders; "" for an unknown one.
 
-    A name in braces has no "/" in it.
+    A placeholder stands for a name without "/".
     """
     if name in METRICS:
         return METRICS[name]
@@ -107,24 +107,22 @@ def meaning(name: str) -> str:
 
 
 def evaluated(name: str) -> str | None:
-    """What a metric is the mean reward of, if it is one of an evaluation: `dense` for `eval/dense` and
-    `eval/dense/reward`; None for all other metrics."""
+    """The evaluation whose mean reward this is: `dense` for `eval/dense` and `eval/dense/reward`; else None."""
     kind, _, rest = name.partition("/")
     what, _, value = rest.partition("/")
     return what if kind == "eval" and what and value in ("", "reward") else None
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to a file, such as `{"step": 3, "reward": 0.5}`.
+    """Appends one JSON object per step to a file, such as `{"step": 3, "reward": 0.5}`.
 
-    Every line is flushed when it is written. Numbers are written so that they read back as the same double; NaN and
-    infinities, which JSON does not have, become `null` (`read_metrics` gives NaN). Whoever makes a writer
-    writes: on many hosts each process needs a file of its own, or process 0 alone makes one.
+    Every line is flushed. Numbers read back as the same double; NaN and infinities, which JSON lacks, become `null`
+    (`read_metrics` returns NaN). With several processes only one may write a file.
 
     Args:
       path: the file; its directory is made when absent.
-      next_step: None for a new run. For a run that resumes, the first step that it will write: rows of that step and
-        later ones are dropped, so that every step stands in the file once, and so is a last line that a crash cut off.
+      next_step: None for a new run. For a resumed run, its first step: rows of that step and later ones are dropped, so
+        that every step is in the file once, as is an incomplete last line.
 
     Raises:
       FileExistsError: `next_step` is None but the file holds rows.
@@ -141,7 +139,7 @@ class MetricsWriter:
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for step, line in rows if next_step is None or step < next_step]
-        # Read whole and checked before it is replaced: a file with a line that cannot be read stays as it is.
+        # Checked before it is replaced: a file with an unreadable line stays unchanged.
         _replace(self.path, b"".join(line + b"\n" for line in kept))
         self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
@@ -175,7 +173,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in their order; `null` becomes NaN, a cut-off last line is left out.
+    """The rows of a metrics file in their order; `null` becomes NaN, an incomplete last line is skipped.
 
     Raises:
       FileNotFoundError: no such file.
@@ -197,7 +195,7 @@ def numbers(metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as `read_metrics` gives it: None, which JSON had for it, is NaN again."""
+    """A row with NaN in place of None."""
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
@@ -213,13 +211,13 @@ def _number(name: str, value: Any) -> float | int | None:
 
 
 def _read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """(step, line without its newline) of every row; nothing when the file is absent."""
+    """(step, line without its newline) of every row; empty without a file."""
     if not path.is_file():
         return []
-    # Every whole row ends with a newline, so that what follows the last one is empty, or cut off.
+    # Every complete row ends with a newline, so that the rest is empty or incomplete.
     *lines, tail = path.read_bytes().split(b"\n")
     rows = [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
-    # A row lacks its newline only when a crash cut it. If all of the object is there, it is still a row.
+    # A crash may cut off the newline only; then the row is complete.
     return [*rows, (_step_of(path, len(lines) + 1, tail), tail)] if _is_json(tail) else rows
 
 
@@ -243,11 +241,11 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes the file anew in one move: a crash leaves either the old content or the new."""
+    """Replaces the file atomically: a crash leaves either the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()
-        # On the disk before the move: otherwise a power cut could leave the new name with nothing in it.
+        # On the disk before the rename: otherwise a power cut could leave an empty file.
         os.fsync(file.fileno())
     os.replace(temporary, path)

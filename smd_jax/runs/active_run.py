@@ -1,4 +1,4 @@
-"""A run while it goes on: its rollouts, evaluations, rows and checkpoints, in the order that a resume depends on.
+"""A run in progress: its rollouts, evaluations, rows and checkpoints, in the order that a resume depends on.
 
 step ─► wait for the last checkpoint ─► evaluate, where due ─► row of metrics ─► checkpoint, where due
 """
@@ -38,7 +38,7 @@ UNEVALUATED = "unevaluated"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is kept with every checkpoint, see `smd_jax.runs.run.train`."""
+    """Settings that every checkpoint keeps, see `smd_jax.runs.run.train`."""
 
     config: object
     noted: object
@@ -58,7 +58,7 @@ class Outputs:
 
 
 class ActiveRun:
-    """A run while it goes on.
+    """A run in progress.
 
     Args:
       evaluate: None: never.
@@ -116,7 +116,7 @@ class ActiveRun:
             metrics = self._step()
             self.done += 1
             self._unwritten = metrics
-            # A save takes place beside one rollout at most. So a killed run loses no more than one interval, and a
+            # A save overlaps with one rollout at most. So a killed run loses no more than one interval, and a
             # disk that fails is noticed now.
             self._wait_for_newest()
             self._out.best.wait()

@@ -76,7 +76,7 @@ def warnings(recent: Sequence[Row], reported: set[str]) -> list[str]:
 
 
 def _numbers(rows: Sequence[Row], symptom: _Symptom) -> str:
-    """A number beside that of the rollouts: of failed completions, or the mean reward, which tells groups that are all
+    """A second number: of failed completions, or the mean reward, which tells groups that are all
     wrong from groups that are all right."""
     if symptom.name == "failed rewards":
         failed = sum(int(_value(row, FAILED)) for row in rows if symptom.is_shown(row))

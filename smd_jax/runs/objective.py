@@ -5,7 +5,7 @@
           0.40 ─► 0.55 ─► 0.61 ─► 0.60 ─► 0.58 ─► 0.61          evaluations
                           best    1       2       3 without gain: stop
 
-An `ObjectiveProgress` follows from the metrics alone, so that a resumed run computes it from `metrics.jsonl`.
+An `ObjectiveProgress` follows from the metrics, so that a resumed run computes it from `metrics.jsonl`.
 """
 
 from __future__ import annotations

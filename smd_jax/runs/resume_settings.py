@@ -5,7 +5,7 @@
     compared, noted = split_settings(loop.config)
     train(loop, state, run, directory, config={"loop": compared, "data": ...}, noted={"loop": noted, "memory": "80GiB"})
 
-`config` must be equal. Differences in `noted` are printed, and the run goes on.
+`config` must be equal. Differences in `noted` are printed, and the run continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows that a run writes, and what follows from them: its best rollout, when it stops, what it warns of.
+"""The rows that a run writes, and the decisions from them: the best rollout, an early stop, warnings.
 
 Everything is read back from the files, so that a resumed run comes to the same conclusions.
 """

@@ -1,4 +1,4 @@
-"""Evaluates a model on a task under several ways of decoding, alone or every few rollouts of a run.
+"""Evaluates a model on a task under several ways of decoding, once or every few rollouts of a run.
 
     evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig(parse_decodes("dense,snapkv:512"), rollout, 512))
     for result in evaluator.run(params):

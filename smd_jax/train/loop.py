@@ -177,7 +177,7 @@ class Loop:
         raise NotImplementedError(f"{type(self).__name__} must define learner_batch")
 
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
-        """Advantages `[batch]` where they follow from the rewards alone; None elsewhere."""
+        """Advantages `[batch]` where they follow from the rewards; None elsewhere."""
         return None
 
     def policy_params(self, params: Params) -> Params:
@@ -196,7 +196,7 @@ class Loop:
 
         Args:
           follows: whether another step certainly follows this one; called once the rollout is over. It decides whether
-            `watch` sees a last rollout and whether a rollout is begun beside the update. It never changes a result.
+            `watch` sees a last rollout and whether the next one begins during the update. It never changes a result.
 
         Raises:
           RefusedRolloutError: sampler and learner differ by more than `guard` allows, and no step was taken; or
@@ -351,7 +351,7 @@ class Loop:
         return lambda: samples
 
     def _begin_next(self, state: TrainState, index: int, follows: Callable[[], bool]) -> Params | None:
-        """Begins rollout `index` beside the update; returns a copy of the parameters that sample it, None without."""
+        """Begins rollout `index` during the update; returns a copy of the parameters that sample it, None without."""
         if self._ahead is None:
             return None
         # The last step copies them, too: a run that is continued later samples with them.
@@ -361,14 +361,14 @@ class Loop:
         return params
 
     def settle(self) -> None:
-        """Waits for a rollout that was begun beside an update, so that devices and reward functions are free."""
+        """Waits for a rollout that began during an update, so that devices and reward functions are free."""
         if self._ahead is not None:
             self._ahead.wait()
 
     # --- compilation
 
     def _compiling_update(self, state: TrainState) -> AbstractContextManager[None]:
-        """Compiles the update, for the widest responses, beside the rollout of the first step."""
+        """Compiles the update, for the widest responses, during the rollout of the first step."""
         self._counters.steps += 1
         # Several processes must compile in the same order, which threads would not keep.
         if self._counters.steps > 1 or jax.process_count() > 1 or not self.learner.compiles_ahead:

@@ -25,7 +25,7 @@ class LoopConfig:
       prefill_rows: with decode_rows, prompts that are read at the same time.
       stop_strings: texts that end a completion and stay part of it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
-      num_iterations: passes over a rollout; each further pass orders the groups anew.
+      num_iterations: passes over a rollout; each further pass has another order of groups.
       update_widths: number of widths, in columns, that the learner is compiled for: it runs over the smallest that
         holds the longest response of a rollout. 1: always over `max_new_tokens`.
       seed: order of the task's rows, from 0 to 2**32 - 1.
@@ -96,5 +96,5 @@ class LoopConfig:
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether the next rollout is sampled beside the update, see `smd_jax.train.async_rollout`."""
+        """Whether the next rollout is sampled during the update, see `smd_jax.train.async_rollout`."""
         return False

@@ -64,7 +64,7 @@ def minibatches(
 
     Args:
       batch: a pytree with equally many contiguous rows of every group: all its completions, or one pair.
-      state: before the first step of this rollout. The order of a pass follows from its key and step alone.
+      state: before the first step of this rollout. The order of a pass depends only on its key and step.
       counted_rows: `[rows]`, true for rows that count; None: all.
     """
     # Row numbers, one line per group.

@@ -171,7 +171,7 @@ class PolicyLearner:
         share."""
         rollout, update = self.config.rollout, self.config.update
         if update.pack_columns is not None:
-            # Packed rows have one size, whatever the longest response.
+            # Packed rows have one size for all responses.
             return (rollout.max_new_tokens,)
         fraction = 1.0 if update.distill is None else update.distill.position_fraction
         widths = response_widths(rollout.max_new_tokens, self.config.update_widths, sequence_ways(self.mesh))
@@ -192,8 +192,8 @@ class PolicyLearner:
     def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout.
 
-        A minibatch in which no row counts leaves the parameters alone, which momentum and weight decay would not. With
-        distillation every token counts. A rollout beyond `max_difference` gets no step; `Loop.step` refuses it.
+        A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
+        With distillation every token counts. A rollout beyond `max_difference` gets no step; `Loop.step` refuses it.
         """
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which donates these parameters.

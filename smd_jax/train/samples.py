@@ -30,7 +30,7 @@ class Samples(NamedTuple):
       metrics: metrics of all sampled completions, including those that are left out.
       reward_parts: float32 `[batch]` for each function of `Loop.rewards`, NaN where it failed or does not apply; empty
         where the task's own reward grades.
-      advantages: float32 `[batch]`, where they follow from the rewards alone; None elsewhere. Set only for
+      advantages: float32 `[batch]`, where they follow from the rewards; None elsewhere. Set only for
         `Loop.watch`.
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints hold everything that a run needs to continue bitwise; orbax writes them atomically, beside the run.
+"""Checkpoints hold everything that a run needs to continue bitwise; orbax writes them atomically, in the background.
 
 One checkpoint is a folder `<directory>/<step>` with two orbax items and one file:
 
@@ -10,7 +10,7 @@ One checkpoint is a folder `<directory>/<step>` with two orbax items and one fil
 A checkpoint appears when its finished temporary folder is renamed. A run that is killed while it saves leaves the older
 checkpoints unchanged.
 
-    writing       save, and the Writer that saves beside the steps of a run
+    writing       save, and the Writer that saves during the steps of a run
     reading       restore, restore_newest, and checks that read no arrays
     steps         steps and paths of a directory
     integrity     verification after a save, checksums before a restore

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the steps of a run.
+"""Writes checkpoints during the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
     other thread                                                └─► files ─► rename ─► verify ─► checksums ─► delete old
@@ -38,7 +38,7 @@ from smd_jax.runs.jsonable import Json, to_jsonable
 
 
 class Writer:
-    """Writes the checkpoints of one run beside its steps, one at a time.
+    """Writes the checkpoints of one run during its steps, one at a time.
 
     `save` returns when the arrays are on the host, so that an update may donate their buffers.
 
