@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from smd_jax.commands.arguments import (
     AttentionName,
-    CorrectionName,
     DeviceArgs,
     LossArgs,
     LossName,
@@ -17,12 +16,7 @@ from smd_jax.commands.arguments import (
     SamplingArgs,
 )
 from smd_jax.config import ModelConfig
-from smd_jax.corrections.base import Correction
-from smd_jax.corrections.importance import MIS, TIS, IcePop, QuRL
-from smd_jax.corrections.rejection import GeometricRejection
-from smd_jax.corrections.sparse_rl import SparseRL
-from smd_jax.corrections.trust_region import DPPOTV
-from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
+from smd_jax.corrections import CORRECTIONS
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -32,8 +26,8 @@ from smd_jax.eviction.trial import check_score
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
-from smd_jax.losses import named
 from smd_jax.losses.distillation import Direction, DistillConfig
+from smd_jax.losses.named import LOSSES
 from smd_jax.losses.policy import LossConfig
 from smd_jax.message.gate import LinearGate
 from smd_jax.message.quantization import QuantConfig
@@ -42,30 +36,6 @@ from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.model.protocol import ModelShape
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.decoding import Decode, as_trained, parse_decode, policy_text
-
-CORRECTIONS: Mapping[CorrectionName, Correction] = {
-    "shadow": Shadow(),
-    "naive": Naive(),
-    "bypass": Bypass(),
-    "tis": TIS(),
-    "mis": MIS(),
-    "icepop": IcePop(),
-    "sparse_rl": SparseRL(),
-    "qurl": QuRL(),
-    "geometric_rejection": GeometricRejection(),
-    "dppo_tv": DPPOTV(),
-}
-
-LOSSES: Mapping[LossName, Callable[..., LossConfig]] = {
-    "grpo": named.grpo,
-    "bnpo": named.bnpo,
-    "dapo": named.dapo,
-    "dr_grpo": named.dr_grpo,
-    "gspo": named.gspo,
-    "cispo": named.cispo,
-    "sapo": named.sapo,
-    "luspo": named.luspo,
-}
 
 BOTH = frozenset({"epsilon", "epsilon_high"})
 BOUNDS: Mapping[LossName, frozenset[str]] = {
@@ -192,7 +162,7 @@ def update_config(
     return UpdateConfig(
         "shadow" if loss.correction == "shadow" else "dense",
         loss_config(loss, reference),
-        correction=CORRECTIONS[loss.correction],
+        correction=CORRECTIONS[loss.correction](),
         distill=distill,
         dense_learner=DenseLearner(loss.dense_share) if loss.dense_share else None,
         entropy_coef=loss.entropy_coef,

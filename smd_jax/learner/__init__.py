@@ -1,13 +1,28 @@
-"""The learner: replays a trajectory under its mask or any other, and takes optimizer steps.
+"""The learner: replays a trajectory under its mask or another one, and takes optimizer steps.
 
 It sees trajectories and advantages, never the eviction policy that made them.
 """
+
+from collections.abc import Mapping as _Mapping
 
 from smd_jax.learner.forward import Replay as Replay
 from smd_jax.learner.forward import replay as replay
 from smd_jax.learner.state import TrainBatch as TrainBatch
 from smd_jax.learner.state import TrainState as TrainState
 from smd_jax.learner.config import UpdateConfig as UpdateConfig
+from smd_jax.learner.terms import Term as Term
+from smd_jax.learner.terms import Needs as Needs
+from smd_jax.learner.terms import Minibatch as Minibatch
+from smd_jax.learner.terms import TermInputs as TermInputs
+from smd_jax.learner.terms import TermOutputs as TermOutputs
+from smd_jax.learner.terms import TermResults as TermResults
+from smd_jax.learner.terms import LearnerSetup as LearnerSetup
+from smd_jax.learner.policy_term import PolicyTerm as PolicyTerm
+from smd_jax.learner.dense_learner import DensePolicyTerm as DensePolicyTerm
+from smd_jax.learner.entropy_term import EntropyTerm as EntropyTerm
+from smd_jax.learner.evictions import EvictionTerm as EvictionTerm
+from smd_jax.learner.distill import DistillTerm as DistillTerm
+from smd_jax.learner.value_term import ValueTerm as ValueTerm
 from smd_jax.learner.dense_learner import DenseLearner as DenseLearner
 from smd_jax.learner.evictions import replay_evictions as replay_evictions
 from smd_jax.learner.reference import ReferenceSync as ReferenceSync
@@ -18,3 +33,13 @@ from smd_jax.learner.update import make_update as make_update
 from smd_jax.learner.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.learner.dpo_update import PairBatch as PairBatch
 from smd_jax.learner.dpo_update import make_dpo_update as make_dpo_update
+
+TERMS: _Mapping[str, type[Term]] = {
+    "policy": PolicyTerm,
+    "dense": DensePolicyTerm,
+    "entropy": EntropyTerm,
+    "evictions": EvictionTerm,
+    "distillation": DistillTerm,
+    "value": ValueTerm,
+}
+"""The terms of the objective, by name."""

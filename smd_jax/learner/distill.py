@@ -1,6 +1,8 @@
-"""The second track's forward passes: the dense teacher beside the masked student, on some rows and positions."""
+"""Distillation as a term: the dense teacher's forward pass, on some rows and positions, and the divergence."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.forward import response_hidden, response_logits
+from smd_jax.learner.state import Metrics
+from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.distillation import (
     REFERENCE_TEACHERS,
     DistillConfig,
@@ -16,11 +20,12 @@ from smd_jax.losses.distillation import (
     divergence,
     sampled_divergence,
 )
+from smd_jax.losses.weighting import TokenMean
 from smd_jax.message.sampling import token_logprobs
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
-from smd_jax.ratios import overlap
+from smd_jax.ratios import lower_percentile, overlap
 
 
 @any_leaves
@@ -34,6 +39,72 @@ class Agreement(struct.PyTreeNode):
 
     overlap: Float[Array, "rows columns"]
     inside: Bool[Array, "rows columns"]
+
+
+@dataclass(frozen=True)
+class DistillTerm(Term):
+    """Divergence between the dense and the masked policy, a mean over all response tokens: it needs no reward."""
+
+    config: DistillConfig = DistillConfig()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=self.config.direction in REFERENCE_TEACHERS)
+
+    def check(self, setup: LearnerSetup) -> None:
+        config = self.config
+        # A dense student can be held to a reference, but from itself it learns nothing.
+        if setup.visibility == "dense" and config.direction not in REFERENCE_TEACHERS:
+            raise ValueError(
+                "expected visibility 'shadow' with distillation whose teacher is the dense policy itself, or a "
+                f"direction of {REFERENCE_TEACHERS}; got 'dense' with {config}"
+            )
+        if setup.reference_sync is not None and config.direction == "anchor":
+            raise ValueError(
+                "expected reference_sync None with distillation from the 'anchor', which is frozen; the direction "
+                f"'ema' has a teacher that follows; got {setup.reference_sync}"
+            )
+        if setup.reference_sync is None and config.direction == "ema":
+            raise ValueError(
+                "expected a reference_sync with direction 'ema', whose teacher follows the policy; got None"
+            )
+        if setup.pack_columns is not None and (config.fraction < 1 or config.position_fraction < 1):
+            raise ValueError(f"expected distillation of all rows and columns with pack_columns; got {config}")
+        if setup.rows_per_prompt > 1 and config.fraction < 1:
+            raise ValueError(
+                f"expected distillation of all rows with rows_per_prompt {setup.rows_per_prompt}, because a share of "
+                f"them tears rows of one prompt apart; got {config}"
+            )
+
+    def coefficient(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        return self.config.coef_at(step)
+
+    def prepare(self, minibatch: Minibatch) -> Float[Array, "batch R"]:
+        return TokenMean().weights(minibatch.trajectory.response_mask)
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        loss, agreement = distill_term(
+            inputs.model,
+            self.config,
+            inputs.params,
+            inputs.reference,
+            inputs.step,
+            inputs.trajectory,
+            inputs.hidden,
+            inputs.prepared,
+        )
+        # Logged as a divergence in nats: its coefficient is a metric of its own.
+        return TermOutputs(loss, {"distill": loss}, agreement)
+
+    def metrics(self, results: TermResults) -> Metrics:
+        metrics: Metrics = {"distill_coef": self.config.coef_at(results.step)}
+        agreement: Agreement | None = results.rows
+        if agreement is not None:
+            metrics["distill/agreement_p5"] = lower_percentile(agreement.overlap, agreement.inside, 5.0)
+        return metrics
+
+    def learns(self, results: TermResults) -> Bool[Array, ""]:
+        return (self.config.coef_at(results.step) > 0) & (results.prepared > 0).any()
 
 
 def distill_term(

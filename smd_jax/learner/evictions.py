@@ -1,4 +1,4 @@
-"""The learner's log-probabilities of evictions, beside those of tokens and in the same forward pass.
+"""The learner's log-probabilities of evictions, from the forward pass that gives those of tokens; and their term.
 
     layer i    q, k, v ─► attention under the mask ─► …                  as in every teacher-forced pass
                   └─► gate ─► logits at every compression ─┐
@@ -10,6 +10,7 @@ them. Work and memory beside the pass: compressions × columns numbers a row, la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from smd_jax.learner.state import Metrics
+from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.losses.evictions import eviction_loss, eviction_weights
 from smd_jax.message.draws import EvictionDraws, candidates, ordered_logprob
 from smd_jax.message.gate import Gate, gate_parameters
 from smd_jax.message.masks import LayerMask, ShadowMask
@@ -26,6 +30,7 @@ from smd_jax.model.attention import AttentionConfig, attend
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
 
 
 @any_leaves
@@ -123,3 +128,49 @@ def replay_evictions(
       ValueError: if the trajectory has no draws, or the parameters no gate.
     """
     return response_hidden_and_evictions(model, params, trajectory)[1]
+
+
+@dataclass(frozen=True)
+class EvictionTerm(Term):
+    """Policy loss of the draws of an eviction policy with a gate, `smd.eviction.LearnedGate`.
+
+    Attributes:
+      coef: 1 weighs what is forgotten as tokens are.
+    """
+
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(f"expected a finite eviction_coef >= 0; got {self.coef}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(evictions=True)
+
+    def check(self, setup: LearnerSetup) -> None:
+        if setup.visibility == "dense":
+            raise ValueError(
+                "expected visibility 'shadow' with an eviction_coef, because the probability of an eviction is known "
+                f"under the sampler's mask alone; got 'dense' with {self.coef}"
+            )
+        if setup.pack_columns is not None:
+            raise ValueError(f"expected eviction_coef 0 with pack_columns; got {self.coef}")
+
+    def coefficient(self, step: Array) -> float:
+        return self.coef
+
+    def prepare(self, minibatch: Minibatch) -> Float[Array, "batch compressions"]:
+        draws = recorded_draws(minibatch.trajectory)[1]
+        return eviction_weights(draws.trained(minibatch.trajectory.valid), minibatch.mask)
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        assert inputs.evictions is not None  # it needs them
+        sampled = recorded_draws(inputs.trajectory)[1].logprobs
+        loss = eviction_loss(inputs.evictions, sampled, inputs.batch.advantages, inputs.prepared)
+        # Of a row, the largest |log p_learner - log p_sampler| of its draws.
+        return TermOutputs(loss, {"evictions/loss": loss}, jnp.abs(inputs.evictions - sampled).max(axis=(1, 2, 3)))
+
+    def metrics(self, results: TermResults) -> Metrics:
+        return {"evictions/logp_difference/max": results.rows.max()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
-from smd_jax.learner.config import Visibility
 from smd_jax.message.masks import Mask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -19,6 +19,7 @@ from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 
+Visibility = Literal["shadow", "dense"]  # what a policy sees: the sampler's mask, or every key
 ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
 
 

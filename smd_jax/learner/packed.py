@@ -22,15 +22,14 @@ import optax
 from flax import struct
 from jaxtyping import Array, Int
 
-from smd_jax.corrections.base import CorrectionTerms
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import constrain, constrain_tree
-from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import make_objective
 from smd_jax.learner.packs import ABSENT, Packs, PackSizes, pack, rows_at_once
 from smd_jax.learner.prepare import Prepared, prepare
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.learner.update import Update, finished
 from smd_jax.message.masks import Segments, ShadowMask
@@ -142,35 +141,31 @@ def check_packable(trajectory: Trajectory) -> None:
 
 
 def packed_part(prepared: Prepared, places: Places) -> Prepared:
-    """The tokens of one microbatch, sequences one behind the other; every array of `[batch, R]` becomes `[rows, K]`."""
+    """The tokens of one microbatch, sequences one behind the other; every array of `[batch, R]` becomes `[rows, K]`.
+
+    Raises:
+      ValueError: for a term that prepared an array of another shape.
+    """
 
     def take(x: Any) -> Any:
-        return None if x is None else _take(x, places.responses)
+        if x.shape[:2] != prepared.mask.shape:
+            raise ValueError(
+                f"expected terms that prepare arrays {prepared.mask.shape}, one number a token, with pack_columns; got "
+                f"{x.shape}"
+            )
+        return _take(x, places.responses)
 
     batch = prepared.batch
     advantages = batch.advantages
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], prepared.mask.shape)
-    correction = prepared.correction
+    of_tokens = (advantages, batch.old_logprobs, batch.old_values, batch.returns, batch.dense_old_logprobs)
+    advantages, old, old_values, returns, dense_old = jax.tree.map(take, of_tokens)
+    # Rows are left out by their tokens, which count for nothing.
     return Prepared(
-        TrainBatch(
-            packed_trajectory(batch.trajectory, places),
-            take(advantages),
-            take(batch.old_logprobs),
-            None,  # rows are left out by their tokens, which count for nothing
-            take(batch.old_values),
-            take(batch.returns),
-            take(batch.dense_old_logprobs),
-        ),
+        TrainBatch(packed_trajectory(batch.trajectory, places), advantages, old, None, old_values, returns, dense_old),
         take(prepared.mask),
-        CorrectionTerms(take(correction.weights), take(correction.counted), take(correction.high_scale)),
-        weights=take(prepared.weights),
-        value_weights=take(prepared.value_weights),
-        distill_weights=take(prepared.distill_weights),
-        chosen=take(prepared.chosen),
-        entropy_weights=take(prepared.entropy_weights),
-        dense=None if prepared.dense is None else packed_part(prepared.dense, places),
-        eviction_weights=None,
+        jax.tree.map(take, prepared.terms),
     )
 
 

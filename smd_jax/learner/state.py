@@ -10,7 +10,6 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import shared_reference, trained_params, whole_reference
 from smd_jax.message.trajectory import Trajectory
@@ -88,11 +87,3 @@ def init_state(
 def reference_params(state: TrainState) -> Params | None:
     """Parameters of the reference policy; with adapters their base, where the state has no other."""
     return whole_reference(state.reference, state.params)
-
-
-def check_reference(config: UpdateConfig, state: TrainState) -> None:
-    """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
-    if config.needs_reference and reference_params(state) is None:
-        raise ValueError(
-            "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
-        )

@@ -20,6 +20,7 @@ from smd_jax.losses.surrogates import Clip as Clip
 from smd_jax.losses.surrogates import ClipWeight as ClipWeight
 from smd_jax.losses.surrogates import SoftGate as SoftGate
 from smd_jax.losses.surrogates import Unclipped as Unclipped
+from smd_jax.losses.named import LOSSES as LOSSES
 from smd_jax.losses.named import grpo as grpo
 from smd_jax.losses.named import bnpo as bnpo
 from smd_jax.losses.named import dapo as dapo

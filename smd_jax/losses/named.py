@@ -16,6 +16,8 @@ surrogate. Another combination, or a part of your own, is a `LossConfig` as well
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
@@ -73,3 +75,16 @@ def luspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float 
     bounds are GSPO's."""
     # The sum over all tokens / sequences: a denominator of one token each.
     return LossConfig(FixedLength(1), Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta)
+
+
+LOSSES: Mapping[str, Callable[..., LossConfig]] = {
+    "grpo": grpo,
+    "bnpo": bnpo,
+    "dapo": dapo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "luspo": luspo,
+}
+"""Constructors by name, for `--loss-type`."""

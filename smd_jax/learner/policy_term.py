@@ -1,0 +1,240 @@
+"""The policy loss as a term: correction of the mismatch, choice of tokens, KL to the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from smd_jax.config import check_choice
+from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms
+from smd_jax.corrections.chain import flat_parts, split_by_time
+from smd_jax.corrections.uncorrected import Shadow
+from smd_jax.learner.entropy_term import TokenChoice
+from smd_jax.learner.forward import Visibility
+from smd_jax.learner.state import Metrics, TrainBatch
+from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss, surrogate_metrics
+from smd_jax.metrics import correction_metrics, token_mean
+from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
+
+
+@any_leaves
+class PolicyWeights(struct.PyTreeNode):
+    """What a policy loss takes from the whole minibatch, `[batch, R]`.
+
+    Attributes:
+      correction: what happens to every token, as far as it does not depend on the present policy.
+      weights: weights in the loss, of the tokens that the correction does not reject.
+      old_logprobs: of the policy that the ratio is taken to; None: the present one.
+      chosen: tokens that the loss learns from, by their entropy; None: all.
+    """
+
+    correction: CorrectionTerms
+    weights: Float[Array, "batch R"]
+    old_logprobs: Float[Array, "batch R"] | None
+    chosen: Bool[Array, "batch R"] | None
+
+
+@any_leaves
+class PolicyRows(struct.PyTreeNode):
+    """Per-token results for the metrics."""
+
+    loss: LossTerms
+    correction_weights: Float[Array, "rows R"]
+
+
+@dataclass(frozen=True)
+class PolicyTerm(Term):
+    """Policy loss with its correction; attributes as in `UpdateConfig`."""
+
+    loss: LossConfig = LossConfig()
+    coef: float = 1.0
+    correction: Correction = Shadow()
+    visibility: Visibility = "shadow"
+    reference_visibility: Visibility | None = None
+    kl_in_reward: bool = False
+    top_entropy_quantile: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.reference_visibility is not None:
+            check_choice("reference_visibility", self.reference_visibility, get_args(Visibility))
+        if not self.coef >= 0:
+            raise ValueError(f"expected policy_coef >= 0; got {self.coef}")
+        if self.loss.beta > 0 and self.coef == 0:
+            raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
+        if self.coef == 0 and self.choice.quantile < 1:
+            raise ValueError(
+                "expected top_entropy_quantile 1 with policy_coef 0, which leaves no policy loss to choose tokens for; "
+                f"got {self.top_entropy_quantile}"
+            )
+        self._check_kl()
+        check_correction(self.correction, self.visibility)
+        self._check_clipping()
+
+    def _check_kl(self) -> None:
+        """An option that nothing reads is refused rather than ignored."""
+        if self.loss.beta == 0 and self.reference_visibility is not None:
+            raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
+        if self.kl_in_reward and self.loss.beta == 0:
+            raise ValueError("expected beta > 0 with kl_in_reward; got 0")
+        if self.kl_in_reward and self.loss.kl_estimator != "k1":
+            raise ValueError(
+                f"expected kl_estimator 'k1' with kl_in_reward, because as a reward no other estimate has the gradient "
+                f"of the KL; got {self.loss.kl_estimator!r}"
+            )
+
+    def _check_clipping(self) -> None:
+        traits, name = self.correction.traits, type(self.correction).__name__
+        # Such a correction gets the loss without its surrogate (`used_loss`): whatever else that does to the ratio
+        # would be lost with the clipping.
+        if not traits.clips and not self.loss.clips_plainly:
+            raise ValueError(
+                f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
+                f"its clipping; got {self.loss}"
+            )
+        if traits.scales_bounds and not self.loss.takes_high_scale:
+            raise ValueError(
+                f"expected a loss that clips the ratio of single tokens (Clip, ratio_level 'token') with {name}, which "
+                f"scales its bounds; got {self.loss}"
+            )
+
+    @property
+    def takes_sampler_for_old(self) -> bool:
+        """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters.
+
+        With shadow masks the two are the same, unless a correction is to measure that they are.
+        """
+        return self.visibility == "shadow" and not self.correction.traits.uses_mismatch
+
+    @property
+    def choice(self) -> TokenChoice:
+        """Which tokens the loss learns from."""
+        return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.takes_sampler_for_old)
+
+    @property
+    def used_loss(self) -> LossConfig:
+        """The loss, without its clipping where the correction brings a trust region, and without a KL that is in the
+        reward."""
+        loss = self.loss if self.correction.traits.clips else self.loss.unclipped()
+        return loss.without_kl() if self.kl_in_reward else loss
+
+    @property
+    def reference_mask(self) -> Visibility:
+        """What the reference policy of the KL sees."""
+        return self.reference_visibility or self.visibility
+
+    @property
+    def needs(self) -> Needs:
+        seen: frozenset[Visibility] = frozenset((self.reference_mask,)) if self.used_loss.beta else frozenset()
+        own: frozenset[Visibility] = frozenset((self.visibility,))
+        return Needs(own, reference=self.loss.beta > 0, reference_logprobs=seen)
+
+    def check(self, setup: LearnerSetup) -> None:
+        if setup.pack_columns is None:
+            return
+        late = split_by_time(self.correction)[1]
+        judges_responses = late is not None and (late.traits.per_response or late.traits.judges_responses)
+        if self.loss.ratio_level != "token" or judges_responses:
+            raise ValueError(
+                "expected pack_columns None with ratios of whole responses, or a correction that judges them, because "
+                f"those that share a row have none of their own; got {setup.pack_columns} with {self.loss} and "
+                f"{self.correction}"
+            )
+
+    def coefficient(self, step: Array) -> float:
+        return self.coef
+
+    def old_logprobs(self, batch: TrainBatch) -> Float[Array, "batch R"] | None:
+        """The learner's log-probabilities at the rollout's parameters, where the batch has them."""
+        return batch.old_logprobs
+
+    def prepare(self, minibatch: Minibatch) -> PolicyWeights:
+        batch, mask = minibatch.batch, minibatch.mask
+        early = split_by_time(self.correction)[0]
+        old = self.old_logprobs(batch)
+        if early.traits.uses_mismatch and old is None:
+            old = minibatch.replay(self.visibility).logprobs
+        correction = early.terms(_correction_inputs(batch, mask, old))
+        # Rejected tokens leave the loss and its denominators.
+        weights = self.loss.weighting.weights(correction.counted, batch.counted_rows)
+        return PolicyWeights(correction, weights, old, self.choice.tokens(minibatch))
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        prepared: PolicyWeights = inputs.prepared
+        logprobs = inputs.logprobs_under[self.visibility]
+        weights = self._correction_weights(inputs, logprobs)
+        reference = inputs.reference_logprobs[self.reference_mask] if self.used_loss.beta else None
+        loss_inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=self._ratio_to(inputs, logprobs),
+            reference_logprobs=reference,
+            advantages=inputs.batch.advantages,
+            weights=prepared.weights,
+            # A token that is not chosen loses its surrogate alone, like one that a correction weighs 0: its KL stays,
+            # and so do the denominators.
+            correction_weights=weights if prepared.chosen is None else jnp.where(prepared.chosen, weights, 0.0),
+            high_scale=prepared.correction.high_scale,
+        )
+        loss, terms = policy_loss(loss_inputs, self.used_loss)
+        return TermOutputs(loss, rows=PolicyRows(terms, weights))
+
+    def _ratio_to(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
+        """Log-probabilities of the policy that the ratio is taken to."""
+        if self.correction.traits.ratio_to == "sampler":
+            return inputs.trajectory.logprobs
+        # Without recorded ones the old policy is the present one: every ratio is 1, and its gradient that of log p.
+        old = inputs.prepared.old_logprobs
+        return jax.lax.stop_gradient(logprobs) if old is None else old
+
+    def _correction_weights(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
+        """Weights made before the forward pass, times those of a correction that had to wait for it."""
+        prepared: PolicyWeights = inputs.prepared
+        late = split_by_time(self.correction)[1]
+        if late is None:
+            return prepared.correction.weights
+        # Weights are constants of the step: no gradient flows through the policy's own part in them.
+        present = jax.lax.stop_gradient(logprobs)
+        terms = late.terms(_correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
+        if terms.high_scale is not None:
+            raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
+        # The denominators were made before the forward pass: a late rejection can take a token's weight, not its place.
+        return prepared.correction.weights * jnp.where(terms.counted, terms.weights, 0.0)
+
+    def metrics(self, results: TermResults) -> Metrics:
+        """What the loss did is measured over the tokens that it counts."""
+        rows: PolicyRows = results.rows
+        counted = results.prepared.correction.counted
+        metrics = surrogate_metrics(rows.loss, counted, self.loss, results.batch.counted_rows)
+        metrics |= correction_metrics(rows.correction_weights, counted, results.mask)
+        # In the reward it is a number of the whole rollout, which the loop logs.
+        return metrics | ({"kl": token_mean(rows.loss.kl, counted)} if self.used_loss.beta else {})
+
+    def learns(self, results: TermResults) -> Bool[Array, ""]:
+        return results.prepared.correction.counted.any()
+
+
+def check_correction(correction: Correction, visibility: Visibility) -> None:
+    """Raises ValueError for a claim that the learner's visibility does not keep."""
+    if visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
+        raise ValueError(
+            "expected visibility 'shadow' with the correction Shadow(), which claims that sampler and learner see the "
+            "same; got 'dense'. Name what to do about the mismatch: Naive() ignores it"
+        )
+
+
+def _correction_inputs(
+    batch: TrainBatch,
+    mask: Bool[Array, "batch R"],
+    old: Float[Array, "batch R"] | None,
+    logprobs: Float[Array, "batch R"] | None = None,
+) -> CorrectionInputs:
+    """What a correction looks at; `logprobs` of the learner now, once they are known."""
+    sampler = batch.trajectory.logprobs
+    return CorrectionInputs(sampler, sampler if old is None else old, logprobs, batch.advantages, mask)

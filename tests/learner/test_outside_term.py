@@ -1,0 +1,149 @@
+"""Terms from outside of the library: against the formula, in microbatches, in shared rows, and what is refused."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import smd_jax as smd
+from smd_jax.learner import Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.state import init_state
+from smd_jax.losses.schedules import CoefSchedule
+from tests import bigram_update, tiny_update
+from tests.bigram_update import PARAMS, REFERENCE, explicit_token_logprobs, metrics_and_gradients, trajectory
+from tests.tiny_update import ADVANTAGES, distance
+
+
+@dataclass(frozen=True)
+class Imitation(Term):
+    """Cross-entropy of the responses with a positive advantage, a mean over all tokens."""
+
+    coef: float | CoefSchedule = 0.1
+
+    def coefficient(self, step: jax.Array) -> float | jax.Array:
+        return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else self.coef
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        loss = -(jnp.where(inputs.advantages > 0, inputs.prepared, 0.0) * inputs.logprobs).sum()
+        return TermOutputs(loss, {"loss/imitation": loss}, rows=inputs.logprobs)
+
+    def metrics(self, results: TermResults) -> dict[str, jax.Array]:
+        return {"imitation/lowest": jnp.where(results.mask, results.rows, 0.0).min()}
+
+
+@dataclass(frozen=True)
+class Distance(Term):
+    """Squared distance of log-probabilities: learner to reference, learner to the full context."""
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        others = [inputs.reference_logprobs["dense"], inputs.logprobs_under["dense"]]
+        loss = sum(((inputs.prepared * (inputs.logprobs - other) ** 2).sum() for other in others), jnp.float32(0))
+        return TermOutputs(loss, {"loss/distance": loss})
+
+    @property
+    def needs(self) -> Needs:
+        seen: Any = frozenset({"dense"})
+        return Needs(logprobs=seen, reference_logprobs=seen)
+
+
+def imitation(params: Any) -> jax.Array:
+    mask = trajectory().response_mask
+    good = mask & (ADVANTAGES > 0)[:, None]
+    return -jnp.where(good, explicit_token_logprobs(params), 0.0).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_term_alone(size: int | None):
+    config = smd.UpdateConfig(policy_coef=0.0, terms=(Imitation(0.5),), microbatch_size=size)
+    metrics, gradient = metrics_and_gradients(config)
+    loss, expected = jax.jit(jax.value_and_grad(imitation))(PARAMS)
+    np.testing.assert_allclose(metrics["loss/imitation"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], 0.5 * loss, rtol=1e-5)
+    assert distance(gradient, jax.tree.map(lambda x: 0.5 * x, expected)) < 1e-5
+    logprobs = np.asarray(explicit_token_logprobs(PARAMS))[np.asarray(trajectory().response_mask)]
+    np.testing.assert_allclose(metrics["imitation/lowest"], logprobs.min(), rtol=1e-5)
+
+
+def test_terms_add_up():
+    """With the policy loss, and with a coefficient that depends on the step: at step 0 it is 0."""
+    alone, with_term, without = (
+        metrics_and_gradients(smd.UpdateConfig(policy_coef=coef, terms=terms))
+        for coef, terms in (
+            (0.0, (Imitation(),)),
+            (1.0, (Imitation(),)),
+            (1.0, (Imitation(CoefSchedule(0.0, 1.0, 5)),)),
+        )
+    )
+    plain = metrics_and_gradients(smd.UpdateConfig())
+    total = jax.tree.map(jnp.add, alone[1], plain[1])
+    assert distance(with_term[1], total) < 1e-5 and distance(without[1], plain[1]) < 1e-6
+    np.testing.assert_allclose(with_term[0]["loss"], alone[0]["loss"] + plain[0]["loss"], rtol=1e-5)
+
+
+def test_the_update_computes_what_a_term_needs():
+    """Another mask for the policy, and the reference: attention matters, so this model has some."""
+    t = tiny_update.trajectory()
+    config = smd.UpdateConfig(policy_coef=0.0, terms=(Distance(),), microbatch_size=4)
+    assert config.needs_reference and smd.UpdateConfig(terms=(Imitation(),)).needs_reference is False
+    reference = tiny_update.REFERENCE
+    metrics, gradient = tiny_update.metrics_and_gradients(config, reference=reference)
+
+    def formula(params: Any) -> jax.Array:
+        dense = t.dense_mask()
+        shadow, full = (tiny_update.explicit_token_logprobs(params, mask) for mask in (t.mask, dense))
+        fixed = tiny_update.explicit_token_logprobs(reference, dense)
+        squares = (shadow - fixed) ** 2 + (shadow - full) ** 2
+        return jnp.where(t.response_mask, squares, 0.0).sum() / t.response_mask.sum()
+
+    loss, expected = jax.jit(jax.value_and_grad(formula))(tiny_update.PARAMS)
+    np.testing.assert_allclose(metrics["loss/distance"], loss, rtol=1e-4)
+    assert distance(gradient, expected) < 1e-4
+
+
+def test_a_missing_reference_is_refused():
+    with pytest.raises(ValueError, match="expected reference parameters in the train state"):
+        metrics_and_gradients(smd.UpdateConfig(terms=(Distance(),)))
+
+
+def test_rows_that_sequences_share():
+    """The same loss, gradient and metrics: what a term prepares is moved with its tokens."""
+    config = smd.UpdateConfig(terms=(Imitation(),), microbatch_size=2)
+    metrics, gradient = metrics_and_gradients(config)
+    state = init_state(jax.tree.map(jnp.copy, PARAMS), tiny_update.RECORD, jax.random.key(3))
+    update = make_packed_update(bigram_update.MODEL, tiny_update.RECORD, dataclasses.replace(config, pack_columns=24))
+    state, packed = update(state, bigram_update.batch())
+    assert distance(state.opt_state, gradient) < 1e-5
+    for name in ("loss", "loss/imitation", "imitation/lowest"):
+        np.testing.assert_allclose(packed[name], metrics[name], rtol=1e-5, err_msg=name)
+
+
+@dataclass(frozen=True)
+class PerRow(Imitation):
+    def prepare(self, minibatch: Any) -> jax.Array:
+        return minibatch.mask.any(axis=1)
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="expected terms of UpdateConfig to be"):
+        smd.UpdateConfig(terms=("imitation",))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"metrics of its own from Imitation; got \['loss/imitation'\]"):
+        metrics_and_gradients(smd.UpdateConfig(terms=(Imitation(), Imitation())))
+    with pytest.raises(TypeError, match="Term has no evaluate"):
+        metrics_and_gradients(smd.UpdateConfig(terms=(Term(),)))
+    state = init_state(jax.tree.map(jnp.copy, PARAMS), tiny_update.RECORD, jax.random.key(3), REFERENCE)
+    config = smd.UpdateConfig(terms=(PerRow(),), microbatch_size=2, pack_columns=24)
+    with pytest.raises(ValueError, match=r"expected terms that prepare arrays \(8, 10\), one number a token.*\(8,\)"):
+        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+
+
+def test_the_table_has_every_term():
+    def subclasses(kind: type[Term]) -> set[type[Term]]:
+        return {kind}.union(*(subclasses(each) for each in kind.__subclasses__()))
+
+    ours = {kind for kind in subclasses(Term) - {Term} if kind.__module__.startswith("smd_jax.")}
+    assert set(smd.learner.TERMS.values()) == ours
