@@ -36,7 +36,7 @@ class CorrectionInputs(struct.PyTreeNode):
       old_logprobs: those of pi_old, the learner (under its own mask) at the rollout's parameters.
       logprobs: those of pi, the learner now, without gradient; None before its forward pass.
       advantages: `[batch]`, or `[batch, R]` where every token has its own.
-      mask: the tokens of the response. What lies outside may hold anything.
+      mask: the tokens of the response. Outside it the arrays may hold anything.
     """
 
     sampler_logprobs: Float[Array, "batch R"] | None
@@ -70,7 +70,7 @@ class CorrectionTraits:
     Attributes:
       ratio_to: whose log-probabilities the loss takes its ratio to: "old", pi / pi_old, or "sampler", pi / pi_sampler.
       weighs: xi is a factor of the weights. Then the loss must not contain xi a second time.
-      clips: the loss clips the ratio; false where the correction brings a trust region of its own.
+      clips: the loss clips the ratio; false where the correction has a trust region.
       scales_bounds: the terms have a `high_scale`, for a loss that clips the ratio of single tokens.
       whole_batch: rows depend on each other: `terms` must see the whole minibatch, before it is split.
       uses_mismatch: the terms depend on xi, the rollout's learner against the sampler. If not, xi need not be known,
@@ -78,7 +78,7 @@ class CorrectionTraits:
       uses_present: the terms depend on `logprobs`, the learner now, so that they wait for its forward pass. A token
         that such a correction rejects weighs 0, because the denominators are made before. It has no `high_scale`, and
         no row depends on another (`split_by_time`).
-      per_response: all tokens of a response have one weight and stay or go together, whatever its advantage is.
+      per_response: all tokens of a response have one weight and stay or go together, for any advantage.
       judges_responses: the terms need one advantage per response, so that advantages of tokens (PPO) will not do.
     """
 
@@ -137,7 +137,7 @@ class Correction:
 
 def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
     """Both at once: weights and bounds multiply, and a token counts if it counts for both."""
-    # None stands for all 1: the other one's factor is the product.
+    # None means all 1: the other factor is the product.
     high_scale = first.high_scale if second.high_scale is None else second.high_scale
     if first.high_scale is not None and second.high_scale is not None:
         high_scale = first.high_scale * second.high_scale
@@ -162,7 +162,7 @@ def check_bounds(low_name: str, low: float | None, high_name: str, high: float |
 
 
 def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
-    """Both bounds as numbers: a ratio is never below 0 nor above infinity, so these stand for no bound."""
+    """Both bounds as numbers; 0 and infinity for no bound."""
     return 0.0 if low is None else low, math.inf if high is None else high
 
 

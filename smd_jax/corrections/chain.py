@@ -16,11 +16,6 @@ class Chain(Correction):
     """Several corrections at once, each on its own: weights multiply, and a token counts if it counts for all.
 
     `Chain((TIS(), GeometricRejection()))` is verl's decoupled_geo_rs_token_tis.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if there are no parts, or xi would count twice: two parts weigh by it, or one does and the ratio to
-        the sampler contains it.
     """
 
     parts: tuple[Correction, ...]
@@ -32,7 +27,7 @@ class Chain(Correction):
             raise ValueError("expected Chain.parts with at least one correction; got ()")
         if sum(part.traits.weighs for part in self.parts) > 1:
             raise ValueError(f"expected at most one correction that weighs by xi in a Chain; got {names}")
-        # The ratio to the sampler is r xi: a weight xi beside it would count the mismatch twice.
+        # The ratio to the sampler is r xi: a weight xi would count the mismatch twice.
         if self.traits.weighs and self.traits.ratio_to == "sampler":
             raise ValueError(
                 f"expected no weights by xi with a ratio to the sampler, which contains xi already; got {names}"

@@ -61,10 +61,6 @@ class TIS(_ByRatio):
       batch_normalize: afterwards divide by the mean weight of the minibatch, which is what one optimizer step sees,
         over tokens ("token") or over responses that have tokens ("sequence"). verl has the mean of the whole rollout,
         Sparse-RL's release that of a microbatch.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `level` is neither "token" nor "sequence", or the bounds are not positive and ascending.
     """
 
     level: Level = "token"
@@ -93,10 +89,6 @@ class MIS(_ByRatio):
     TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask", the latter with clip_max 3 is its default. As
     there, a masked token still counts in the denominators. verl's Seq-MIS takes it out of them: that is
     `Chain((TIS("sequence"), Rejection("sequence", 0.5, 2.0)))`.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `level` is neither "token" nor "sequence", or the bounds are not positive and ascending.
     """
 
     level: Level = "sequence"
@@ -134,10 +126,6 @@ class QuRL(Correction):
     method: pi / pi_sampler, at least 0.5, in the place of s, and no weights. The paper takes clip_max from FlashRL: 2
     for GSM8K, 8 for DAPO (github.com/yaof20/Flash-RL, README.md). Its other half, which scales the model's weights
     before they are quantised, is no correction.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless clip_max > 0.
     """
 
     clip_max: float = 2.0
@@ -159,7 +147,7 @@ class QuRL(Correction):
 
 def _normalize(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
     """Weights over their mean; unchanged where that is 0 (at most 1e-8, as in verl and slime)."""
-    # All tokens of a response have one weight at the sequence level: its first token stands for it.
+    # All tokens of a response have one weight at the sequence level: its first token represents it.
     counted = mask if level == "token" else mask & (jnp.cumsum(mask, axis=1) == 1)
     mean = jnp.where(counted, weights, 0.0).sum() / jnp.maximum(counted.sum(), 1)
     return weights / jnp.where(mean > 1e-8, mean, 1.0)

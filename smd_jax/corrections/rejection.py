@@ -32,10 +32,6 @@ class Rejection(Correction):
 
     verl: rollout_rs "token_k1" | "seq_sum_k1" | "seq_mean_k1", for the first two with 0.5 to 2. verl bounds 1 / xi, so
     that its "low_high" is our [1 / high, 1 / low]; the same for bounds that are each other's reciprocal.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `level` is none of the three, or the bounds are not positive and ascending.
     """
 
     level: Level = "token"
@@ -67,12 +63,7 @@ class GeometricRejection(Rejection):
 
 @dataclass(frozen=True)
 class Veto(Correction):
-    """Rejects a response in which any token has xi < threshold. slime: rs_veto_threshold 1e-4, calculate_veto_mask.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless threshold > 0.
-    """
+    """Rejects a response in which any token has xi < threshold. slime: rs_veto_threshold 1e-4, calculate_veto_mask."""
 
     threshold: float = 1e-4
 
@@ -85,6 +76,6 @@ class Veto(Correction):
         return CorrectionTraits(per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # In logarithms, where nothing is cut at exp(-20): a threshold may lie below that.
+        # In logarithms, where nothing is cut at exp(-20): a threshold may be below that.
         catastrophic = inputs.mask & (log_mismatch(inputs) < math.log(self.threshold))
         return rejecting(inputs, ~jnp.any(catastrophic, axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Corrections with a trust region of their own: they look at the learner now, after its forward pass.
+"""Corrections that look at the learner now, after its forward pass.
 
 Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl and slime are named with their files below.
 """
@@ -30,10 +30,6 @@ class OPSM(Correction):
 
     TRL: off_policy_mask_threshold (its documentation: e.g. 0.5), get_off_policy_mask; a masked response still counts in
     the denominators. slime: --opsm-delta 1e-4.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless threshold > 0.
     """
 
     threshold: float = 0.5
@@ -47,7 +43,7 @@ class OPSM(Correction):
         return CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # The sign of the advantage decides over a whole response: tokens with signs of their own leave none.
+        # The sign of the advantage decides over a whole response: it must have one.
         if inputs.advantages.ndim != 1:
             raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")
         log_ratio = log_ratio_inside(sampler_logprobs_of(inputs), present_logprobs_of(inputs), inputs.mask)
@@ -67,10 +63,6 @@ class DPPOTV(Correction):
 
     verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
     examples/dppo_trainer), clip_ratio_c 20. prime-rl: dppo_mask_low and _high 0.2.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless all three numbers are positive.
     """
 
     low: float = 0.15
@@ -88,7 +80,7 @@ class DPPOTV(Correction):
         return CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # What lies outside the response may be anything: replaced before it reaches an exp.
+        # Outside the response the arrays may hold anything: replaced before it reaches an exp.
         now = jnp.where(inputs.mask, present_logprobs_of(inputs), 0.0)
         before = jnp.where(inputs.mask, sampler_logprobs_of(inputs), 0.0)
         # A difference of probabilities, where a ratio's bounds would forbid a rare token to become ten times as likely.

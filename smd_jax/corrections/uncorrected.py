@@ -25,7 +25,7 @@ class Naive(Correction):
         return CorrectionTraits(uses_mismatch=False, per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # Of the shape of the learner's log-probabilities: a rollout may have recorded none of its own.
+        # Of the shape of the learner's log-probabilities: a rollout may have recorded none.
         return weighing(inputs, jnp.ones_like(inputs.old_logprobs))
 
 

@@ -42,7 +42,7 @@ def accumulate(
         (loss, (sums, terms)), grads = value_and_grad(params, part)
         return jax.tree.map(jnp.add, carry, (loss, sums, grads)), terms
 
-    # Gradients look like their parameters. In 16 bits the sum would lose what is small beside it, so it is wider.
+    # Gradients have the shapes of their parameters. A sum in 16 bits would lose small summands, so it is wider.
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, params))
     # A scan and no vmap: the activations of one microbatch are all that exist at a time.
     (loss, sums, grads), terms = jax.lax.scan(one, wide, parts)

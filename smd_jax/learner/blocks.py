@@ -1,14 +1,13 @@
-"""The vocabulary's part of the loss, a block of columns at a time: no array is as long as the response and as wide as
-the vocabulary.
+"""Logits of a block of columns at a time: no array is as long as the response and as wide as the vocabulary.
 
     hidden states   [rows, R, hidden]       ████|████|████|██░░    cut along R, the last block padded
     logits          [rows, block, vocab]    ████                   of one block, made again in the backward pass
     results         [rows, R]               ▁▁▁▁|▁▁▁▁|▁▁▁▁|▁▁
 
 A row of 16,384 tokens over 151,936 tokens of vocabulary has 9.3 GiB of logits, and a backward pass holds several arrays
-of that size. The products are those of one block of all: nothing is computed that would not be anyway.
+of that size. Blocks add no products.
 
-Where columns lie on several devices a block has equally many of each, side by side, so that all work on every block:
+Where columns are on several devices, a block has equally many of each, so that all devices work on every block:
 
     two devices     0 1 2 3 | 4 5 6 7      blocks of four     0 1 4 5 | 2 3 6 7
 """
@@ -25,8 +24,8 @@ from jaxtyping import Array, Int
 from smd_jax.devices.sharding import constrain_blocks, gathered_tree, parts
 from smd_jax.model.protocol import ModelShape, Params
 
-# Logits of one block on one device. Enough rows for the products of a large vocabulary to run at the rate of long ones
-# (a GPU wants some hundreds beside a head that it reads again for every block), and little beside a model's weights.
+# Bytes of one block's logits on one device: enough rows for products at full rate (a GPU wants some hundreds for each
+# time that it reads the head), and little compared with a model's weights.
 LOGIT_BYTES = 2**28
 
 
@@ -56,7 +55,7 @@ def over_columns(
       f: of a block: its columns' numbers `[size]`, and `[rows, size, ...]` of each array; gives a pytree of
         `[rows, size, ...]`.
       size: columns of a block on all devices together: a multiple of those that share columns.
-      params: whatever `f` differentiates besides the arrays. Their gradients are summed over the blocks in float32 or
+      params: what `f` is differentiated by besides the arrays. Their gradients are summed over the blocks in float32 or
         wider.
       columns: what to call the columns of the arrays.
       arrays: pytrees of `[rows, columns, ...]`.
@@ -73,7 +72,7 @@ def over_columns(
 
     def cut(x: Array) -> Array:
         """`[rows, columns, ...]` to `[count, rows, size, ...]`. Padding repeats the last column, whose values are
-        ordinary ones: what comes of it is cut off, and zeros could be a division by zero to somebody."""
+        ordinary; its results are cut off. Zeros could mean a division by zero."""
         padded = jnp.concatenate([x, jnp.repeat(x[:, -1:], missing, axis=1)], axis=1) if missing else x
         blocks = jnp.moveaxis(padded.reshape(x.shape[0], ways, count, each, *x.shape[2:]), 2, 0)
         return constrain_blocks(blocks.reshape(count, x.shape[0], size, *x.shape[2:]))

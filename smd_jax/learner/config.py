@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.uncorrected import Shadow
@@ -90,10 +89,7 @@ class UpdateConfig:
         for term in self.objective:
             term.check(setup)
         if self.policy_coef == 0 and self.distill is None and self.eviction_coef == 0 and not self.terms:
-            raise ValueError(
-                "expected policy_coef > 0, or 0 with a distillation, evictions or terms to learn from; got "
-                f"{self.policy_coef} and distill {self.distill}"
-            )
+            raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.policy_coef}")
         if self.reference_sync is not None and not self.needs_reference:
             raise ValueError(
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
@@ -119,7 +115,7 @@ class UpdateConfig:
                 f"expected rows_per_prompt 1 with pack_columns, where a prompt has one response; got {rows}"
             )
 
-    @cached_property
+    @property
     def objective(self) -> tuple[Term, ...]:
         """All terms, the policy loss first: those of the fields and `terms`."""
         terms: list[Term] = [self.policy_term]
@@ -135,7 +131,7 @@ class UpdateConfig:
             terms.append(ValueTerm(self.value))
         return (*terms, *self.terms)
 
-    @cached_property
+    @property
     def policy_term(self) -> PolicyTerm:
         """The policy loss of the learner; with a dense learner its share of it."""
         share = 0.0 if self.dense_learner is None else self.dense_learner.share

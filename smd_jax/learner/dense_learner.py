@@ -29,10 +29,6 @@ class DenseLearner:
     Attributes:
       share: of its policy loss, between 0 and 1; the other one keeps the rest.
       correction: of its mismatch with the sampler.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless 0 < share < 1.
     """
 
     share: float = 0.5

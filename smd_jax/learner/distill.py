@@ -30,7 +30,7 @@ from smd_jax.ratios import lower_percentile, overlap
 
 @any_leaves
 class Agreement(struct.PyTreeNode):
-    """How much teacher and student agree, at the rows and positions that a step looks at.
+    """Agreement of teacher and student at the rows and positions of a step.
 
     Attributes:
       overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
@@ -93,7 +93,7 @@ class DistillTerm(Term):
             inputs.hidden,
             inputs.prepared,
         )
-        # Logged as a divergence in nats: its coefficient is a metric of its own.
+        # Logged as a divergence in nats; its coefficient is a separate metric.
         return TermOutputs(loss, {"distill": loss}, agreement)
 
     def metrics(self, results: TermResults) -> Metrics:
@@ -141,7 +141,7 @@ def distill_term(
     scale = weights.size / (rows.size * columns.size)
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
-    # Whole sequences, whatever columns are looked at: a hidden state depends on all tokens before it.
+    # Whole sequences, also for a share of the columns: a hidden state depends on all tokens before it.
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
     tokens = trajectory.response
     if columns.size < weights.shape[1]:

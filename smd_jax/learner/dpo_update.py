@@ -145,12 +145,14 @@ def make_dpo_update(
         objective = of_trained(_objective(model, config, state), state.params)
         loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
         metrics = _metrics(prepared, terms)
-        sound = jnp.isfinite(loss)
+        is_finite = jnp.isfinite(loss)
         if max_difference is not None:
-            sound &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+            is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
         tokens = batch.chosen.response_mask.any(axis=1) | batch.rejected.response_mask.any(axis=1)
-        teaches = ((prepared.weights > 0) & tokens).any()
-        new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=sound, teaches=teaches)
+        learns = ((prepared.weights > 0) & tokens).any()
+        new_state, of_step = take_step(
+            state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns
+        )
         return new_state, {"loss": loss, **of_step, **metrics}
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
@@ -269,7 +271,7 @@ def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
     rows = _rows(prepared.batch)
     mask = rows.response_mask
     logprobs = _merged(terms.logprobs)
-    # One number a pair becomes one of each token of its two rows, which lie side by side.
+    # One number a pair becomes one of each token of its two rows, which are consecutive.
     signal, weights, counted = (
         jnp.broadcast_to(jnp.repeat(x, 2)[:, None], mask.shape)
         for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.counted)

@@ -4,8 +4,8 @@
                   └─► gate ─► logits at every compression ─┐
     layer j    …                                       ────┴─► log p of what went, layer by layer in one loop
 
-Under the mask the keys and values of the pass are those that the sampler had in its cache, so the gate says the same of
-them. Work and memory beside the pass: compressions × columns numbers a row, layer and KV head, and their sort.
+Under the mask the keys and values of the pass are those in the sampler's cache, so the gate gives the same logits.
+Extra work and memory: compressions × columns numbers a row, layer and KV head, and their sort.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from smd_jax.typed_fields import check_types
 
 @any_leaves
 class JudgedLayer(struct.PyTreeNode):
-    """What a layer is attended under, and what its gate is asked about.
+    """Inputs of one layer: its mask, and what its gate reads.
 
     Attributes:
       mask: of the layer, as attention takes it. parameters: of the layer's gate.

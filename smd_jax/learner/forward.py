@@ -25,7 +25,8 @@ ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilitie
 
 @any_leaves
 class Replay(struct.PyTreeNode):
-    """What the learner thinks of the response tokens, at the sampler's temperature and over its drawable tokens.
+    """The learner's log-probabilities and entropies of the response tokens, at the sampler's temperature and over its
+    drawable tokens.
 
     Attributes:
       logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
@@ -79,7 +80,7 @@ def response_logits(
     if trajectory.drawable is None:
         return logits
     drawn = trajectory.response_mask[:, columns]
-    # Padding was not drawn: whatever is recorded there, its token keeps an ordinary, meaningless log-probability.
+    # Padding was not drawn: its token keeps an ordinary, meaningless log-probability.
     return jnp.where(drawn[..., None], trajectory.drawable.apply(logits, columns), logits)
 
 
@@ -105,7 +106,7 @@ def replay_hidden(
     `smd_jax.learner.blocks`.
 
     Args:
-      entropy_gradient: whether somebody differentiates the entropies, too.
+      entropy_gradient: whether the entropies need a gradient.
     """
 
     def of_block(
@@ -114,7 +115,7 @@ def replay_hidden(
         logits = response_logits(model, params, hidden, trajectory, columns)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add
-        # NaN. Where nobody differentiates it, it is a constant: else the backward pass would work on the logits'
+        # NaN. Without entropy_gradient it is a constant: otherwise the backward pass would work on the logits'
         # gradient twice.
         known = logprobs if entropy_gradient else jax.lax.stop_gradient(logprobs)
         entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)

@@ -1,14 +1,13 @@
-"""The promise that sampler and learner are one policy, checked at every rollout: how far they may be apart, and where
-they part if they are farther.
+"""Checks at every rollout that sampler and learner are one policy, and finds where they differ.
 
     |log p_learner - log p_sampler|     float32   6e-5 over 30 layers, 5e-6 over 3        bound   1.1e-3, 5.6e-4
                                         16 bits   0.3 over 30 layers                              2
                                         float64   1e-10 over 3                                    1e-8
 
-A mask that is wrong for one key that matters is off by a tenth of a nat and more.
+A mask that is wrong for one key that matters is off by a tenth of a nat or more.
 
-Which layer and head are wrong, log-probabilities cannot say by themselves: each head in turn is replayed with masks
-that the usual mistakes would have recorded, and the one that comes nearest to the sampler is named.
+To find the layer and head, each head in turn is replayed with the masks that usual mistakes would have recorded. The
+one that comes nearest to the sampler is named.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class MismatchGuard:
-    """Stops a run whose learner is not the sampler any more.
+    """Stops a run whose learner and sampler differ.
 
     Attributes:
       bound: nats by which a token's log-probabilities may differ; None: by dtype and depth, see `default_bound`.
@@ -68,7 +67,7 @@ class MismatchGuard:
 def default_bound(shape: ModelShape) -> float:
     """Ten times the largest difference that rounding makes, in nats."""
     dtype = shape.dtype
-    # GPUs and TPUs multiply float32 in 10 or 8 bits unless they are told otherwise.
+    # GPUs and TPUs multiply float32 in 10 or 8 bits by default.
     if dtype == "float32" and jax.default_backend() != "cpu":
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         precise = precision in ("highest", "float32")
@@ -142,7 +141,7 @@ def _likeliest_head(
     """Layer, KV head, what it would have to see, and how far the learner then is from the sampler; of one row, which
     is on the host."""
     if not isinstance(one.mask, ShadowMask):
-        return None  # a pattern of the user's own: nobody knows which mistakes would be usual
+        return None  # a custom pattern: its usual mistakes are unknown
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
     recorded = np.broadcast_to(np.asarray(one.mask.evicted_at), sides)[0]
@@ -153,7 +152,7 @@ def _likeliest_head(
         masks = [mask for *_, mask in part]
         # The last batch is filled up, so that one program does for all.
         filled = np.stack(masks + masks[-1:] * (AT_ONCE - len(masks)))
-        # Parameters may lie on several processes' devices; arrays of the host go to all of them.
+        # Parameters may be on several processes' devices; arrays of the host go to all of them.
         found = on_host(_logprobs_under(model, params, one, filled, column))
         names += [(layer, head, explanation) for layer, head, explanation, _ in part]
         logprobs += found[: len(part)].tolist()

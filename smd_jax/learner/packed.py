@@ -1,8 +1,8 @@
-"""The train step with several sequences in a row: the same loss, gradients and metrics, and hardly any padding.
+"""The train step with several sequences in a row: the same loss, gradients and metrics, with little padding.
 
 once per step:        weights and corrections of the whole batch, one sequence a row         `prepare`
 on the host:          which sequences share a row                                            `packs.pack`
-for every microbatch: its tokens, one behind the other ─► loss ─► gradients, added up        `packed_part`
+for every microbatch: its tokens, consecutive ─► loss ─► gradients, added up               `packed_part`
                       terms of every token ─► back into their place in the batch
 once per step:        optimizer, metrics
 
@@ -90,7 +90,7 @@ def make_packed_update(
         loss, sums, grads, terms = of_part(state, prepared, places)
         *numbers, all_grads, all_terms = so_far
         numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
-        # In 16 bits the sum would lose what is small beside it, so it is wider.
+        # A sum in 16 bits would lose small summands, so it is wider.
         all_grads = constrain_tree(jax.tree.map(jnp.add, all_grads, grads))
         return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
 
@@ -227,7 +227,7 @@ def _take(x: Array, places: Numbers) -> Array:
     """`x [batch, columns, ...]` at flattened places, 0 where there is none."""
     taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
     there = jnp.asarray(places != ABSENT).reshape(places.shape + (1,) * (x.ndim - 2))
-    # Each device works on rows of its own.
+    # Each device works on its rows.
     return constrain(jnp.where(there, taken, jnp.zeros((), x.dtype)))
 
 

@@ -66,13 +66,14 @@ class PolicyTerm(Term):
         if self.reference_visibility is not None:
             check_choice("reference_visibility", self.reference_visibility, get_args(Visibility))
         if not self.coef >= 0:
-            raise ValueError(f"expected policy_coef >= 0; got {self.coef}")
+            raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
         if self.loss.beta > 0 and self.coef == 0:
             raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
-        if self.coef == 0 and self.choice.quantile < 1:
+        choice = self.choice
+        if self.coef == 0 and choice.quantile < 1:
             raise ValueError(
                 "expected top_entropy_quantile 1 with policy_coef 0, which leaves no policy loss to choose tokens for; "
-                f"got {self.top_entropy_quantile}"
+                f"got {choice.quantile}"
             )
         self._check_kl()
         check_correction(self.correction, self.visibility)
@@ -92,8 +93,7 @@ class PolicyTerm(Term):
 
     def _check_clipping(self) -> None:
         traits, name = self.correction.traits, type(self.correction).__name__
-        # Such a correction gets the loss without its surrogate (`used_loss`): whatever else that does to the ratio
-        # would be lost with the clipping.
+        # `used_loss` replaces the surrogate for such a correction, so the surrogate may do nothing but clip.
         if not traits.clips and not self.loss.clips_plainly:
             raise ValueError(
                 f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
@@ -144,7 +144,7 @@ class PolicyTerm(Term):
         if self.loss.ratio_level != "token" or judges_responses:
             raise ValueError(
                 "expected pack_columns None with ratios of whole responses, or a correction that judges them, because "
-                f"those that share a row have none of their own; got {setup.pack_columns} with {self.loss} and "
+                f"responses that share a row have one ratio; got {setup.pack_columns} with {self.loss} and "
                 f"{self.correction}"
             )
 

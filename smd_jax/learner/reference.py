@@ -5,7 +5,7 @@
     ReferenceSync(0.6, 512)          TR-DPO (arXiv:2404.09656), TRL's sync_ref_model
     ReferenceSync.ema(0.999)         an exponential moving average of the policies of all steps
 
-The reference is a part of the train state: it is sharded, checkpointed and restored with it.
+The reference is a part of the train state: sharded, checkpointed and restored with it.
 """
 
 from __future__ import annotations

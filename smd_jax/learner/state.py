@@ -1,4 +1,4 @@
-"""What a step changes, and what it learns from."""
+"""Train state and train batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Metrics = dict[str, Array]
 
 @any_leaves
 class TrainState(struct.PyTreeNode):
-    """Everything that a step changes or needs again.
+    """The state that an optimizer step changes.
 
     Attributes:
       step: optimizer steps taken.
       params: parameters of the policy.
       opt_state: state of the optimizer, for the parameters that are trained: with adapters
         (`smd_jax.model.lora.add_lora`) those and a critic's head alone.
-      reference: parameters of the reference policy, or None, which with adapters stands for their base; adapters by
-        themselves stand on the policy's base. Only a `ReferenceSync` moves them.
+      reference: parameters of the reference policy. With adapters None means their base, and adapters alone are taken
+        on the policy's base. Only a `ReferenceSync` moves them.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
       behind: what the next rollout is drawn with, where rollouts are drawn ahead of the updates; None: `params`.
     """
@@ -44,7 +44,7 @@ class TrainState(struct.PyTreeNode):
 
 @any_leaves
 class TrainBatch(struct.PyTreeNode):
-    """What one step learns from.
+    """Data of one step.
 
     Attributes:
       trajectory: `[batch, ...]`.
@@ -53,8 +53,8 @@ class TrainBatch(struct.PyTreeNode):
         ones.
       counted_rows: `[batch]`, false for rows to leave out, of which nothing stays in any denominator; None: all rows
         count.
-      old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and what it should have said;
-        None without a critic.
+      old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and its targets; None
+        without a critic.
       dense_old_logprobs: as old_logprobs, of `UpdateConfig.dense_learner`; None without one.
     """
 
@@ -75,8 +75,7 @@ def init_state(
     The key is copied, so the caller's own stays alive. The reference is copied, so that it may be `params` themselves.
     What it shares with the frozen base below adapters is not copied, and with adapters None is that base.
 
-    The optimizer's state is made for parameters in float32 or wider, whatever they are stored in: a second moment in 16
-    bits would stand still.
+    The optimizer's state is made for parameters in float32 or wider: a second moment in 16 bits would not change.
     """
     # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
     reference = jax.tree.map(jnp.copy, shared_reference(reference, params))

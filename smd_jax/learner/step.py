@@ -1,4 +1,4 @@
-"""The end of every update: what gradients do to a train state."""
+"""The end of every update: gradients change the train state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def take_step(
     grads: Params,
     sync: ReferenceSync | None = None,
     *,
-    sound: Bool[Array, ""] | bool = True,
-    teaches: Bool[Array, ""] | bool = True,
+    is_finite: Bool[Array, ""] | bool = True,
+    learns: Bool[Array, ""] | bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """The state after one optimizer step, and what the step says of itself.
+    """The state after one optimizer step, and its metrics.
 
     Gradients that are not finite are left out: parameters and optimizer stay, the step counts, as in `skip_step`.
 
@@ -35,9 +35,9 @@ def take_step(
 
     Args:
       grads: of the parameters that are trained, see `smd_jax.learner.trained`.
-      sound: false if something else than the gradients says that nothing can be learnt from them, such as the loss.
-      teaches: false where nothing counts, so that the gradients are 0: parameters and optimizer stay, as in
-        `skip_step`. That is no fault, and no `update/skipped`.
+      is_finite: false if the loss, for example, is not finite: the gradients are then not used.
+      learns: false where nothing counts, so that the gradients are 0: parameters and optimizer stay, as in `skip_step`.
+        That is no `update/skipped`.
 
     Returns:
       The state; `grad_norm`, the norm of the gradients before the optimizer clips them; `update/skipped`, 1 where they
@@ -46,21 +46,21 @@ def take_step(
     """
     grads = widened(grads)
     norm = optax.tree.norm(grads)
-    sound = jnp.isfinite(norm) & sound
-    learns = sound & teaches
+    is_finite = jnp.isfinite(norm) & is_finite
+    moves = is_finite & learns
     before = trained_params(state.params)
     wide = widened(before)
     updates, opt_state = optimizer.update(grads, state.opt_state, wide)
     trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
-    # Chosen number by number, in the loop that writes them: two branches would each need memory of their own.
+    # Selected element by element, in the loop that writes them: two branches would each need memory.
     trained, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(learns, new, old), (trained, opt_state), (before, state.opt_state)
+        lambda new, old: jnp.where(moves, new, old), (trained, opt_state), (before, state.opt_state)
     )
-    # The sharding is said again: the compiler could choose another for new parameters, and the next step, which takes
-    # their buffers, would be compiled a second time.
+    # Otherwise the compiler could choose another sharding for new parameters, and the next step, which takes their
+    # buffers, would be compiled a second time.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
-    skipped = (~sound).astype(jnp.float32)
+    skipped = (~is_finite).astype(jnp.float32)
     return synchronised(new, sync), {"grad_norm": norm, "update/skipped": skipped, **_learning_rate(opt_state)}
 
 

@@ -1,17 +1,17 @@
-"""Parameters that are stored in 16 bits, with no float32 copy of them.
+"""Parameters stored in 16 bits, without a float32 copy.
 
-Bytes a parameter, with AdamW (8 of its own, 6 with a bfloat16 momentum) and without a reference:
+Bytes per parameter, with AdamW (8; 6 with a bfloat16 momentum) and without a reference:
 
     parameters                 stored   copy in bfloat16   gradient   AdamW   in all
     float32, computed in it    4        -                  4          8       16
     float32 masters            4        2                  4          8       18      compute dtype bfloat16
     bfloat16 alone             2        -                  2 (4)      8       12 (14) 4 where microbatches are summed
 
-bfloat16 has 8 significant bits: rounded to nearest, a number changes only if it moves by 1/512 of itself at least. At
-RL's learning rates no single step moves it as far (1e-6 is 1/20000 of a weight of 0.02), and a policy would stay where
-it is for ever. So what a step leaves in float32 is rounded stochastically: up with the probability of the part
-that is cut off, so that the mean is exact and small steps add up. The price is noise: a weight that small steps have
-moved by d has a standard deviation of sqrt(d * gap), with the gap to its neighbour.
+bfloat16 has 8 significant bits: rounded to nearest, a number changes only if it moves by at least 1/512 of itself. RL's
+learning rates move it less (1e-6 is 1/20000 of a weight of 0.02), so the policy would never change. Therefore the
+float32 result of a step is rounded stochastically: up with the probability of the part that is cut off. The mean is
+exact and small steps add up. The price is noise: a weight that small steps have moved by d has a standard deviation of
+sqrt(d * gap), with the gap to its neighbour.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ REFERENCE = np.uint32(2**32 - 2)
 
 
 def stored(params: Params, dtype: DTypeLike) -> Params:
-    """The matrices of the parameters in another dtype. Vectors, those of norms and biases, stay as they are: they are
-    few, and what they scale or shift is wide."""
+    """The matrices of the parameters in another dtype. Vectors (norms and biases) keep theirs: they are few."""
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
 
 
@@ -51,7 +50,7 @@ def rounded(wide: Any, like: Any, key: Key[Array, ""], step: Int[Array, ""], wha
 
     Args:
       key: of the train state. step: by which the random numbers differ, so that a restored run draws the same ones.
-      what: PARAMS or REFERENCE, which get random numbers of their own.
+      what: PARAMS or REFERENCE, whose random numbers differ.
     """
     leaves, structure = jax.tree.flatten(like)
     of_step = jax.random.fold_in(jax.random.fold_in(key, what), step)
@@ -66,7 +65,7 @@ def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Ar
     """float32 to one of its two neighbours in bfloat16, with the probabilities that make the mean `x`; the key is
     consumed. What bfloat16 can hold stays as it is, infinities and NaN too."""
     # bfloat16 is the upper half of a float32. A random number of 16 bits, added to the lower half, carries into the
-    # upper one as often as the lower half says. The sign lies apart, so that a carry is away from 0 for either.
+    # upper half with the probability of the lower half. The sign is a separate bit: a carry is always away from 0.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     carried = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     neighbour = jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -22,19 +22,19 @@ TRAINED_BESIDE_A_BASE = (LORA, VALUE_HEAD, EVICTION_GATE)
 
 
 def trained_params(params: Params) -> Params:
-    """What has gradients and optimizer state: `params` themselves where there are no adapters. No copies."""
+    """The parameters with gradients and optimizer state: all without adapters. No copies."""
     if not has_lora(params):
         return params
     return {name: params[name] for name in TRAINED_BESIDE_A_BASE if name in params}
 
 
 def frozen_params(params: Params) -> Params | None:
-    """What no step changes: the base below the adapters; None where all is trained. No copies."""
+    """The base below the adapters, which no step changes; None where all is trained. No copies."""
     return _model_alone(params) if has_lora(params) else None
 
 
 def with_trained(params: Params, trained: Params) -> Params:
-    """The parameters with `trained`, as `trained_params` gave them, in the place of what they had."""
+    """Replaces the trained part of `params`, as `trained_params` gave it."""
     return {**params, **trained} if has_lora(params) else trained
 
 
@@ -48,8 +48,8 @@ def of_trained(objective: Objective, params: Params) -> Objective:
 
 
 def shared_reference(reference: Params | None, params: Params) -> Params | None:
-    """What of a reference policy has to be kept beside `params`. Where it stands on the same base, the very same
-    arrays, these are its adapters alone, or nothing; otherwise all of it."""
+    """The part of a reference policy that is kept besides `params`: only its adapters, or nothing, if it has the same
+    base (the same arrays); otherwise all of it."""
     base = frozen_params(params)
     if base is None or reference is None or not _same_arrays(_model_alone(reference), base):
         return reference
@@ -61,12 +61,12 @@ def whole_reference(reference: Params | None, params: Params) -> Params | None:
     base = frozen_params(params)
     if base is None or reference is None:
         return base if reference is None else reference
-    # Adapters by themselves stand on the policy's base.
+    # Adapters alone are taken on the policy's base.
     return {**base, **reference} if set(reference) == {LORA} else reference
 
 
 def followed_params(params: Params) -> Params:
-    """What a reference that follows the policy is mixed with: of adapters those, A with A and B with B. A mixture of
+    """The parameters that a following reference is mixed with. Adapters are mixed A with A and B with B: a mixture of
     their products would have the rank of both together."""
     return {LORA: params[LORA]} if has_lora(params) else params
 

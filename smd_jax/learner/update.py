@@ -95,7 +95,7 @@ def finished(
     if max_difference is not None:
         is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
     learns = functools.reduce(operator.or_, (term.learns(results) for term, results in terms))
-    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, sound=is_finite, teaches=learns)
+    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns)
     return new_state, {"loss": loss, **of_step, **sums} | metrics
 
 

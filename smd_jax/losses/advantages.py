@@ -1,8 +1,7 @@
 """Advantages: how much better a completion did than the others of its prompt.
 
-Everywhere the `group_size` completions of a prompt lie side by side in `rewards`, `[batch]`; and `rewarded_rows`,
-`[batch]`, is false for completions without a reward, None where all have one. Those have advantage 0, and the others of
-their group are compared as if it had been that much smaller; whatever stands in their `rewards` is not looked at.
+The `group_size` completions of a prompt are contiguous in `rewards`, `[batch]`. `rewarded_rows`, `[batch]`, is false
+for completions without a reward; None: all have one. Such completions have advantage 0 and are left out of their group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The second track: a divergence between the policy with its full context (dense) and under the mask (shadow).
+"""Distillation: a divergence between the policy with its full context (dense) and under the mask (shadow).
 
-Arrays in, arrays out. The forward passes that they come from are in `smd_jax/learner/distill.py`.
+Arrays in, arrays out. Forward passes: `smd_jax/learner/distill.py`.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def choose(
     """Rows of a microbatch and columns of the response whose divergence a step takes.
 
     Rows turn by one each step. Columns do as well, and by one more each time the rows have gone round: so that over
-    `rows * columns` steps every row meets every column equally often, whatever divisors the two numbers share.
+    `rows * columns` steps every row meets every column equally often, also where the two numbers share divisors.
 
     Raises:
       ValueError: if a fraction is not a whole number of rows or columns.

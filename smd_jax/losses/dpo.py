@@ -107,7 +107,7 @@ class PairTerms(struct.PyTreeNode):
 def sequence_logprobs(
     logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, " batch"]:
-    """The log-probability of each response: the sum over its tokens. What lies outside the mask may be anything."""
+    """The log-probability of each response: the sum over its tokens in the mask."""
     check_shape("logprobs", logprobs, ("batch", "R"))
     check_shape("mask", mask, logprobs.shape)
     return jnp.where(mask, logprobs, 0.0).sum(axis=1)
@@ -165,7 +165,7 @@ def check_pair_correction(correction: Correction) -> None:
     name = type(correction).__name__
     if correction.traits.ratio_to == "sampler":
         raise ValueError(
-            f"expected a correction beside the loss, because online DPO takes no ratio to the sampler; got {name}"
+            f"expected a correction without a ratio to the sampler, because online DPO takes none; got {name}"
         )
     if not correction.traits.per_response or correction.traits.uses_present:
         raise ValueError(
@@ -190,7 +190,7 @@ def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: 
     """
     check_pair_correction(correction)
     terms = correction.terms(_as_one_response(chosen, rejected))
-    # All tokens of a pair have one weight and one fate, and 0 and false stand outside: the largest is the pair's.
+    # All tokens of a pair have one weight and stay or go together; outside they are 0 and false: the largest counts.
     return PairTerms(terms.weights.max(axis=1), terms.counted.any(axis=1))
 
 

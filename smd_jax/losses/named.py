@@ -26,7 +26,7 @@ from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
 def grpo(
     epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
-    """GRPO (arXiv:2402.03300 eq. 3): every response weighs the same, whatever its length."""
+    """GRPO (arXiv:2402.03300 eq. 3): every response weighs the same."""
     return LossConfig(SequenceMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
 
 

@@ -1,6 +1,6 @@
 """Preference pairs from the completions of a prompt: the best and the worst, by rewards or by what a judge says.
 
-Everywhere the `group_size` completions of a prompt lie side by side in the batch; a group gives one pair.
+The `group_size` completions of a prompt are contiguous in the batch; a group gives one pair.
 
     rewards ─► best_worst ───────────────────┬─► Pairs ─► smd_jax.losses.dpo
     completions ─► judged_ranks ─► pairs_of_ranks ─┘
@@ -118,7 +118,7 @@ def _pairs(
 
 
 def _checked(index: int, answer: Any, group_size: int) -> list[int]:
-    """A judge that fails says so in many ways (-1, None, a text): whatever is no order is refused."""
+    """Refuses an answer that is no order: judges report failure as -1, None or a text."""
     # As objects: numpy would otherwise make numbers of what is none, such as True, before it can be looked at.
     order = np.asarray(answer, dtype=object)
     numbers = [int(x) for x in order.ravel() if isinstance(x, int | np.integer) and not isinstance(x, bool)]

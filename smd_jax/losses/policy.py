@@ -32,7 +32,7 @@ from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
-# The product over a response, "sequence", is left out: a loss of ratios that grow with the length serves nobody.
+# Without "sequence", the product over a response: such ratios grow with the length.
 RATIO_LEVELS: tuple[Level, ...] = ("token", "geometric")
 
 
@@ -87,7 +87,7 @@ class LossConfig:
         return self.surrogate.only_clips and self.ratio_level == "token"
 
     def unclipped(self) -> LossConfig:
-        """The same loss of r A, for corrections that bring a trust region of their own (`CorrectionTraits.clips`)."""
+        """The same loss of r A, for corrections with a trust region (`CorrectionTraits.clips`)."""
         return dataclasses.replace(self, surrogate=Unclipped())
 
     def without_kl(self) -> LossConfig:
@@ -141,8 +141,8 @@ def mask_truncated_completions(
 ) -> Bool[Array, "batch R"]:
     """The response mask without completions that the length limit cut off (overlong filtering, arXiv:2503.14476).
 
-    Their reward says little about the tokens that stand there. Apply it before the weighting: then truncated tokens
-    count in no denominator, while their rows still count as sequences of grpo and dr_grpo; both as in TRL.
+    Apply it before the weighting: then truncated tokens count in no denominator, while their rows still count as
+    sequences of grpo and dr_grpo; both as in TRL.
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("terminated", terminated, (mask.shape[0],))

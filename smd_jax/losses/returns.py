@@ -4,7 +4,7 @@
     values [batch, R], of the critic ─────────────────┴─ gae ─► returns, the critic's target
                                                              └► advantages ─ whiten ─► policy loss
 
-Tokens are those of the mask. What stands outside it in any array may be anything, and what comes out there is 0.
+Arrays may hold anything outside the mask; results there are 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gae(
         A_t     = delta_t + gamma lam A_{t+1}
 
     `lam` 0 trusts the critic for all that follows a token; 1 takes the rewards that really came, less its value. A
-    response that the length limit cut off ends like any other: its reward is for what stands there.
+    response that the length limit cut off ends like any other.
 
     Returns:
       advantages A, and returns A + V, float32 or wider; both 0 outside the mask.

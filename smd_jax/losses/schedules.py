@@ -23,10 +23,6 @@ class CoefSchedule:
       end: the coefficient from step `steps` on.
       steps: optimizer steps from the one to the other.
       shape: "linear", or "cosine": half a wave, slow at both ends.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `steps` is below 1, or `shape` is none of the two.
     """
 
     start: float

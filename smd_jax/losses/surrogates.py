@@ -60,8 +60,7 @@ class Surrogate:
 
     @property
     def only_clips(self) -> bool:
-        """Whether clipping is all that makes it differ from ratio * advantage, so that a correction with a trust region
-        of its own may stand in the place of the clipping."""
+        """Whether it is ratio * advantage but for clipping, which a correction with a trust region may replace."""
         return False
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
@@ -81,10 +80,6 @@ class Clip(Surrogate):
       epsilon_high: from above at `1 + epsilon_high`; None takes `epsilon`.
       delta: dual clip: where the advantage is negative, the ratio has no gradient above this (arXiv:1912.09729,
         INTELLECT-2 arXiv:2505.07291); None: no such bound.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless 0 < epsilon < 1, epsilon_high > 0, and `delta` is above the upper bound of the ratio.
     """
 
     epsilon: float = 0.2
@@ -146,10 +141,6 @@ class ClipWeight(Surrogate):
     Attributes:
       epsilon_high: the weight is cut at `1 + epsilon_high`, as MiniMax-M1 writes it. TRL means the bound itself, so
         that its epsilon_high 5.0 is our 4.0.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless epsilon_high > 0.
     """
 
     epsilon_high: float = 0.2
@@ -161,7 +152,7 @@ class ClipWeight(Surrogate):
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         high = 1 + self.epsilon_high
-        # No gradient through the ratio: it comes from the log-probability, whatever the bound did.
+        # No gradient through the ratio: it comes from the log-probability.
         weight = jax.lax.stop_gradient(jnp.minimum(inputs.ratio, high))
         return SurrogateTerms(
             objective=weight * inputs.advantages * inputs.logprobs,
@@ -179,10 +170,6 @@ class SoftGate(Surrogate):
     Attributes:
       temperature_pos, temperature_neg: tau of tokens with a positive advantage, and of the others, whose gate closes
         sooner because their gradients spread over the whole vocabulary (TRL: sapo_temperature_pos, …_neg).
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: unless both temperatures are positive.
     """
 
     temperature_pos: float = 1.0
@@ -206,7 +193,7 @@ class SoftGate(Surrogate):
 
 @dataclass(frozen=True)
 class Unclipped(Surrogate):
-    """r A, without bounds: for corrections that bring a trust region of their own. No metrics."""
+    """r A, without bounds: for corrections with a trust region. No metrics."""
 
     @property
     def only_clips(self) -> bool:

@@ -24,7 +24,7 @@ class ValueConfig:
     """The critic's part of the loss; defaults as TRL's PPOConfig (1.12).
 
     Attributes:
-      coef: weight of the value loss beside the policy loss. TRL: vf_coef.
+      coef: weight of the value loss. TRL: vf_coef.
       clip_range: how far a value may move from the rollout's before moving on brings nothing; None: no bound. It is in
         units of the reward. TRL: cliprange_value.
     """

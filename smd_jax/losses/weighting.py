@@ -74,10 +74,6 @@ class FixedLength(TokenWeighting):
     Attributes:
       max_length: longest response, in tokens; None: the columns of the mask, which in a rollout's Trajectory are the
         longest response allowed. A loop, whose learner runs over fewer, puts in that length itself.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `max_length` is below 1.
     """
 
     max_length: int | None = None

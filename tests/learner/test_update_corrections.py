@@ -285,7 +285,7 @@ def test_what_is_rejected_late_weighs_nothing():
         ),
         (
             {"policy_coef": 0.0},
-            "expected policy_coef > 0, or 0 with a distillation or evictions to learn from; got 0.0",
+            "expected policy_coef > 0, or 0 with another term to learn from; got 0.0",
         ),
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),

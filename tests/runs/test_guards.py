@@ -56,7 +56,7 @@ def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
     # Finite gradients of a loss that is not.
-    after, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)}, sound=jnp.isfinite(bad))
+    after, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)}, is_finite=jnp.isfinite(bad))
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after.params, state.params)
 
@@ -65,7 +65,7 @@ def test_where_nothing_counts_momentum_moves_nothing_and_nothing_is_called_skipp
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = init_state({"w": jnp.ones(3)}, optimizer, jax.random.key(0))
     state, _ = take_step(state, optimizer, {"w": jnp.ones(3)})
-    after, metrics = take_step(state, optimizer, {"w": jnp.zeros(3)}, teaches=jnp.bool_(False))
+    after, metrics = take_step(state, optimizer, {"w": jnp.zeros(3)}, learns=jnp.bool_(False))
     assert metrics["update/skipped"] == 0 and metrics["grad_norm"] == 0
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
 
