@@ -10,7 +10,6 @@ from smd_jax.commands.arguments import (
     AttentionName,
     DeviceArgs,
     LossArgs,
-    LossName,
     ReferenceArgs,
     SamplerArgs,
     SamplingArgs,
@@ -38,7 +37,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.decoding import Decode, as_trained, parse_decode, policy_text
 
 BOTH = frozenset({"epsilon", "epsilon_high"})
-BOUNDS: Mapping[LossName, frozenset[str]] = {
+BOUNDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(LOSSES, BOTH),
     "cispo": frozenset({"epsilon_high"}),
     "sapo": frozenset(),

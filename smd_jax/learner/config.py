@@ -12,6 +12,7 @@ from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.entropy_term import EntropyTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
+from smd_jax.learner.forward import check_reference_visibility
 from smd_jax.learner.policy_term import PolicyTerm
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainState, reference_params
@@ -83,6 +84,7 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_reference_visibility(self.reference_visibility)
         setup = LearnerSetup(
             self.objective, self.visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
         )

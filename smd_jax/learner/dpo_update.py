@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,18 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.config import check_choice
 from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
-from smd_jax.learner.forward import Visibility, check_replayable, learner_mask, replay, replay_hidden, response_hidden
+from smd_jax.learner.forward import (
+    Visibility,
+    check_reference_visibility,
+    check_replayable,
+    learner_mask,
+    replay,
+    replay_hidden,
+    response_hidden,
+)
 from smd_jax.learner.policy_term import check_correction
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainState, reference_params
@@ -77,8 +84,7 @@ class DPOUpdateConfig:
         check_types(self)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
-        if self.reference_visibility is not None:
-            check_choice("reference_visibility", self.reference_visibility, get_args(Visibility))
+        check_reference_visibility(self.reference_visibility)
         check_correction(self.correction, self.visibility)
         check_pair_correction(self.correction)
 

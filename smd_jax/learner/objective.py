@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
@@ -43,7 +44,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, Found]]:
         inputs = _term_inputs(model, config, state, params, part)
-        loss, sums, rows = 0.0, Metrics(), []
+        loss, sums, rows = jnp.float32(0), Metrics(), []
         for term, prepared in zip(config.objective, part.terms, strict=True):
             outputs = term.evaluate(replace(inputs, prepared=prepared))
             loss = loss + term.coefficient(state.step) * outputs.loss
@@ -77,7 +78,8 @@ def _term_inputs(
         return jax.lax.stop_gradient(replay(model, reference, trajectory, mask).logprobs)
 
     reference = reference_params(state)
-    others = {seen: logprobs(seen) for seen in sorted(needs.logprobs - {config.visibility})}
+    under: dict[Visibility, Array] = {config.visibility: learner.logprobs}
+    under |= {seen: logprobs(seen) for seen in sorted(needs.logprobs - under.keys())}
     return TermInputs(
         batch=part.batch,
         mask=part.mask,
@@ -85,7 +87,7 @@ def _term_inputs(
         logprobs=learner.logprobs,
         entropy=learner.entropy,
         hidden=hidden,
-        logprobs_under={config.visibility: learner.logprobs, **others},
+        logprobs_under=under,
         reference_logprobs={seen: of_reference(seen) for seen in sorted(needs.reference_logprobs)},
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.config import check_choice
 from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms
 from smd_jax.corrections.chain import flat_parts, split_by_time
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.entropy_term import TokenChoice
-from smd_jax.learner.forward import Visibility
+from smd_jax.learner.forward import Visibility, check_reference_visibility
 from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss, surrogate_metrics
@@ -63,8 +61,7 @@ class PolicyTerm(Term):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.reference_visibility is not None:
-            check_choice("reference_visibility", self.reference_visibility, get_args(Visibility))
+        check_reference_visibility(self.reference_visibility)
         if not self.coef >= 0:
             raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
         if self.loss.beta > 0 and self.coef == 0:

@@ -8,11 +8,9 @@ from smd_jax.memory.plan import MemoryPlan as MemoryPlan
 from smd_jax.memory.plan import Workload as Workload
 from smd_jax.memory.plan import check_memory as check_memory
 from smd_jax.memory.plan import device_memory as device_memory
-from smd_jax.memory.fit import fit_evaluation as fit_evaluation
 from smd_jax.memory.fit import fit_evaluator as fit_evaluator
 from smd_jax.memory.fit import fit_loop as fit_loop
 from smd_jax.memory.fit import fit_decode_rows as fit_decode_rows
-from smd_jax.memory.plan import largest_batch as largest_batch
 from smd_jax.byte_sizes import parse_bytes as parse_bytes
 from smd_jax.memory.plan import plan_memory as plan_memory
 from smd_jax.memory.fit import usable_memory as usable_memory

@@ -1,4 +1,4 @@
-"""What the compiler says of a loop's programs, to hold a memory plan against."""
+"""The compiler's own memory figures of a loop's programs, to compare with a memory plan."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from smd_jax.train.policy_loop import PolicyLoop
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """Bytes of one segment: `buffer` steps of the decode loop and the compression at its end.
+    """Bytes of one segment: `buffer` decode steps and the compression after them.
 
     Attributes:
-      state: state of the rows, donated and updated in place: keys, values, their columns, and what the policy watches.
-      temporary: what lives beside arguments and results.
-      total: all that is alive while it runs, weights included, and a batch of prompts that waits for decode rows.
+      state: cache and statistics of the rows, updated in place.
+      temporary: arrays other than arguments and results.
+      total: everything while it runs, with weights and a batch of prompts that waits for decode rows.
     """
 
     state: int
@@ -32,11 +32,7 @@ class SegmentMemory:
 
 
 def segment_memory(engine: Engine, params: Params, prompt_width: int) -> SegmentMemory:
-    """Compiles a segment for prompts of so many columns, and allocates nothing.
-
-    Args:
-      params: arrays or their shapes.
-    """
+    """Compiles a segment for prompts of so many columns, without allocating; `params` are arrays or their shapes."""
     program = engine.segment_program(params, prompt_width)
     found: Any = program.lowered.compile().memory_analysis()
     total = _alive(program.lowered) + tree_bytes(program.waiting.cache)
@@ -45,12 +41,12 @@ def segment_memory(engine: Engine, params: Params, prompt_width: int) -> Segment
 
 @dataclass(frozen=True)
 class LoopMemory:
-    """What the compiler says of a loop's programs, in bytes on one device, to hold a MemoryPlan against.
+    """Bytes on one device, by the compiler.
 
     Attributes:
-      rollout: all that is alive while the rollout runs, the optimizer's state and the reference included: of the whole
-        rollout, or of one segment where the loop has `decode_rows`.
-      update: all that is alive while an update runs on responses of every length.
+      rollout: during the rollout, or during one segment where the loop has `decode_rows`; with the optimizer's state
+        and the reference.
+      update: during an update of responses of every length.
     """
 
     rollout: int
@@ -58,7 +54,7 @@ class LoopMemory:
 
     @property
     def title(self) -> str:
-        """Of a table of `rows()`."""
+        """Title of a table of `rows()`."""
         return "memory of a device: the compiler's own figures"
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -67,12 +63,8 @@ class LoopMemory:
 
 
 def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
-    """Compiles the rollout and the update of a loop, and runs neither. Where the sampler reads a copy of the
-    weights, it is made.
-
-    Args:
-      state: as `loop.step` takes it.
-    """
+    """Compiles the rollout and the update of a loop without running them; `state` as for `loop.step`. Makes the
+    sampler's copy of the weights, if it reads one."""
     config = loop.config
     state = shard_tree(state, loop.mesh)
     params = loop.responder.sampler_copy(loop.policy_params(state.params))
@@ -81,13 +73,13 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
         sampling = segment_memory(engine, params, config.prompt_width).total
     else:
         sampling = _alive(loop.responder.lower(params))
-    # They are no arguments of the rollout, and lie beside it all the same.
-    beside = tree_bytes((state.opt_state, state.reference), loop.mesh)
+    # No arguments of the rollout, but allocated while it runs.
+    held = tree_bytes((state.opt_state, state.reference), loop.mesh)
     if loop.responder.place.elsewhere:  # the sampler reads a copy
-        beside += tree_bytes(state.params, loop.mesh)
+        held += tree_bytes(state.params, loop.mesh)
     # Under the mesh, where steps look for what was compiled.
     with jax.set_mesh(loop.mesh):
-        return LoopMemory(sampling + beside, _alive(loop.lower_update(state)))
+        return LoopMemory(sampling + held, _alive(loop.lower_update(state)))
 
 
 def _alive(lowered: jax.stages.Lowered) -> int:

@@ -1,10 +1,10 @@
-"""What fits into the memory of a device: rows of a microbatch, rows decoded at once, rows of an evaluation.
+"""Chooses rows of a microbatch, decode rows and rows of an evaluation so that they fit a device.
 
     loop, plan = fit_loop(loop, params, parse_bytes("80GiB"))
     decode_rows = fit_decode_rows(parse_bytes("80GiB"), work, params)
 
-What fits as it is stays as it is: no microbatch, and a rollout in one program. What is too much gets smaller: first the
-microbatch, then the rows decoded at once. What somebody has set stays, too.
+A loop that fits stays as it is. Otherwise first the microbatch gets smaller, then the rows decoded at once. Sizes that
+are set stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import jax
 
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.devices.sharding import row_ways, sampling_ways
-from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.config import check_rows_of
 from smd_jax.memory.plan import (
     MemoryPlan,
@@ -27,26 +26,24 @@ from smd_jax.memory.plan import (
     check_memory,
     device_memory,
     plan_memory,
+    planned_model,
     workload_of,
 )
-from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
 
-# Of a machine's memory, what a run on its CPU takes unless it is told: the system and other programs need some, too.
+# Default share of a machine's memory for a run on its CPU: the system and other programs need the rest.
 CPU_SHARE = 0.8
 
 
 def usable_memory(devices: int) -> int | None:
-    """Bytes of one device that a run may take unless it is told: all of an accelerator, of a CPU's memory CPU_SHARE;
-    None where it is not known.
+    """Default bytes of one device for a run: all of an accelerator, CPU_SHARE of a CPU's memory; None: not known.
 
     Args:
-      devices: those of the mesh, which share the memory where they are CPUs.
+      devices: of the mesh; CPU devices share the memory.
     """
     available = device_memory()
     if available is None or jax.local_devices()[0].platform != "cpu":
@@ -55,13 +52,13 @@ def usable_memory(devices: int) -> int | None:
 
 
 def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
-    """The most rows decoded at once, up to all, for which the plan needs no more than `memory_bytes` a device.
+    """The most rows decoded at once, up to all, whose plan needs at most `memory_bytes` a device.
 
     A multiple of the devices that share the rows; from 16 rows a device on of 16 times as many (or all rows), because a
-    cache is compressed in 16 parts, or in fewer that are larger.
+    cache is compressed in 16 parts.
 
     Raises:
-      ValueError: if not even one row a device fits, or the update does not; says what is largest and what lowers it.
+      ValueError: if one row a device or the update does not fit; names the largest part and what lowers it.
     """
     ways = sampling_ways(work.mesh)
     most = max(work.rows // ways, 1)
@@ -74,18 +71,19 @@ def fit_decode_rows(memory_bytes: int, work: Workload, params: Params) -> int:
     if needed(most) <= memory_bytes:
         return most * ways
     choices = [*range(1, min(most, PARTS)), *range(PARTS, most, PARTS)]
-    # A plan grows with its rows, so the choices are in the order of their bytes and can be bisected.
+    # Bytes grow with the rows, so the choices can be bisected.
     return choices[bisect_right(choices, memory_bytes, key=needed) - 1] * ways
 
 
 def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
-    """The loop with the largest microbatch and as many decode rows as fit into `memory_bytes` a device, and its plan.
-    Microbatch and decode rows that are set stay; none are set where all rows fit at once, so that the rollout is one
-    program. Without `memory_bytes` the loop stays as it is.
+    """The loop with the largest microbatch and most decode rows that fit into `memory_bytes` a device, and its plan.
+
+    Sizes that are set stay. None are set where all rows fit, so that the rollout is one program. Without `memory_bytes`
+    the loop stays as it is.
 
     Raises:
-      ValueError: if not even one row a device fits, or what is set does not; without `memory_bytes`, if the plan
-        exceeds what the device has.
+      ValueError: if one row a device, or a size that is set, does not fit; without `memory_bytes`, if the plan exceeds
+        the device's memory.
     """
     available = device_memory() if memory_bytes is None else memory_bytes
     if memory_bytes is not None:
@@ -100,43 +98,24 @@ def fit_loop(loop: L, params: Params, memory_bytes: int | None) -> tuple[L, Memo
     return loop, planned
 
 
-def fit_evaluation(
-    loop: L, params: Params, memory_bytes: int | None, *, policy: EvictionPolicy, config: RolloutConfig
-) -> L:
-    """The loop for evaluations under another policy, with as many decode rows as fit then; None leaves their number.
-
-    Raises:
-      ValueError: if not even one row a device fits.
-    """
-    loop = replace(loop, config=replace(loop.config, policy=policy, rollout=config))
-    if memory_bytes is None:
-        return loop
-    check_bytes(memory_bytes)
-    return _with_decode_rows(loop, replace(workload_of(loop), learns=False), params, memory_bytes)
-
-
 def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None, loop: PolicyLoop | None) -> Evaluator:
-    """The evaluator with as many rows at once as fit into `memory_bytes` a device under each of its ways of decoding,
-    up to those that it has; None leaves their number.
+    """The evaluator with the most rows at once, up to its own number, that fit into `memory_bytes` a device under each
+    of its ways of decoding; None leaves their number.
 
     Args:
-      loop: the run in which it evaluates, whose optimizer and reference lie beside; None: there are only parameters.
+      loop: the run in which it evaluates, with optimizer and reference; None: only parameters are held.
 
     Raises:
-      ValueError: if not even one prompt a device fits; for a model of which the plan knows no equations.
+      ValueError: if one prompt a device does not fit; for a model that is no Decoder.
     """
     if memory_bytes is None:
         return evaluator
     check_bytes(memory_bytes)
-    if not isinstance(evaluator.model, Decoder):
-        raise ValueError(
-            "expected a Decoder, because the plan counts the equations of its layers; got "
-            f"{type(evaluator.model).__name__}: set `rows` yourself"
-        )
+    model = planned_model(evaluator.model, "`rows`")
     config = evaluator.config
     works = [
         Workload(
-            evaluator.model,
+            model,
             decode.policy,
             decode.rollout(config.rollout),
             config.prompt_width,
@@ -159,14 +138,13 @@ def fit_evaluator(evaluator: Evaluator, params: Params, memory_bytes: int | None
     times = max(config.rows // least, 1)
     for work in works:
         check_memory(planned(work, 1), memory_bytes)
-        # A plan grows with its rows: the choices are in the order of their bytes.
         choices = range(1, times + 1)
         times = choices[bisect_right(choices, memory_bytes, key=lambda n, work=work: planned(work, n).total) - 1]
     return replace(evaluator, config=replace(config, rows=least * times))
 
 
 def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
-    """The loop with the largest microbatch whose update fits, or else the smallest that there is."""
+    """The loop with the largest microbatch whose update fits, else the smallest."""
     update = loop.config.update
     if update.microbatch_size is not None:
         return loop
@@ -183,7 +161,7 @@ def _with_microbatch(loop: L, params: Params, memory_bytes: int) -> L:
 
 
 def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
-    """Rows of a microbatch into which a minibatch can be split, from all of them down; a device has whole groups."""
+    """Sizes into which a minibatch can be split, largest first; a device has whole groups."""
     least = loop.config.update.rows_per_prompt * row_ways(loop.mesh)
     for rows in range(minibatch, 0, -1):
         if minibatch % rows == 0 and rows % least == 0 and _splits(loop, minibatch, rows):
@@ -191,7 +169,7 @@ def _microbatches(loop: PolicyLoop, minibatch: int) -> Iterator[int]:
 
 
 def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
-    """Whether a microbatch has whole shares of the second track, and whole groups of rows that share a prompt."""
+    """Whether a microbatch has whole shares of the distillation, and whole groups of rows that share a prompt."""
     try:
         update = replace(loop.config.update, microbatch_size=rows)
         check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)

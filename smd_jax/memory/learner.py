@@ -1,8 +1,7 @@
-"""Bytes of the learner's forward and backward pass over a microbatch, on one device. A part of `smd_jax.memory.plan`.
+"""Bytes of the learner's forward and backward pass over a microbatch, on one device.
 
-Counted from the equations of the model, and calibrated against the buffers that XLA assigns to the compiled update (jax
-0.10.2, CPU, float32; `tests/memory`). Under two of its schedulers: the default, which runs what it can early,
-and the one that spares memory, which is nearer to those of accelerators. Under the default recomputing saves nothing.
+Counted from the equations of the model, and calibrated against the buffers of the compiled update (jax 0.10.2, CPU,
+float32; `tests/memory`), under XLA's default scheduler and the one that spares memory, like those of accelerators.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from smd_kernels.hardware import Hardware, why_not_blocks
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES
 
 LOGIT_COPIES = 4  # of a block alive together: logits, softmax forward and recomputed, cotangent
-GATE_COPIES = 3  # of every layer's logits of keys at every compression: by themselves, stacked, their cotangent
-DRAW_COPIES = 8  # of one layer's: what is sorted, and the sums before and behind each draw
-SUMMED_HEADS = 2  # of the output head, where its gradient is summed over blocks: the sum, and what a block adds to it
+GATE_COPIES = 3  # of every layer's gate logits: one by one, stacked, their cotangent
+DRAW_COPIES = 8  # of one layer's gate logits: sorted, and the sums before and after each draw
+SUMMED_HEADS = 2  # of the output head, where its gradient is summed over blocks: the sum and a block's summand
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ class LearnerPass:
 
     @property
     def tokens(self) -> int:
-        """Of all rows on this device."""
+        """Tokens of all rows on this device."""
         return -(-self.rows * self.columns // self.sequence)
 
     @property
     def remat(self) -> Remat:
-        """What is recomputed to some use: XLA's CPU scheduler recomputes too early to save memory (measured)."""
+        """XLA's CPU scheduler recomputes too early to save memory (measured)."""
         return "none" if self.platform == "cpu" else self.model.recomputed
 
     @property
@@ -78,11 +77,11 @@ class LearnerPass:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of every layer."""
+        """Windows of every layer."""
         return self.shape.sliding_windows or (None,) * self.shape.num_layers
 
     def segments_within(self, window: int | None) -> Segments | None:
-        """Those of a layer with this window, as `smd_jax.message.masks.windowed` makes them."""
+        """Segments of a layer with this window, as `smd_jax.message.masks.windowed` makes them."""
         if window is None:
             return self.segments
         if self.segments is None:
@@ -92,10 +91,9 @@ class LearnerPass:
     def saved(self, window: int | None = None) -> int:
         """Bytes of one layer that its backward pass reads.
 
-        MLP: gate, up, sigmoid, its product with gate, and that with up; of GeGLU two more, of its tanh. Two norms and
-        two residual sums; as much for the norms of what is added, and for those of q and k. Attention: q, k, v, its
-        output, and once more with the heads side by side; over segments a copy of the q, k, v from the first one on;
-        as T x T scores, those.
+        MLP: gate, up, sigmoid and two products; GeGLU two more. Two norms and two residual sums; as much for post-norms
+        and for norms of q and k. Attention: q, k, v and its output, twice; with segments a copy of q, k, v from the
+        first one on; or T x T scores.
         """
         s = self.shape
         heads = s.num_heads * s.head_dim
@@ -108,37 +106,34 @@ class LearnerPass:
         if segments is not None and self.gathers(segments):
             floats += max(self.columns - segments.first, 0) * (heads + 2 * kv_heads)
         scores = SCORE_COPIES * s.num_heads * self.columns**2 * WIDE if self.squares else 0
-        # One float32 a query and head, the log of its softmax's denominator: with it the backward pass makes the
-        # weights once more from the scores.
+        # The log of the softmax's denominator, a float32 for each query and head.
         denominators = self.columns * s.num_heads * WIDE
         return self.rows * (floats * self.itemsize + denominators + scores) // self.sequence
 
     def gathers(self, segments: Segments | None) -> bool:
-        """Whether attention goes by these segments."""
-        # The same decision as attention's own, so that the plan counts what will run.
+        """Whether attention uses these segments, decided as in `smd_jax.model.attention`."""
         if self.squares or segments is None or self.model.impl == "interval":
             return False
         return self.model.impl == "segments" or pays(segments, self.columns)
 
     def products(self) -> int:
-        """Bytes of one layer's products with weights: q, k, v, the output of attention and of the MLP, gate and up."""
+        """Bytes of one layer's products with weights."""
         s = self.shape
         floats = 2 * s.intermediate_size + 2 * s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         return self.tokens * floats * self.itemsize
 
     def between_layers(self) -> int:
-        """Bytes that stay of one layer: cotangents that wait for the gradients of its matrices, which the compiler
-        may leave to the end; and its input, if the rest is recomputed."""
+        """Bytes kept of one layer: its input, or cotangents that wait for the gradients of its matrices."""
         s = self.shape
         floats = s.hidden_size + (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         return self.tokens * floats * self.itemsize
 
     def outside_layers(self) -> int:
-        """Bytes of embeddings, the last norm, the hidden states of the response, and the cotangent on its way down."""
+        """Bytes of embeddings, the last norm, the response's hidden states and their cotangent."""
         return 4 * self.tokens * self.shape.hidden_size * self.itemsize
 
     def tiles(self) -> int:
-        """Bytes of the scores that plain JAX holds at once, forward and backward, beyond what an MLP frees for them."""
+        """Bytes of attention scores in plain JAX, beyond what the MLP frees."""
         s = self.shape
         kernels: dict[str, Hardware] = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
         kernel = kernels.get(self.platform)
@@ -147,10 +142,9 @@ class LearnerPass:
             return 0
         sizes = self.model.sizes or (CPU_SIZES if self.platform == "cpu" else ACCELERATOR_SIZES)
         layers = [self.segments_within(window) for window in set(self.windows)]
-        # Layers are worked on one after another: that whose queries meet most keys decides.
+        # The layer whose queries meet most keys decides.
         keys = max(x.budget + x.length if x and self.gathers(x) else self.columns for x in layers)
         scores = min(sizes.scores, self.tokens * s.num_heads * keys)
-        # The five arrays of an MLP that `saved` counts: their memory is free while attention has its scores.
         freed = 5 * self.tokens * s.intermediate_size * self.itemsize
         return max(SCORE_COPIES * WIDE * scores - freed, 0)
 
@@ -160,12 +154,12 @@ class LearnerPass:
         always = layers * self.between_layers() + self.outside_layers() + self.tiles()
         if self.remat == "none":
             return sum(self.saved(window) for window in self.windows) + always
-        # Where layers are recomputed, all that a backward pass reads exists for one of them at a time.
+        # Recomputed layers exist one at a time.
         kept = self.products() if self.remat == "dots" else 0
         return layers * kept + self.largest_layer() - kept + always
 
     def largest_layer(self) -> int:
-        """The most that the backward pass reads of one layer."""
+        """Bytes of the largest layer."""
         return max(self.saved(window) for window in set(self.windows))
 
     def last_layer(self) -> int:
@@ -173,11 +167,10 @@ class LearnerPass:
         return self.shape.num_layers * self.between_layers() + self.largest_layer() + self.outside_layers()
 
     def logits(self, positions: float = 1.0, policies: int = 1) -> int:
-        """Logits of a block of the response's columns, recomputed in the backward pass but alive while it begins; and,
-        where there are several blocks, the head in float32 and its gradient as it is summed over them.
+        """Bytes of a block's logits; with several blocks also the head in float32 and its summed gradient.
 
         Args:
-          positions: share of the columns that are projected. policies: by how many, which makes blocks shorter.
+          positions: share of the columns that are projected. policies: by how many policies.
         """
         token = self.shape.vocab_size * WIDE
         columns = max(-(-round(self.response * positions) // self.sequence), 1)
@@ -186,20 +179,14 @@ class LearnerPass:
         return LOGIT_COPIES * self.rows * block * token + summed
 
     def draws(self, buffer: int) -> int:
-        """What the gates of all layers say of every key at every compression; and of one layer its sort and its sums.
-
-        Args:
-          buffer: columns between two compressions.
-        """
+        """Bytes of gate logits of all layers at every compression, and of one layer's sort; `buffer` columns apart."""
         compressions = boundary_count(self.prompt, buffer, self.columns)
         layer = self.rows * self.shape.num_kv_heads * compressions * self.columns * WIDE
         return (GATE_COPIES * self.shape.num_layers + DRAW_COPIES) * layer
 
     def teacher(self, distill: DistillConfig) -> tuple[int, int]:
-        """Activations and logits of the second track, whose logits are those of two policies once more. Half as many
-        are added where the masked policy weighs the divergence or the dense one has a gradient, and where only some
-        rows have one, which then share no memory with all (measured). A gradient keeps the layers of the dense policy.
-        """
+        """Activations and logits of distillation: logits of two policies, half more for "reverse", "published" and a
+        share of the rows (measured). Only "published" keeps the layers of the dense policy, for its gradient."""
         # Less a little, because a rounding error in the product must not add a row.
         dense = replace(self, rows=math.ceil(self.rows * distill.fraction - 1e-6))
         more = distill.direction in ("reverse", "published") or distill.fraction < 1

@@ -1,7 +1,6 @@
-"""A memory plan: what sampler and learner hold on one device, computed before anything runs.
+"""A memory plan: the bytes of sampler and learner on one device, before anything is compiled.
 
-Both live on the same devices and take turns (collocated), so the most that is held is that of the larger phase; with
-rollouts ahead they go on side by side, and hold all of it:
+Both take turns on the same devices, so the larger phase counts; with rollouts ahead they run at the same time.
 
     both      weights, their copy in the compute dtype, those behind (rollouts ahead), optimizer, reference, trajectory
     rollout   + cache + rollout work                     grows with the rows decoded at once (`decode_rows`)
@@ -11,8 +10,7 @@ rollouts ahead they go on side by side, and hold all of it:
     print(plan_memory(work, params))                           all rows at once, in one program
     check_memory(plan_memory(work, params), available)         raises if that is too much
 
-Formulas: `smd_jax.memory.sampler` and `smd_jax.memory.learner`; how far off they are: `tests/memory`. What
-is chosen by a plan: `smd_jax.memory.fit`.
+`smd_jax.memory.fit` chooses sizes by a plan; `smd_jax.memory.compiled` has the compiler's own figures.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 from smd_jax.byte_sizes import UNITS
 from smd_jax.byte_sizes import parse_bytes as parse_bytes
 from smd_jax.byte_sizes import show_bytes as show_bytes
-from smd_jax.config import ModelConfig, check_choice
+from smd_jax.config import check_choice
 from smd_jax.devices.sharding import row_ways, sampling_ways, sequence_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.storage import widened
@@ -51,9 +49,8 @@ from smd_jax.memory.sampler import (
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import has_lora
-from smd_jax.model.protocol import Params
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.records import segments_of
 from smd_jax.train.policy_learner import PolicyConfig
 from smd_jax.train.policy_loop import PolicyLoop
@@ -61,7 +58,7 @@ from smd_jax.train.policy_loop import PolicyLoop
 # More than any device has: such a number is a slip of the unit.
 MOST_BYTES = 64 * UNITS["TiB"]
 
-# What makes a part smaller, in the words of the library: names of options and where they are.
+# Options that make a part smaller.
 MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
 ROWS_OR_SEQUENCE = (
     "lower microbatch_size of the update, or spread columns over more devices (the sequence axis of make_mesh)"
@@ -88,23 +85,22 @@ UPDATE = (*BOTH, "gradients", "activations", "logits")
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step of a loop does, as far as its memory goes.
+    """The parts of a step that decide its memory.
 
     Attributes:
       policy, config: eviction policy and sizes of the sampler.
       prompt_width: columns of the prompt.
       rows: rows of a rollout, on all devices together.
       optimizer: the learner's optimizer; None: nothing is learnt.
-      reference: whether parameters of a reference policy are kept. Beside adapters there are none: their base is one,
-        see `init_state`.
-      reference_follows: whether the reference follows the policy. Beside adapters it is then a second set of them.
+      reference: whether a reference policy is kept. With adapters their base is the reference, see `init_state`.
+      reference_follows: whether the reference follows the policy. With adapters it is then a second set of them.
       prefill_rows: prompts read at once; None: as many as are decoded at once.
       minibatches: optimizer steps that share the rows.
       microbatch_size: rows of one forward and backward pass.
-      distill: the second track.
+      distill: distillation.
       dense_learner: whether a dense learner trains the same weights.
-      rollouts_ahead: whether the next rollout is drawn beside the update.
-      learns: False: an evaluation, during which the optimizer's state is there but no update.
+      rollouts_ahead: whether the next rollout runs during the update.
+      learns: False for an evaluation: the optimizer's state is held, but nothing is updated.
       mesh: how all is split; None: one device.
       platform: the platform that it will run on; None: that of JAX.
     """
@@ -138,7 +134,7 @@ class Workload:
 
     @property
     def where(self) -> Platform:
-        """The platform: the one that was named, or JAX's. What is no GPU or TPU is planned like a CPU."""
+        """The platform that was named, or JAX's; other than GPU and TPU it counts as a CPU."""
         name = jax.default_backend() if self.platform is None else self.platform
         return "gpu" if name == "gpu" else "tpu" if name == "tpu" else "cpu"
 
@@ -149,20 +145,20 @@ class MemoryPlan:
 
     Attributes:
       weights: parameters, as stored.
-      sampler_weights: the copy in the compute dtype, which sampler and learner multiply with, 0 if the weights are
-        stored in it; and what of them is gathered from the fsdp axis.
-      weights_behind: parameters before the last update, with which rollouts ahead are drawn; 0 without such.
+      sampler_weights: the copy in the compute dtype, 0 if weights are stored in it; and weights gathered from the fsdp
+        axis.
+      weights_behind: parameters before the last update, for rollouts ahead.
       optimizer: state of the optimizer.
-      reference: parameters of the frozen reference or teacher.
+      reference: parameters of the reference or teacher.
       trajectory: all rows of a rollout, with the shadow mask; of two with rollouts ahead.
       cache: keys, values, columns and statistics of the rows that are decoded at once.
-      rollout_work: beside it, what prefill, a decode step and a compression work with; prompts that wait.
-      gradients: those that exist when most is held, with microbatches their sum and one layer's new ones.
-      activations: what the backward pass of a microbatch needs.
+      rollout_work: temporary arrays of prefill, a decode step and a compression; prompts that wait.
+      gradients: at the peak; with microbatches their sum and one layer's new ones.
+      activations: of the backward pass of a microbatch.
       logits: logits of a microbatch and their cotangents.
       decode_rows: rows decoded at once, on all devices together.
       microbatch: rows of a forward and backward pass, on all devices together; 0 if nothing is learnt.
-      side_by_side: whether rollout and update go on at the same time, so that each holds what both do.
+      side_by_side: whether rollout and update run at the same time.
     """
 
     weights: int
@@ -182,28 +178,28 @@ class MemoryPlan:
 
     @property
     def phases(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The parts that are held while sampling, and while learning."""
+        """The parts of the rollout, and of the update."""
         everything = tuple(LOWERED_BY)
         return (everything, everything) if self.side_by_side else (ROLLOUT, UPDATE)
 
     @property
     def rollout(self) -> int:
-        """The most that is held while sampling."""
+        """Bytes while sampling."""
         return sum(self.part(name) for name in self.phases[0])
 
     @property
     def update(self) -> int:
-        """The most that is held while learning."""
+        """Bytes while learning."""
         return sum(self.part(name) for name in self.phases[1])
 
     @property
     def total(self) -> int:
-        """The most that is held at any time."""
+        """Bytes of the larger phase."""
         return max(self.rollout, self.update)
 
     @property
     def largest(self) -> str:
-        """The largest part of the phase that holds most."""
+        """The largest part of the larger phase."""
         return max(self.phases[0 if self.rollout >= self.update else 1], key=self.part)
 
     def part(self, name: str) -> int:
@@ -212,7 +208,7 @@ class MemoryPlan:
 
     @property
     def title(self) -> str:
-        """Of a table of `rows()`."""
+        """Title of a table of `rows()`."""
         learns = f", {self.microbatch} rows in a microbatch" if self.microbatch else ""
         return f"memory of a device: {self.decode_rows} rows decoded at once{learns}"
 
@@ -230,7 +226,7 @@ class MemoryPlan:
 
 
 def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) -> MemoryPlan:
-    """What a step will hold.
+    """The plan of a step.
 
     Args:
       params: parameters, or their shapes (`jax.ShapeDtypeStruct`); with adapters, where adapters are trained.
@@ -244,8 +240,7 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     devices = 1 if mesh is None else mesh.size
     sampler = SamplerPass(shape, work.policy, config, work.prompt_width, work.where, devices, params)
     decoded = decode_rows or work.rows
-    # Rounded up: the device with the most rows decides. Where a row's columns are apart in the learner, each of those
-    # devices has the whole trajectory of its rows.
+    # Rounded up: the device with the most rows decides. Devices that share columns each have the whole trajectory.
     here = -(-work.rows // row_ways(mesh))
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
@@ -271,37 +266,36 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
 
 
 def _reference_bytes(work: Workload, params: Params) -> int:
-    """Bytes of the reference's own parameters, of which a frozen one beside adapters has none: it is the base that they
-    stand on, which is counted among the weights."""
+    """Bytes of the reference's own parameters; a frozen one of adapters is their base, which the weights count."""
     if not work.reference or (has_lora(params) and not work.reference_follows):
         return 0
     return tree_bytes(followed_params(params), work.mesh)
 
 
 def _optimizer_bytes(work: Workload, params: Params) -> int:
-    """Bytes of the optimizer's state, which with adapters is for those alone."""
+    """Bytes of the optimizer's state; with adapters it is theirs alone."""
     if work.optimizer is None:
         return 0
-    # What an optimizer sees, whatever the parameters are stored in.
+    # An optimizer sees float32 or wider.
     wide = jax.eval_shape(widened, trained_params(params))
     return tree_bytes(jax.eval_shape(work.optimizer.init, wide), work.mesh)
 
 
 def _rollout_work(sampler: SamplerPass, rows: int, live: int, prefill_rows: int, one_program: bool) -> int:
-    """Beside the cache: what prefill or a step works with, and the records of the shadow mask. One program holds those
-    all the time; the engine keeps them on the host until the end, but holds prefilled prompts that wait."""
+    """Temporary arrays of prefill or a step, and the records of the shadow mask. One program holds those all the time;
+    the engine keeps them on the host, but holds prefilled prompts that wait."""
     work = max(sampler.decode(live), sampler.prefill(prefill_rows))
     draws = sampler.policy.gate is not None
     records = rows * recorded_bytes(sampler.shape, sampler.config, sampler.prompt_width, draws)
     if one_program:
         return work + RECORD_COPIES * records
-    # Prompts that were read wait for decode rows in caches of their own.
+    # Prompts that wait for decode rows have caches.
     return sampler.cache(prefill_rows) + work
 
 
 def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[int, int, int]:
-    """Gradients, activations and logits when most is held: at the begin of the backward pass, when all activations
-    exist and few gradients, or at its end. The sum over microbatches always exists."""
+    """Gradients, activations and logits at the peak: at the begin of the backward pass, with all activations and few
+    gradients, or at its end. The sum over microbatches always exists."""
     if not work.updates:
         return 0, 0, 0
     learner = _learner(work, sampler)
@@ -314,17 +308,16 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
     if work.policy.gate is not None:
         activations = activations + learner.draws(work.config.buffer)
     if work.dense_learner:
-        # A forward and backward pass of its own, of all rows.
+        # Another forward and backward pass, of all rows.
         activations = activations + learner.activations()
         logits = logits + learner.logits()
     trained = trained_params(params)
-    # Those of parameters in 16 bits are widened for the optimizer, or summed in float32 from the start.
+    # Gradients of parameters in 16 bits are widened.
     gradients = tree_bytes(jax.eval_shape(widened, trained), work.mesh)
     new = largest_part(trained, work.mesh)
     if work.microbatch_size is not None and work.microbatch_size < work.rows // work.minibatches:
         return gradients + new, activations, logits
-    # The plan adds gradients to activations. At the end few activations are left beside all gradients: what they are
-    # fewer is taken off here.
+    # The plan adds gradients to activations. At the end few activations are left, so that much is subtracted here.
     return max(new, learner.last_layer() + gradients - activations), activations, logits
 
 
@@ -339,7 +332,7 @@ def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
     shape = sampler.shape
     rows = -(-_microbatch(work) // row_ways(work.mesh))
     found = segments_of(work.policy, config, shape.num_layers, width)
-    # Layers may have budgets of their own: the largest stands for all.
+    # Layers may differ in their budgets: the largest counts.
     segments = max(found, key=lambda segments: segments.budget) if found else None
     boolean = config.mask_storage == "boolean"
     return LearnerPass(
@@ -356,20 +349,15 @@ def _learner(work: Workload, sampler: SamplerPass) -> LearnerPass:
 
 
 def workload_of(loop: PolicyLoop) -> Workload:
-    """What a step of this loop does. A rollout in one program reads every prompt once.
+    """The workload of a step of this loop. A rollout in one program reads every prompt once.
 
     Raises:
-      ValueError: for a model of which the plan knows no equations: any but `smd_jax.model.decoder.Decoder`.
+      ValueError: for a model that is no Decoder.
     """
-    if not isinstance(loop.model, Decoder):
-        raise ValueError(
-            "expected a Decoder, because the plan counts the equations of its layers; got "
-            f"{type(loop.model).__name__}: set `decode_rows` and `microbatch_size` yourself"
-        )
     config = loop.config
     update = loop.config.update
     return Workload(
-        loop.model,
+        planned_model(loop.model, "`decode_rows` and `microbatch_size`"),
         config.policy,
         config.rollout,
         config.prompt_width,
@@ -387,29 +375,24 @@ def workload_of(loop: PolicyLoop) -> Workload:
     )
 
 
+def planned_model(model: LanguageModel, sizes: str) -> Decoder:
+    """Raises ValueError for a model other than Decoder, whose layers the plan does not know; `sizes` to set instead."""
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"expected a Decoder, because the plan counts the equations of its layers; got {type(model).__name__}: set "
+            f"{sizes} yourself"
+        )
+    return model
+
+
 def _planned_rows(config: PolicyConfig) -> int | None:
-    """Rows of a microbatch; of one that sequences share, as many of their own as have its columns."""
+    """Rows of a microbatch; rows that sequences share count by their columns."""
     update = config.update
     if update.pack_columns is None or update.microbatch_size is None:
         return update.microbatch_size
     columns = config.prompt_width + config.rollout.max_new_tokens
     rows = -(-update.microbatch_size * update.pack_columns // columns)
     return min(rows, config.completions_per_step // config.minibatches)
-
-
-def largest_batch(
-    memory_bytes: int, model: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int
-) -> int:
-    """Rows whose cache and statistics fit on one device that holds the weights beside them, and does nothing but
-    sample; 0 if none does.
-
-    Weights count as the sampler reads them. Logits and other work of a step are left out.
-    """
-    shapes = param_shapes(Decoder(model))
-    weights = tree_bytes(jax.eval_shape(lambda params: sampler_params(Decoder(model), params), shapes))
-    # The platform changes what is worked with, not the size of a cache.
-    row = SamplerPass(model, policy, config, prompt_width, "gpu").cache(1)
-    return max(memory_bytes - weights, 0) // row
 
 
 def param_shapes(model: Decoder) -> Params:
@@ -423,7 +406,7 @@ def param_shapes(model: Decoder) -> Params:
 
 
 def check_bytes(memory_bytes: int) -> None:
-    """Raises ValueError for a number of bytes that no device has: `MOST_BYTES` are far beyond all."""
+    """Raises ValueError for a number of bytes that no device has."""
     if not 0 < memory_bytes <= MOST_BYTES:
         raise ValueError(
             f"expected the memory of one device, more than 0 and at most {show_bytes(MOST_BYTES)}; "

@@ -1,8 +1,8 @@
-"""Bytes of what a run holds on one device: parameters, trajectory, all of the sampler; for `smd_jax.memory.plan`.
+"""Bytes of parameters, trajectory and sampler on one device.
 
-Sizes of arrays that exist by name (parameters, optimizer, cache, trajectory) are exact. What is worked with is counted
-from the equations, and was calibrated against the buffers that XLA assigns to the compiled programs (jax 0.10.2, CPU,
-float32; `tests/memory/test_memory.py`). `shape` is one device's part of a model.
+Parameters, optimizer, cache and trajectory are exact. Temporary arrays are counted from the equations and calibrated
+against the compiled programs (jax 0.10.2, CPU, float32; `tests/memory/test_memory.py`). `shape` is one device's part of
+a model.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def local_shape(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelC
 
 
 def tree_bytes(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes of a pytree with parameters in it, on each device; its leaves are arrays or their shapes."""
+    """Bytes of a pytree on each device; its leaves are arrays or their shapes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _placed(tree, mesh))
 
 
 def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes of the copy in the compute dtype: all but the scales of norms; 0 if they are stored in it. XLA's
-    CPU backend multiplies matrices of 16 bits in float32, and holds them once more in that."""
+    """Bytes of the copy in the compute dtype; 0 if the parameters are stored in it. XLA's CPU backend also holds
+    matrices of 16 bits in float32."""
     of_policy = drop_value_head(params)
     read = jax.eval_shape(lambda params: sampler_params(Decoder(config), params), of_policy)
     copied = zip(_placed(of_policy, mesh), _placed(read, mesh), strict=True)
@@ -74,8 +74,8 @@ def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Me
 
 
 def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None) -> int:
-    """Bytes of weights that are here whole though the fsdp axis divides them: of all layers on CPUs, where the compiler
-    gathers them early and keeps them (measured), of the one at work and the next elsewhere (assumed)."""
+    """Bytes of weights gathered from the fsdp axis: all layers on CPUs, which gather early (measured), else two
+    layers (assumed)."""
     parts = _gathered_parts(params, config, platform, mesh)
     return sum(parts) if platform == "cpu" else sum(parts[-2:])
 
@@ -83,19 +83,19 @@ def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh
 def kept_gathered_bytes(
     params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
 ) -> int:
-    """Bytes of the other layers, which a rollout gathers before its loop and keeps."""
+    """Bytes of the other layers, which a rollout gathers before its loop."""
     return sum(_gathered_parts(params, config, platform, mesh)) - gathered_bytes(params, config, platform, mesh)
 
 
 def _gathered_parts(
     params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
 ) -> list[int]:
-    """Bytes of every layer and other module as it is gathered, ascending; nothing where there is no fsdp axis."""
+    """Bytes of every gathered module, ascending; none without an fsdp axis."""
     if mesh is None or mesh.shape["fsdp"] == 1:
         return []
     size = compute_itemsize(config, platform)
 
-    # Matrices alone: vectors are whole on every device anyway (`smd_jax.devices.sharding.param_spec`).
+    # Only matrices are divided (`smd_jax.devices.sharding.param_spec`).
     def whole(part: Any) -> int:
         return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
 
@@ -112,7 +112,7 @@ def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int
 
 
 def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
-    """Bytes of the gradients that are on their way at once: of one layer, or of the widest other module."""
+    """Bytes of the largest layer or other module, whose gradients exist at once."""
     parts = {name: part for name, part in params.items() if name != LORA}
     # Adapters are layers, too.
     parts |= params[LORA].matrices if has_lora(params) else {}
@@ -122,24 +122,22 @@ def largest_part(params: Params, mesh: Mesh | AbstractMesh | None) -> int:
 def trajectory_bytes(
     model: ModelConfig, config: RolloutConfig, prompt_width: int, rows: int, draws: bool = False
 ) -> int:
-    """Bytes of tokens and validity; of the response's log-probabilities, entropies and drawable tokens; of the mask;
-    and of the order of evictions, if they are draws of a gate."""
+    """Bytes of tokens, validity, log-probabilities, entropies, drawable tokens, mask and order of drawn evictions."""
     response = config.max_new_tokens
     columns = prompt_width + config.max_new_tokens
     form = drawable_form(config.sampling, model.vocab_size)
     each = 2 * WIDE + (0 if form is None else math.prod(form.shape) * form.dtype.itemsize)
-    # A byte for every boolean: the validity of a column, and whether a row has terminated.
+    # Booleans have a byte: validity of a column, and whether a row has terminated.
     return rows * (columns * (INT + 1) + response * each + 1 + recorded_bytes(model, config, prompt_width, draws))
 
 
 def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int, draws: bool = False) -> int:
-    """Bytes of a row's shadow mask, one integer a key or T x T booleans, of the parities of a quantised cache,
-    and of the order of `draws`, one more integer a key."""
+    """Bytes of a row's shadow mask (one integer a key, or T x T booleans), parities of a quantised cache, and order of
+    `draws` (one integer a key)."""
     columns = prompt_width + config.max_new_tokens
     heads = model.num_layers * model.num_kv_heads
     each = columns * columns if config.mask_storage == "boolean" else columns * INT
     if config.quant is not None and config.quant.record_parity:
-        # One bit for every number of a key and of a value.
         each += 2 * columns * packed_size(model.head_dim, 1)
     if draws:
         each += columns * INT
@@ -147,7 +145,7 @@ def recorded_bytes(model: ModelConfig, config: RolloutConfig, prompt_width: int,
 
 
 def compute_itemsize(shape: ModelConfig, platform: Platform) -> int:
-    """Bytes of a number that is being worked with; XLA's CPU backend widens those of 16 bits."""
+    """Bytes of a number in arithmetic; XLA's CPU backend widens 16 bits."""
     size = jnp.dtype(shape.dtype).itemsize
     return max(size, WIDE) if platform == "cpu" else size
 
@@ -160,7 +158,7 @@ class SamplerPass:
       shape: the device's part of the model.
       prompt_width: columns of the prompt.
       devices: devices of the mesh.
-      params: the parameters, or their shapes; a policy that reads some of them is counted with those.
+      params: the parameters, or their shapes, for a policy that reads them.
     """
 
     shape: ModelConfig
@@ -172,12 +170,12 @@ class SamplerPass:
     params: Params | None = None
 
     def cache(self, rows: int) -> int:
-        """Bytes of a whole KV cache: keys and values, and their statistics."""
+        """Bytes of a KV cache with its statistics."""
         keys = cache_bytes(self.shape, self.policy, self.config, self.prompt_width, rows)
         return keys + rows * self._statistics()
 
     def _statistics(self) -> int:
-        """Bytes of a row beside its keys: the column of every slot, and what the policy's statistics keep."""
+        """Bytes of a row's columns of slots and statistics."""
         budgets, buffer = self._plan()
         columns = sum(budget + buffer for budget in budgets) * self.shape.num_kv_heads * INT
         return columns + sum(tree_bytes(_states(self.shape, self.policy, 1, budget + buffer)) for budget in budgets)
@@ -189,12 +187,12 @@ class SamplerPass:
         return compute_itemsize(self.shape, self.platform)
 
     def prefill(self, rows: int) -> int:
-        """Reading prompts, whole or chunk by chunk: keys and values of all layers, and what one layer works with."""
+        """Bytes of prefill: keys and values of all layers, and temporary arrays of one layer."""
         shape = self.shape
         width = self.prompt_width
         chunk = self.config.prefill_chunk
         columns = width if chunk is None else min(chunk, width)  # a chunk is never longer than the prompt
-        # The queries of a chunk meet their own keys and those that are kept: all of the prompt if nothing is evicted.
+        # The queries of a chunk meet its keys and the kept ones: the whole prompt if nothing is evicted.
         slots = width if chunk is None else columns + (self.config.budget if self.policy.evicts else width)
         heads = shape.num_heads * shape.head_dim
         kv_heads = shape.num_kv_heads * shape.head_dim
@@ -208,11 +206,9 @@ class SamplerPass:
         return kept + max(layer, self.score(self._part(rows), slots))
 
     def decode(self, rows: int) -> int:
-        """A step's logits, hidden states and scores; of a quantised cache a layer as it is read. Or what compressing
-        some rows of a layer takes, if that is more."""
+        """Bytes of a step's logits, hidden states, scores and one layer of a quantised cache; or of a compression."""
         shape = self.shape
         budgets, buffer = self._plan()
-        # Layers are worked on one after another: the one with the most slots decides.
         slots = max(budgets) + buffer
         keys = 2 * slots * shape.num_kv_heads * shape.head_dim * self._numbers()
         wide = 3 * shape.intermediate_size + 4 * shape.hidden_size + 2 * shape.num_heads * shape.head_dim
@@ -226,11 +222,10 @@ class SamplerPass:
         return rows_at_once(rows, self.devices)
 
     def score(self, rows: int, slots: int) -> int:
-        """What a policy works with to score one layer: twice its largest array, read from its own equations."""
+        """Bytes of scoring one layer: twice the largest array of the policy's traced `score`."""
         if not self.policy.evicts:
             return 0
         view = _view(self.shape, self.policy, self.params, rows, slots, min(self.config.budget, slots))
-        # Traced from shapes and neither compiled nor run: a policy of the user's own is counted like ours.
         traced = jax.make_jaxpr(self.policy.score)(view)
         return 2 * max((x.size * x.dtype.itemsize for x in _arrays(traced.jaxpr)), default=0)
 
@@ -261,13 +256,13 @@ def _view(
 
 
 def _states(shape: ModelConfig, policy: EvictionPolicy, rows: int, slots: int) -> tuple[Any, ...]:
-    """Shapes of what the policy's statistics keep of one layer."""
+    """Shapes of the statistics of one layer."""
     cache = CacheShape(rows, shape.num_heads, shape.num_kv_heads, slots, shape.head_dim, shape.dtype)
     return jax.eval_shape(lambda: tuple(statistic.init(cache) for statistic in policy.statistics))
 
 
 def _arrays(jaxpr: Jaxpr) -> Iterator[ShapedArray]:
-    """Every array that a program computes, also in the functions that it calls; PRNG keys are not counted."""
+    """Every array that a program computes, also in functions that it calls; no PRNG keys."""
     for equation in jaxpr.eqns:
         found = (x.aval for x in equation.outvars)
         yield from (x for x in found if isinstance(x, ShapedArray) and not jnp.issubdtype(x.dtype, jax.dtypes.extended))

@@ -29,7 +29,7 @@ class Imitation(Term):
         return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else self.coef
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
-        loss = -(jnp.where(inputs.advantages > 0, inputs.prepared, 0.0) * inputs.logprobs).sum()
+        loss = -jnp.sum(jnp.where(inputs.advantages > 0, inputs.prepared, 0.0) * inputs.logprobs)
         return TermOutputs(loss, {"loss/imitation": loss}, rows=inputs.logprobs)
 
     def metrics(self, results: TermResults) -> dict[str, jax.Array]:

@@ -32,7 +32,6 @@ from smd_jax.memory.plan import (
     MemoryPlan,
     Workload,
     device_memory,
-    largest_batch,
     parse_bytes,
     plan_memory,
     show_bytes,
@@ -358,17 +357,6 @@ def test_weights_are_cast_once():
     assert cast_bytes(params, SHAPE, "gpu") == 0
     assert cast_bytes(params, half, "gpu") == 2 * count
     assert cast_bytes(params, half, "cpu") == 6 * count, "in float32 too, in which a CPU multiplies"
-
-
-def test_the_largest_batch_by_hand():
-    """Weights of 4 bytes; a row has 2 layers, 2 heads and 64 + 32 slots of 2 * 32 numbers and one column."""
-    weights, row = 4 * sum(x.size for x in jax.tree.leaves(param_shapes(MODEL))), 2 * 2 * 96 * (2 * 32 * 4 + 4)
-    sizes = (SHAPE, StreamingLLM(), SIZES, 64)
-    assert largest_batch(weights + 10 * row, *sizes) == 10
-    assert largest_batch(weights + 10 * row - 1, *sizes) == 9
-    assert largest_batch(weights - 1, *sizes) == 0
-    dense = largest_batch(weights + 10**9, SHAPE, Dense(), SIZES, 64)
-    assert largest_batch(weights + 10**9, *sizes) / dense == pytest.approx(512 / 96, rel=0.01)
 
 
 def test_shapes_of_parameters():

@@ -13,7 +13,7 @@ from smd_jax.eviction.policies import H2O, RKV, Dense
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory import fit
-from smd_jax.memory.fit import fit_decode_rows, fit_evaluation, fit_loop, usable_memory
+from smd_jax.memory.fit import fit_decode_rows, fit_loop, usable_memory
 from smd_jax.memory.plan import Workload, check_memory, parse_bytes, plan_memory, show_bytes, workload_of
 from tests.memory.test_memory import MODEL, SIZES, WORK, FakeDevice, param_shapes
 from tests.toy_loop import CONFIG as LOOP
@@ -133,17 +133,6 @@ def test_rollouts_ahead_need_room_beside_the_update():
     together = one.rollout + one.update - shared + one.weights + one.trajectory
     assert ahead.rollout == ahead.update == ahead.total == together
     assert [row[1:] for row in ahead.rows() if row[0] == "activations"] == [(show_bytes(one.activations),) * 2]
-
-
-def test_an_evaluation_needs_no_room_for_an_update():
-    loop = new_loop(replace(LOOP, prompts_per_step=8, update=UpdateConfig(microbatch_size=4)))
-    params, full = param_shapes(LOOP_MODEL), LOOP.rollout
-    work = replace(workload_of(loop), policy=Dense(), prefill_rows=8, learns=False)
-    planned = plan_memory(work, params, 5)
-    assert planned.update < planned.rollout and planned.optimizer > 0
-    dense = fit_evaluation(loop, params, planned.total, policy=Dense(), config=full)
-    assert (dense.config.decode_rows, dense.config.policy) == (5, Dense())
-    assert fit_evaluation(loop, params, None, policy=Dense(), config=full).config.decode_rows is None
 
 
 def test_a_loop_that_cannot_fit_the_device_is_refused(monkeypatch: pytest.MonkeyPatch):
