@@ -15,7 +15,7 @@ from smd_jax.commands.arguments import (
     SamplingArgs,
 )
 from smd_jax.config import ModelConfig
-from smd_jax.corrections import CORRECTIONS
+from smd_jax.corrections.named import CORRECTIONS
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate

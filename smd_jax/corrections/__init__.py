@@ -3,8 +3,6 @@
 A correction is a frozen dataclass from log-probabilities to weights and counted tokens. Shadow masks need neither.
 """
 
-from collections.abc import Mapping as _Mapping
-
 from smd_jax.corrections.base import Correction as Correction
 from smd_jax.corrections.base import CorrectionInputs as CorrectionInputs
 from smd_jax.corrections.base import CorrectionTerms as CorrectionTerms
@@ -25,17 +23,4 @@ from smd_jax.corrections.rejection import GeometricRejection as GeometricRejecti
 from smd_jax.corrections.rejection import Veto as Veto
 from smd_jax.corrections.trust_region import OPSM as OPSM
 from smd_jax.corrections.trust_region import DPPOTV as DPPOTV
-
-CORRECTIONS: _Mapping[str, type[Correction]] = {
-    "shadow": Shadow,
-    "naive": Naive,
-    "bypass": Bypass,
-    "tis": TIS,
-    "mis": MIS,
-    "icepop": IcePop,
-    "sparse_rl": SparseRL,
-    "qurl": QuRL,
-    "geometric_rejection": GeometricRejection,
-    "dppo_tv": DPPOTV,
-}
-"""Constructors by name, for `--correction`; their defaults are the settings of their source."""
+from smd_jax.corrections.named import CORRECTIONS as CORRECTIONS

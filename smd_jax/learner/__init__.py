@@ -3,12 +3,11 @@
 It sees trajectories and advantages, never the eviction policy that made them.
 """
 
-from collections.abc import Mapping as _Mapping
-
 from smd_jax.learner.forward import Replay as Replay
 from smd_jax.learner.forward import replay as replay
 from smd_jax.learner.state import TrainBatch as TrainBatch
 from smd_jax.learner.state import TrainState as TrainState
+from smd_jax.learner.config import TERMS as TERMS
 from smd_jax.learner.config import UpdateConfig as UpdateConfig
 from smd_jax.learner.terms import Term as Term
 from smd_jax.learner.terms import Needs as Needs
@@ -33,13 +32,3 @@ from smd_jax.learner.update import make_update as make_update
 from smd_jax.learner.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.learner.dpo_update import PairBatch as PairBatch
 from smd_jax.learner.dpo_update import make_dpo_update as make_dpo_update
-
-TERMS: _Mapping[str, type[Term]] = {
-    "policy": PolicyTerm,
-    "dense": DensePolicyTerm,
-    "entropy": EntropyTerm,
-    "evictions": EvictionTerm,
-    "distillation": DistillTerm,
-    "value": ValueTerm,
-}
-"""The terms of the objective, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction
@@ -22,6 +23,16 @@ from smd_jax.losses.distillation import DistillConfig, teacher_positions, teache
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.typed_fields import check_types
+
+TERMS: Mapping[str, type[Term]] = {
+    "policy": PolicyTerm,
+    "dense": DensePolicyTerm,
+    "entropy": EntropyTerm,
+    "evictions": EvictionTerm,
+    "distillation": DistillTerm,
+    "value": ValueTerm,
+}
+"""The terms of the library, by name."""
 
 
 @dataclass(frozen=True)
