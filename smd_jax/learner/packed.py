@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jaxtyping import Array, Int
 
 from smd_jax.devices.processes import on_host
@@ -36,21 +35,9 @@ from smd_jax.message.masks import Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel
-from smd_jax.pytrees import any_leaves
 
 # On the host, and on devices once a program has them.
 Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
-
-
-@any_leaves
-class Places(struct.PyTreeNode):
-    """Where the tokens of one microbatch come from, see `Packs`; `[rows, T]` and `[rows, K]`."""
-
-    tokens: Numbers
-    positions: Numbers
-    ends: Numbers
-    responses: Numbers
-    columns: Numbers
 
 
 def make_packed_update(
@@ -72,21 +59,21 @@ def make_packed_update(
         rows = rows_at_once(batch.advantages.shape[0], config)
         return prepare(model, replace(config, microbatch_size=rows, pack_columns=None), state.params, batch)
 
-    def of_part(state: TrainState, prepared: Prepared, places: Places) -> Any:
+    def of_part(state: TrainState, prepared: Prepared, places: Packs) -> Any:
         objective = of_trained(make_objective(model, config, state), state.params)
         part = packed_part(prepared, places)
         (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(trained_params(state.params), part)
         return loss, sums, grads, terms
 
     @jax.jit
-    def nothing(state: TrainState, prepared: Prepared, places: Places) -> Any:
+    def nothing(state: TrainState, prepared: Prepared, places: Packs) -> Any:
         """What the sums begin with. Shapes alone are looked at."""
         loss, sums, grads, terms = jax.eval_shape(of_part, state, prepared, places)
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, grads))
         shape = prepared.mask.shape
         return *wide[:2], constrain_tree(wide[2]), jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), terms)
 
-    def added(so_far: Any, state: TrainState, prepared: Prepared, places: Places) -> Any:
+    def added(so_far: Any, state: TrainState, prepared: Prepared, places: Packs) -> Any:
         loss, sums, grads, terms = of_part(state, prepared, places)
         *numbers, all_grads, all_terms = so_far
         numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
@@ -106,7 +93,7 @@ def make_packed_update(
         check_reference(config, state)
         packs = packs_of(batch.trajectory, config)
         prepared = prepared_batch(state, batch)
-        parts = [_places(packs, index) for index in range(len(packs.tokens))]
+        parts = [jax.tree.map(lambda x, i=i: x[i], packs) for i in range(len(packs.tokens))]
         so_far = nothing(state, prepared, parts[0])
         for places in parts:
             so_far = add(so_far, state, prepared, places)
@@ -140,7 +127,7 @@ def check_packable(trajectory: Trajectory) -> None:
         raise ValueError(f"expected no minimum length in a rollout to be packed; got {least} tokens")
 
 
-def packed_part(prepared: Prepared, places: Places) -> Prepared:
+def packed_part(prepared: Prepared, places: Packs) -> Prepared:
     """The tokens of one microbatch, sequences one behind the other; every array of `[batch, R]` becomes `[rows, K]`.
 
     Raises:
@@ -169,7 +156,7 @@ def packed_part(prepared: Prepared, places: Places) -> Prepared:
     )
 
 
-def packed_trajectory(trajectory: Trajectory, places: Places) -> Trajectory:
+def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
     """The tokens of some sequences in rows that they share, under the mask that each of them had."""
     there = jnp.asarray(places.tokens != ABSENT)
     mask = trajectory.mask
@@ -196,7 +183,7 @@ def packed_trajectory(trajectory: Trajectory, places: Places) -> Trajectory:
     )
 
 
-def packed_mask(mask: ShadowMask, prompt_width: int, places: Places) -> ShadowMask:
+def packed_mask(mask: ShadowMask, prompt_width: int, places: Packs) -> ShadowMask:
     """The intervals of the tokens, moved with them; each ends with its sequence at the latest."""
     width = mask.evicted_at.shape[-1]
     columns = places.tokens.shape[1]
@@ -231,13 +218,8 @@ def _take(x: Array, places: Numbers) -> Array:
     return constrain(jnp.where(there, taken, jnp.zeros((), x.dtype)))
 
 
-def _put_back(whole: Array, part: Array, places: Places) -> Array:
+def _put_back(whole: Array, part: Array, places: Packs) -> Array:
     """`part [rows, K]` in its places of `whole [batch, R]`."""
     outside = whole.size  # where scattered numbers are dropped
     at = jnp.where(places.responses == ABSENT, outside, places.responses)
     return whole.reshape(-1).at[at.reshape(-1)].set(part.reshape(-1), mode="drop").reshape(whole.shape)
-
-
-def _places(packs: Packs, index: int) -> Places:
-    fields = (packs.tokens, packs.positions, packs.ends, packs.responses, packs.columns)
-    return Places(*(np.asarray(field[index]) for field in fields))

@@ -1,17 +1,17 @@
-"""Which sequences share a row of the learner's batch: the longest first, each into the first row that has room.
-
-On the host: the lengths of a rollout decide.
-"""
+"""Packs sequences into rows on the host: the longest first, each into the first row with room."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Int
 
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.pytrees import any_leaves
 
 ABSENT = -1
 
@@ -32,34 +32,34 @@ class PackSizes:
 
 
 def rows_at_once(rows: int, config: UpdateConfig) -> int:
-    """Rows of a forward pass by itself over `rows`, one sequence each: a microbatch; where microbatches are of shared
-    rows, as many as divide `rows`."""
+    """Rows of a separate forward pass over `rows` with one sequence each: a microbatch, or with packing the most up to
+    it that divide `rows`."""
     size = config.microbatch_size or rows
     if config.pack_columns is None:
         return size
     return next(part for part in range(min(size, rows), 0, -1) if rows % part == 0)
 
 
-@dataclass(frozen=True)
-class Packs:
-    """Where every token of a rollout goes, for all microbatches.
+@any_leaves
+class Packs(struct.PyTreeNode):
+    """Place of every token: of all microbatches with a leading axis, or of one.
 
     Attributes:
-      tokens: int32 `[microbatches, rows, T]` place of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
-      positions, ends: as in `smd_jax.message.packing.Packing`, `[microbatches, rows, T]`.
-      responses: int32 `[microbatches, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
-      columns: `[microbatches, rows, K]` as in Packing.
+      tokens: int32 `[…, rows, T]` place of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
+      positions, ends: `[…, rows, T]` as in `smd_jax.message.packing.Packing`.
+      responses: int32 `[…, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
+      columns: `[…, rows, K]` as in Packing.
     """
 
-    tokens: Int[np.ndarray, "parts rows T"]
-    positions: Int[np.ndarray, "parts rows T"]
-    ends: Int[np.ndarray, "parts rows T"]
-    responses: Int[np.ndarray, "parts rows K"]
-    columns: Int[np.ndarray, "parts rows K"]
+    tokens: Int[np.ndarray, "*parts rows T"]
+    positions: Int[np.ndarray, "*parts rows T"]
+    ends: Int[np.ndarray, "*parts rows T"]
+    responses: Int[np.ndarray, "*parts rows K"]
+    columns: Int[np.ndarray, "*parts rows K"]
 
     @property
     def padding(self) -> float:
-        """Share of the columns that hold no token."""
+        """Share of the columns without a token."""
         return float((self.tokens == ABSENT).mean())
 
 
@@ -124,11 +124,5 @@ def pack(
             answers[row, where] = index * response_width + np.arange(drawn)
             columns[row, where] = column + prompt + np.arange(drawn)
             column, answer = column + length, answer + drawn
-    split = (parts, sizes.rows, -1)
-    return Packs(
-        tokens.reshape(split),
-        positions.reshape(split),
-        ends.reshape(split),
-        answers.reshape(split),
-        columns.reshape(split),
-    )
+    everything = Packs(tokens, positions, ends, answers, columns)
+    return jax.tree.map(lambda x: x.reshape(parts, sizes.rows, -1), everything)

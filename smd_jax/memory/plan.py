@@ -98,7 +98,7 @@ class Workload:
       minibatches: optimizer steps that share the rows.
       microbatch_size: rows of one forward and backward pass.
       distill: distillation.
-      dense_learner: whether a dense learner trains the same weights.
+      second_pass: whether a term needs the policy under another mask: a dense learner, or a term of your own.
       rollouts_ahead: whether the next rollout runs during the update.
       learns: False for an evaluation: the optimizer's state is held, but nothing is updated.
       mesh: how all is split; None: one device.
@@ -117,7 +117,7 @@ class Workload:
     minibatches: int = 1
     microbatch_size: int | None = None
     distill: DistillConfig | None = None
-    dense_learner: bool = False
+    second_pass: bool = False
     rollouts_ahead: bool = False
     learns: bool = True
     mesh: Mesh | AbstractMesh | None = None
@@ -307,7 +307,7 @@ def _update_work(work: Workload, sampler: SamplerPass, params: Params) -> tuple[
         logits = logits + more[1]
     if work.policy.gate is not None:
         activations = activations + learner.draws(work.config.buffer)
-    if work.dense_learner:
+    if work.second_pass:
         # Another forward and backward pass, of all rows.
         activations = activations + learner.activations()
         logits = logits + learner.logits()
@@ -369,7 +369,7 @@ def workload_of(loop: PolicyLoop) -> Workload:
         minibatches=config.minibatches,
         microbatch_size=_planned_rows(config),
         distill=update.distill,
-        dense_learner=update.dense_learner is not None,
+        second_pass=len(update.needs.logprobs | {update.visibility}) > 1,
         rollouts_ahead=loop.config.samples_ahead,
         mesh=loop.mesh,
     )

@@ -27,8 +27,8 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.objective import make_objective
-from smd_jax.learner.packed import Places, packed_part
-from smd_jax.learner.packs import rows_at_once
+from smd_jax.learner.packed import packed_part
+from smd_jax.learner.packs import Packs, rows_at_once
 from smd_jax.learner.prepare import prepare
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state, reference_params
@@ -311,12 +311,12 @@ def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
     whole = dataclasses.replace(update, microbatch_size=rows_at_once(len(batch.advantages), update), pack_columns=None)
     tokens, responses = array(rows, columns, dtype=jnp.int32), array(rows, columns, dtype=jnp.int32)
 
-    def of_part(state: Any, batch: Any, places: Places) -> Any:
+    def of_part(state: Any, batch: Any, places: Packs) -> Any:
         prepared = prepare(loop.model, whole, state.params, batch)
         objective = of_trained(make_objective(loop.model, update, state), state.params)
         return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, places))
 
-    jax.eval_shape(of_part, state, batch, Places(tokens, tokens, tokens, responses, responses))
+    jax.eval_shape(of_part, state, batch, Packs(tokens, tokens, tokens, responses, responses))
 
 
 def words_of(path: str, value: Any) -> set[str]:
