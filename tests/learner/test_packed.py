@@ -120,7 +120,7 @@ def test_log_probabilities_are_those_of_the_sampler(segments: bool):
     """Under the mask that the sampler had, with attention over segments and over all keys."""
     one = trajectory()
     packs = packed.packs_of(one, UpdateConfig(microbatch_size=1, pack_columns=32))
-    places = jax.tree.map(jnp.asarray, packed._places(packs, 0))
+    places = jax.tree.map(lambda x: jnp.asarray(x[0]), packs)
     together = packed_trajectory(one, places)
     assert isinstance(together.mask, ShadowMask)
     assert together.mask.segments == (Segments(2, 2, WIDTH),)
