@@ -13,13 +13,13 @@ from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
-from smd_jax.learner.config import UpdateConfig, Visibility, check_rows_of, takes_sampler_for_old
+from smd_jax.learner.config import UpdateConfig, Visibility, check_reference, check_rows_of, takes_sampler_for_old
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.packs import rows_at_once
 from smd_jax.learner.prepare import counted_tokens
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_reference, reference_params
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import check_sync, skip_step
 from smd_jax.learner.update import Update, make_update
 from smd_jax.losses.distillation import has_whole_share

@@ -29,7 +29,7 @@ class Imitation(Term):
         return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else self.coef
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
-        loss = -jnp.sum(jnp.where(inputs.advantages > 0, inputs.prepared, 0.0) * inputs.logprobs)
+        loss = jnp.sum(jnp.where(inputs.advantages > 0, -inputs.prepared, 0.0) * inputs.logprobs)
         return TermOutputs(loss, {"loss/imitation": loss}, rows=inputs.logprobs)
 
     def metrics(self, results: TermResults) -> dict[str, jax.Array]:
@@ -42,7 +42,7 @@ class Distance(Term):
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         others = [inputs.reference_logprobs["dense"], inputs.logprobs_under["dense"]]
-        loss = sum(((inputs.prepared * (inputs.logprobs - other) ** 2).sum() for other in others), jnp.float32(0))
+        loss = jnp.stack([(inputs.prepared * (inputs.logprobs - other) ** 2).sum() for other in others]).sum()
         return TermOutputs(loss, {"loss/distance": loss})
 
     @property
