@@ -14,14 +14,15 @@ from smd_jax.commands.arguments import (
     SamplerArgs,
     SamplingArgs,
 )
+from smd_jax.commands.decode_names import parse_decode, policy_text
+from smd_jax.commands.policy_names import own_place, parse_policy
+from smd_jax.commands.policy_trial import check_score
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.named import CORRECTIONS
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import own_place, parse_policy
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.eviction.trial import check_score
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
@@ -34,7 +35,7 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.model.protocol import ModelShape
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.decoding import Decode, as_trained, parse_decode, policy_text
+from smd_jax.train.decoding import Decode, as_trained
 
 BOTH = frozenset({"epsilon", "epsilon_high"})
 BOUNDS: Mapping[str, frozenset[str]] = {

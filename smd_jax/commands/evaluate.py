@@ -36,6 +36,7 @@ from smd_jax.commands.arguments import (
 from smd_jax.commands.choices import decoder, decoding, named_policy, rollout_config
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
 from smd_jax.commands.model_source import (
@@ -66,7 +67,7 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
-from smd_jax.train.decoding import Decode, check_names, split_decodes
+from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
 T = TypeVar("T")

@@ -13,13 +13,13 @@ from typing import Any, TextIO
 import jax
 
 from smd_jax.commands.arguments import Common
+from smd_jax.commands.decode_names import policy_text, split_decodes
 from smd_jax.commands.errors import UserError, print_box
+from smd_jax.commands.policy_names import own_place
 from smd_jax.disk import written
-from smd_jax.eviction.named import own_place
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.functions import is_file_name
 from smd_jax.tasks.presets import PRESETS
-from smd_jax.train.decoding import policy_text, split_decodes
 
 PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source", "output_dir")
 FUNCTIONS = ("map_function", "reward")

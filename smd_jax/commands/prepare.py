@@ -20,6 +20,7 @@ from smd_jax.commands.choices import (
     update_config,
 )
 from smd_jax.commands.config_file import read_options
+from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
@@ -55,7 +56,6 @@ from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.text.chat_template import DAY, reads_day
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.text.stop_strings import stop_table
-from smd_jax.train.decoding import split_decodes
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smd_jax.commands import bounded_yaml
 from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import exists
@@ -20,6 +19,7 @@ from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
+from smd_jax.text.yaml_limits import OPTIONS, load_yaml
 
 READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
@@ -205,7 +205,7 @@ def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            found.append((name, bounded_yaml.load(value)))
+            found.append((name, load_yaml(value, OPTIONS)))
         except ValueError as error:
             raise UserError(f"expected {flag} as name=value with YAML as value; got {text[:80]!r}: {error}") from error
         if not name or not equals:

@@ -16,7 +16,7 @@ import yaml
 
 from smd_jax.tasks.task import missing_extra
 from smd_jax.text.visible_text import one_line
-from smd_jax.text.yaml_limits import check_yaml
+from smd_jax.text.yaml_limits import CARD, check_yaml
 
 CARDS = ("README.md", ".huggingface.yaml")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
@@ -142,7 +142,10 @@ def _check_card(path: Path) -> None:
         raise ValueError(f"{path}: expected text in UTF-8; got {error}") from error
     front = FRONT_MATTER.match(text) if path.suffix == ".md" else None
     if front is not None or path.suffix != ".md":
-        check_yaml(text if front is None else front[1], str(path))
+        try:
+            check_yaml(text if front is None else front[1], CARD)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _config_error(name: str, config: str | None, error: Exception) -> ValueError:

@@ -3,8 +3,6 @@
 from smd_jax.train.loop import Loop as Loop
 from smd_jax.train.loop_config import LoopConfig as LoopConfig
 from smd_jax.train.decoding import Decode as Decode
-from smd_jax.train.decoding import parse_decode as parse_decode
-from smd_jax.train.decoding import parse_decodes as parse_decodes
 from smd_jax.train.evaluation import EvaluationConfig as EvaluationConfig
 from smd_jax.train.evaluation import Evaluator as Evaluator
 from smd_jax.train.grpo import GRPOConfig as GRPOConfig

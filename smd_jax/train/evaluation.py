@@ -1,6 +1,6 @@
 """Evaluates a model on a task under several ways of decoding, once or every few rollouts of a run.
 
-    evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig(parse_decodes("dense,snapkv:512"), rollout, 512))
+    evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig((Decode("dense"),), rollout, 512))
     for result in evaluator.run(params):
         print(result.name, result.reward, result.interval)
 

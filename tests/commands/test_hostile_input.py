@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from smd_jax.commands import bounded_yaml
 from smd_jax.commands.errors import shortened
 from smd_jax.runs.stop import StopSignals
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
@@ -36,7 +35,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip(
         (GOOD + "stop: [null]", "got a list with null"),
         (GOOD + "stop: [{a: b}]", "expected a number, a text or a list of them in 'stop'"),
         (GOOD + "output_dir: ~nosuchuser/x", "expected a path; got '~nosuchuser/x'"),
-        (GOOD + 'output_dir: "\\ud800"', "expected a path; got"),
+        (GOOD + 'output_dir: "\\ud800"', "invalid Unicode character"),
         (GOOD + "output_dir: " + "x" * 5000, "File name too long"),
         (GOOD + "budget: 2147483648", "expected --budget <= 16777216; got 2147483648"),
         (GOOD + "num_prompts: 4000000000000", "expected --num-prompts <= 1048576; got 4000000000000"),
@@ -49,10 +48,6 @@ def test_a_configuration_that_cannot_be_is_one_box(tmp_path, capsys, monkeypatch
     Path("run.yaml").write_text(text, encoding="utf-8")
     message = error_of(["--config", "run.yaml"], capsys)
     assert said in message and len(message) < 1500
-
-
-def test_yaml_within_the_limits_is_read():
-    assert bounded_yaml.load("a: [1, {b: [x]}]\nc: 1.5") == {"a": [1, {"b": ["x"]}], "c": 1.5}
 
 
 @pytest.mark.parametrize(

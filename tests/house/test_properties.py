@@ -20,6 +20,7 @@ from smd_jax import corrections
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.commands.command_line import ALGORITHMS
 from smd_jax.commands.config_file import as_flags, read_options
+from smd_jax.commands.decode_names import parse_decode, policy_text
 from smd_jax.commands.errors import UserError
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.eviction import policies
@@ -48,7 +49,7 @@ from smd_jax.runs.run_config import RunConfig
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.decoding import Decode, parse_decode, policy_text
+from smd_jax.train.decoding import Decode
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig

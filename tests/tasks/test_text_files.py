@@ -257,7 +257,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
         ("!unknown {a: b}", "expected a data set that can be read; got .*ConstructorError"),
         ("a: [", "README.md: expected YAML; got"),
         (LAUGHS, "README.md: expected YAML of at most 100,000 values"),
-        ("a: " + "[" * 500, "README.md: expected YAML nested at most 50 deep"),
+        ("a: " + "[" * 500, "README.md: expected YAML of at most 50 levels"),
         ("a: " + "x" * 2**20, "README.md: expected YAML of at most 1,048,576 characters"),
         ("configs: 5", "expected a data set that can be read"),
         ("configs: [5]", "expected a data set that can be read"),

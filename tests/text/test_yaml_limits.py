@@ -3,7 +3,7 @@
 import pytest
 
 from smd_jax.text import yaml_limits
-from smd_jax.text.yaml_limits import check_yaml
+from smd_jax.text.yaml_limits import CARD, OPTIONS, check_yaml, load_yaml
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 
@@ -13,22 +13,22 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
     ["", "a: 1\nb: [x, {c: null}]", "a: &one [1, 2]\nb: *one\nc: *one", "- " * 49 + "x", "!!set {a, b}"],
 )
 def test_yaml_that_is_meant(text):
-    check_yaml(text, "here")
+    check_yaml(text, CARD)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "here: expected YAML of at most 100,000 values; got more, with aliases written out"),
-        ("[" * 5_000, "here: expected YAML nested at most 50 deep"),
-        ("a: &a [*a]", "here: expected YAML that ends; got an alias of what it is a part of"),
-        ("x" * (2**20 + 1), "here: expected YAML of at most 1,048,576 characters; got 1,048,577"),
-        ("a: [1", "here: expected YAML; got "),
+        (LAUGHS, "expected YAML of at most 100,000 values; got more, with aliases written out"),
+        ("[" * 5_000, "expected YAML of at most 50 levels"),
+        ("a: &a [*a]", "expected YAML that ends; got an alias of what it is a part of"),
+        ("x" * (2**20 + 1), "expected YAML of at most 1,048,576 characters; got 1,048,577"),
+        ("a: [1", "expected YAML; got "),
     ],
 )
 def test_yaml_that_is_not(text, message):
     with pytest.raises(ValueError, match=message) as refused:
-        check_yaml(text, "here")
+        check_yaml(text, CARD)
     assert len(str(refused.value)) < 400
 
 
@@ -37,4 +37,16 @@ def test_pure_python_gives_the_same(monkeypatch):
 
     monkeypatch.setattr(yaml_limits, "_LOADER", yaml.SafeLoader)
     with pytest.raises(ValueError, match="aliases written out"):
-        check_yaml(LAUGHS, "here")
+        check_yaml(LAUGHS, CARD)
+
+
+def test_options_are_read_without_aliases():
+    assert load_yaml("a: [1, {b: [x]}]\nc: 1.5", OPTIONS) == {"a": [1, {"b": ["x"]}], "c": 1.5}
+    with pytest.raises(ValueError, match=r"expected YAML without aliases; got \*one"):
+        load_yaml("a: &one [1]\nb: *one", OPTIONS)
+    with pytest.raises(ValueError, match="of at most 20 levels"):
+        load_yaml("[" * 21 + "]" * 21, OPTIONS)
+    assert load_yaml("[" * 20 + "]" * 20, OPTIONS)
+    for text in ("[a]: b\n? [a]\n: b", "2020-13-45", "!!python/name:os.system"):
+        with pytest.raises(ValueError, match="expected YAML; got"):
+            load_yaml(text, OPTIONS)

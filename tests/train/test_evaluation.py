@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.commands.decode_names import parse_decode, parse_decodes
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
@@ -27,7 +28,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
-from smd_jax.train.decoding import Decode, as_trained, parse_decode, parse_decodes
+from smd_jax.train.decoding import Decode, as_trained
 from smd_jax.train.evaluation import (
     Evaluated,
     EvaluationConfig,

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from smd_jax.commands.decode_names import parse_decode, parse_decodes, policy_text
+from smd_jax.commands.policy_names import own_place, parse_policy
+from smd_jax.commands.policy_trial import check_score
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import POLICIES, own_place, parse_policy
+from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, SnapKV
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.eviction.trial import check_score
 from smd_jax.eviction.wrappers import Protect
-from smd_jax.train.decoding import Decode, parse_decode, parse_decodes, policy_text
+from smd_jax.train.decoding import Decode
 
 OWN = """
 from dataclasses import dataclass
