@@ -2,12 +2,10 @@
 
 Question   Tokens per second, time of a decoding step and bytes of the cache, for the same model in every library.
 Command    python experiments/bench/rollout.py --hf-python PATH --kvpress-python PATH --json
-           python experiments/bench/rollout.py --continuous     (responses of 64 to 2,048 tokens: continuous batching
-                                                                 against fixed batches)
            python experiments/bench/rollout.py --engine ours --bits 8 4 2 --batch 64 --lengths 512
                                                                 (quantised caches)
-Cost       twelve minutes on a quiet machine and 8 GB of memory, because all engines stay alive; --continuous seven
-Result     experiments/results/rollout_cpu.json, rollout_continuous_cpu.json, rollout_quantised_cpu.json
+Cost       twelve minutes on a quiet machine and 8 GB of memory, because all engines stay alive
+Result     experiments/results/rollout_cpu.json, rollout_quantised_cpu.json
 
 Model      Qwen2: hidden 256, 4 layers, 8 query and 2 KV heads of 32, FFN 768, vocabulary 1,024, tied embeddings.
 Sizes      32 prompts of 64 tokens without padding; 512 and 2,048 new tokens, and no token ends a response. Temperature
@@ -28,9 +26,9 @@ Fields     ms_per_step_early and _late: median over 160 steps around token 400, 
            cache_bytes: ours, the donated state of the compiled segment program; peers, the keys and values at the end.
            expected_cache_bytes: 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows.
            limit_share: the model's arithmetic per second over the rate of bare matrix products of its shapes, in the
-           same run on the same core (experiments/bench/limits.py). Null with --continuous.
+           same run on the same core (experiments/bench/limits.py).
            max_abs_dlogp: learner against sampler under the recorded mask, on four rows.
-           --out adds seconds, memory, versions and the share of live rows (`utilisation`).
+           --out adds seconds, memory and versions.
 
 Environments of the peers, separate from that of smd_jax:
 
@@ -78,9 +76,6 @@ class Args:
     budget: int = 128  # keys kept per layer and KV head
     buffer: int = 32  # steps between two compressions
     repeats: int = 3  # measured turns of each
-    continuous: bool = False  # ours, with responses of different lengths
-    rows: int = 256  # responses with --continuous
-    spread: tuple[Literal["log", "even"], ...] = ("log", "even")  # distribution of their lengths
     quick: bool = False  # tiny sizes, as a smoke test
     json: bool = False  # print one JSON object per line instead of a table
     out: Path | None = None  # write the rows, with date and command, to this file
@@ -98,7 +93,7 @@ def with_defaults(args: Args) -> Args:
     args = replace(args, engine=args.engine or engines)
     if not args.quick:
         return args
-    return replace(args, lengths=(48,), batch=4, prompt=8, budget=16, buffer=8, repeats=1, rows=12)
+    return replace(args, lengths=(48,), batch=4, prompt=8, budget=16, buffer=8, repeats=1)
 
 
 def sizes(args: Args, new_tokens: int) -> list[object]:
@@ -123,14 +118,6 @@ def commands(args: Args, new_tokens: int) -> Iterator[list[str]]:
             yield from ([*command, "--bits", str(bits)] for bits in args.bits)
 
 
-def continuous_commands(args: Args, spread: str) -> Iterator[list[str]]:
-    """Continuous batching and fixed batches on the same rows."""
-    longest = max(args.lengths)
-    ours = [sys.executable, HERE / "engines" / "smd_rollout.py", "--policy", "knorm", *sizes(args, longest)]
-    for form in ((), ("--fixed",)):
-        yield [str(word) for word in (*ours, "--rows", args.rows, "--spread", spread, *form)]
-
-
 def ratio(value: float, rows: list[Row], names: tuple[str, ...]) -> float | None:
     """Ratio of `value` to the best engine whose name starts with one of `names`; None without one."""
     others = [row["tokens_per_s"] for row in rows if row["engine"].startswith(names)]
@@ -144,8 +131,6 @@ def table(title: str, rows: list[Row]) -> None:
         "tokens/s",
         "/CPU s",
         "× best peer",
-        "× fixed",
-        "live rows",
         "ms early",
         "ms late",
         "late/early",
@@ -155,12 +140,11 @@ def table(title: str, rows: list[Row]) -> None:
     for row in rows:
         speed = row["tokens_per_s"]
         best = speed * row["seconds"] / row["cpu_seconds_min"]  # per CPU second of the fastest turn
-        ratios = [ratio(speed, rows, names) for names in (PEERS, ("ours-fixed",))]
+        against = ratio(speed, rows, PEERS)
         times = (row["ms_per_step_early"], row["ms_per_step_late"])
         flat = None if times[0] is None else row["cpu_ms_per_step_late"] / row["cpu_ms_per_step_early"]
-        live = row["utilisation"] if row.get("spread") else None
         limit = row.get("limit_share")
-        cells.append((row["engine"], round(speed), round(best), *ratios, live, *times, flat, limit))
+        cells.append((row["engine"], round(speed), round(best), against, *times, flat, limit))
     print_filled(title, columns, cells)
     columns = ("engine", "cache MB", "of formula", "temporary MB", "peak GB", "max |Δ log p|")
     cells = []
@@ -187,11 +171,6 @@ def print_filled(title: str, columns: tuple[str, ...], cells: list[tuple[str | f
 def runs(args: Args) -> Iterator[tuple[str, list[Row]]]:
     """Title and rows of each comparison."""
     sizes = f"{args.batch} rows at a time, budget {args.budget} + {args.buffer}"
-    if args.continuous:
-        for spread in args.spread:
-            title = f"{args.rows} responses of up to {max(args.lengths)} tokens, {spread} spread; {sizes}"
-            yield title, take_turns(args.repeats, continuous_commands(args, spread))
-        return
     for new_tokens in args.lengths:
         engines = [*commands(args, new_tokens), product_command(args.batch, args.repeats)]
         yield f"{new_tokens} new tokens; {sizes}", with_limits(take_turns(args.repeats, engines))

@@ -56,15 +56,6 @@ def test_lines_of_json(tmp_path: Path):
     assert {name: full[name] for name in FIELDS} == row and full.keys() >= {"temp_bytes", "peak_bytes", "versions"}
 
 
-def test_continuous_batching_leaves_fewer_rows_idle(tmp_path: Path):
-    out = tmp_path / "rows.json"
-    rows = run("--continuous", "--spread", "log", "--out", str(out))
-    assert [row["engine"] for row in rows] == ["ours-continuous-log", "ours-fixed-log"]
-    assert all(list(row) == FIELDS and row["max_abs_dlogp"] < 2e-5 for row in rows)
-    ours, fixed = json.loads(out.read_text())["rows"]
-    assert 1 >= ours["utilisation"] > 1.3 * fixed["utilisation"] > 0
-
-
 def marks_of(generation: ModuleType, turns: list[list[tuple[int, float]]]):
     marks = generation.Marks()
     marks.turns = [[(n, seconds, seconds / 2) for n, seconds in turn] for turn in turns]

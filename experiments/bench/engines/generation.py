@@ -10,19 +10,19 @@ import random
 import statistics
 import time
 
-# In new tokens: where steps are looked at, and how many of them.
+# In new tokens: where steps are timed, and how many.
 EARLY = 400
 LATE = 4000
 WINDOW = 160
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The command line of an engine."""
+    """Parser of an engine's command line."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--batch", type=int, default=32)
     made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt; none of them padding")
     made.add_argument("--new-tokens", type=int, default=512)
-    made.add_argument("--budget", type=int, default=128, help="keys kept, by engines that drop any")
+    made.add_argument("--budget", type=int, default=128, help="keys kept, by engines that evict")
     made.add_argument("--buffer", type=int, default=32, help="steps between two compressions")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--driven", action="store_true", help="every measured turn waits for a line on standard input")
@@ -36,25 +36,25 @@ def prompts(batch: int, prompt: int, vocabulary: int) -> list[list[int]]:
 
 
 class Marks:
-    """When so many tokens of a response were decided: by the clock, and in CPU time of this process."""
+    """Clock and CPU times at which a number of response tokens was sampled."""
 
     def __init__(self) -> None:
         self.turns: list[list[tuple[int, float, float]]] = []
 
     def begin(self) -> None:
-        """Before a turn."""
+        """Begins a turn."""
         self.turns.append([])
 
     def forget(self) -> None:
-        """What came so far was to warm up."""
+        """Drops the warm-up turns."""
         self.turns = []
 
     def mark(self, tokens: int) -> None:
-        """`tokens` of every response are decided now."""
+        """Records that `tokens` of every response are sampled."""
         self.turns[-1].append((tokens, time.perf_counter(), time.process_time()))
 
     def milliseconds(self, around: int, cpu: bool) -> float | None:
-        """Median time of a step over `WINDOW` tokens around a place, all turns together; None without marks there."""
+        """Median time of a step over `WINDOW` tokens around a place, over all turns; None without marks there."""
         which = 2 if cpu else 1
         first = around - WINDOW // 2
         last = around + WINDOW // 2
@@ -72,19 +72,17 @@ def early_and_late(marks: Marks, new_tokens: int, cpu: bool = False) -> tuple[fl
     return marks.milliseconds(min(EARLY, late), cpu), marks.milliseconds(late, cpu)
 
 
-def row(
-    engine: str, args: argparse.Namespace, seconds: list[float], marks: Marks | None = None, tokens: int | None = None
-) -> dict:
-    """The fields that every engine's row begins with. Those that an engine does not know stay null.
+def row(engine: str, args: argparse.Namespace, seconds: list[float], marks: Marks | None = None) -> dict:
+    """The first fields of every engine's row; fields that an engine does not measure stay null.
 
     Args:
-      seconds: of each measured turn. tokens: decided in one, if it is not the same number for all rows.
+      seconds: of each measured turn.
     """
     marks = marks or Marks()
     (early, late), cpu = (early_and_late(marks, args.new_tokens, cpu) for cpu in (False, True))
-    tokens_per_s = (tokens or args.batch * args.new_tokens) / statistics.median(seconds)
+    tokens_per_s = args.batch * args.new_tokens / statistics.median(seconds)
     found = {"engine": engine, "device": "cpu", "batch": args.batch, "prompt": args.prompt}
     found |= {"new_tokens": args.new_tokens, "budget": None, "buffer": None, "tokens_per_s": tokens_per_s}
     found |= {"ms_per_step_early": early, "ms_per_step_late": late}
-    found |= {"cpu_ms_per_step_early": cpu[0], "cpu_ms_per_step_late": cpu[1]}  # on a shared machine, the better ones
+    found |= {"cpu_ms_per_step_early": cpu[0], "cpu_ms_per_step_late": cpu[1]}  # better on a shared machine
     return found | {"cache_bytes": None, "expected_cache_bytes": None, "max_abs_dlogp": None, "limit_share": None}
