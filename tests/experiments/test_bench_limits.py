@@ -66,19 +66,6 @@ def test_arithmetic_of_an_update_by_the_compilers_count(sizes: Sizes):
 
 
 @EVERY_SIZE
-def test_arithmetic_of_attention_by_the_compilers_count(sizes: Sizes):
-    """Both products of one layer, all queries with all keys."""
-    queries = jnp.ones((sizes.heads, 48, sizes.head_dim))
-
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.einsum("hts,hsd->htd", jnp.einsum("htd,hsd->hts", q, k), v)
-
-    analysis = jax.jit(attention).lower(queries, queries, queries).compile().cost_analysis()
-    assert analysis is not None
-    assert limits.attention_flops(48 * 48, sizes) == pytest.approx(sizes.layers * analysis["flops"], rel=0.01)
-
-
-@EVERY_SIZE
 def test_a_rollout_reads_what_it_draws(sizes: Sizes):
     """Every token but the last: a prompt of one and two drawn tokens are two passes and two heads."""
     row = {"batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None}
