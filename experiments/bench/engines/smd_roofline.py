@@ -1,8 +1,8 @@
 """A decoding step of smd_jax on an accelerator against the bytes that it has to move. Used by `smd_accelerator.py`.
 
-Roofline   A step reads all weights and all live keys and values once; for a policy that watches attention it also
-           reads and writes the statistic. These bytes divided by this device's copy rate give the least possible time.
-           The measured time of a step is that of a segment, compression included, divided by its steps.
+Roofline   A step reads all weights and all live keys and values once. These bytes divided by this device's copy rate
+           give the least possible time. The measured time of a step is that of a segment, compression included,
+           divided by its steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TINY = Sizes(tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=64,
 
 
 def random_weights(config: smd.ModelConfig) -> smd.model.Params:
-    """In the compute dtype, made on the device: those of `random_params` would be there in float32 first."""
+    """Random weights in the compute dtype, made on the device; `random_params` would need float32 first."""
     shapes = jax.eval_shape(lambda: random_params(config))
 
     def fill(path: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
@@ -92,17 +92,12 @@ def slot_bytes(sizes: Sizes) -> int:
 
 
 def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, weights: int) -> int:
-    """What a step has to move: weights once, live keys and values once, the statistic in and out."""
-    # On average over the segments that are timed; the first two are not.
+    """Bytes that a step has to move: weights once, live keys and values once."""
+    # Mean over the timed segments: all but the first two.
     live = sizes.budget + sizes.buffer / 2
     if not policy.evicts:
         live = sizes.width + (2 + sizes.segments) * sizes.buffer / 2
-    watched = (
-        8 * sizes.model.num_layers * sizes.model.num_kv_heads
-        if smd.eviction.ReceivedAttention() in policy.statistics
-        else 0
-    )
-    return int(weights + rows * live * (slot_bytes(sizes) + watched))
+    return int(weights + rows * live * slot_bytes(sizes))
 
 
 def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
