@@ -19,9 +19,11 @@ pytestmark = pytest.mark.study
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
 # Scripts of finished measurements, which commit b191876 has.
-DELETED = set(
-    "choices collectives compile_update first_run foreign_sampler gradients kvpress_parity memory_wall mismatch parity "
-    "predict_kernels readable_text sharding bench/startup bench/step".split()
+DELETED = {
+    *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
+    *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
+    *("bench/startup", "bench/step"),
+}
 )
 
 
