@@ -24,7 +24,6 @@ DELETED = {
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
     *("bench/startup", "bench/step"),
 }
-)
 
 
 def module(name: str) -> ModuleType:
