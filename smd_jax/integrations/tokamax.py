@@ -5,8 +5,8 @@
     mask = to_tokamax(trajectory.mask.layer(0), num_heads)
     mask.as_array(queries, keys)      # [batch, heads, queries, keys]
 
-Written against tokamax 0.0.17, whose `Mask` is in `tokamax._src.ops.attention.base`. Its implementations turn a mask per
-head into booleans; none keeps one integer per key.
+Written against tokamax 0.0.17, whose `Mask` is in `tokamax._src.ops.attention.base`. Its implementations turn a mask
+per head into booleans; none keeps one integer per key.
 """
 
 from __future__ import annotations
