@@ -7,12 +7,12 @@ Cost       five minutes on two cores
 Result     one row for each waiting time of the reward
 
 A decoder of 3.4 M parameters, 4 prompts x 2 completions of 32 tokens under H2O (16 + 8 keys), one optimizer step a
-rollout: on a busy CPU an update of about a second, as long as the reward waits in the best case. The reward runs in its
-own process and waits there, as one that asks another machine does. Runs with and without a rollout ahead alternate, a
-few steps at a time. The first step of such a turn has no rollout ahead, and its last step begins none. `seconds_0`,
-`seconds_1`: median time of a step without and with a rollout ahead; `ratio`: their quotient, the median over pairs of
-turns, with the smallest and the largest. `waited`: waiting time of the reward; `update`: median time of an update
-without a rollout ahead. The gain is limited by both.
+rollout. The reward runs in its own process and waits there, as one that asks another machine does. By default it waits
+as long as an update takes, which is the best case. Runs with and without a rollout ahead alternate, a few steps at a
+time. The first step of such a turn has no rollout ahead, and its last step begins none. `seconds_0`, `seconds_1`:
+median time of a step without and with a rollout ahead; `ratio`: their quotient, the median over pairs of turns, with
+the smallest and the largest. `waited`: waiting time of the reward; `update`: median time of an update without a rollout
+ahead. The gain is limited by both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Args:
     """Times steps with and without a rollout ahead, alternately."""
 
     out: Path | None = None  # file of the rows
-    waits: tuple[float, ...] = (0.0, 1.0)  # waiting times of the reward, in seconds
+    waits: tuple[float, ...] = ()  # waiting times of the reward, in seconds; none: as long as an update takes
     steps: int = 5  # steps of a turn
     turns: int = 5  # turns of each kind
 
@@ -118,10 +118,17 @@ def row_of(seconds: float, steps: int, turns: int) -> dict[str, Any]:
     }
 
 
+def update_seconds(steps: int) -> float:
+    """Median time of an update; the first turn compiles."""
+    loop, state = loop_of(0.0, 0), state_of(0)
+    state, _, _ = turn(loop, state, 1)
+    return statistics.median(turn(loop, state, steps)[2])
+
+
 def main(args: Args) -> None:
     keep_programs()
     rows = []
-    for seconds in args.waits:
+    for seconds in args.waits or (round(update_seconds(args.steps), 1),):
         rows.append(row_of(seconds, args.steps, args.turns) | provenance())
         if args.out is not None:
             write_rows(args.out, rows)
