@@ -370,7 +370,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def main(folder: str, coordinator: str, count: str, index: str) -> None:
-    launch.join(LaunchArgs(coordinator, int(count), int(index)))
+    launch.join(LaunchArgs(coordinator=coordinator, num_processes=int(count), process_id=int(index)))
     place, out = Path(folder), Path(folder) / count
     if int(count) == 2:
         found = arrays() | refused_rollout(place / f"{count}_refused") | refusals(int(index), place, out)

@@ -344,8 +344,8 @@ def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (LaunchArgs("auto", 2), "--coordinator auto alone"),
-        (LaunchArgs("localhost:1"), "together, or none"),
+        (LaunchArgs(coordinator="auto", num_processes=2), "--coordinator auto alone"),
+        (LaunchArgs(coordinator="localhost:1"), "together, or none"),
         (LaunchArgs(process_id=1), "together, or none"),
     ],
 )
@@ -357,7 +357,7 @@ def test_flags_that_do_not_go_together(flags: LaunchArgs, said: str):
 def test_a_run_does_not_keep_who_took_part():
     flags = ["--coordinator", "host0:1234", "--num-processes", "2", "--process-id", "1"]
     algorithm, args = parse(["grpo", "--model", "somewhere", "--dataset", "sorting", *flags])
-    assert args.launch == LaunchArgs("host0:1234", 2, 1)
+    assert args.launch == LaunchArgs(coordinator="host0:1234", num_processes=2, process_id=1)
     assert "host0" not in kept_config(algorithm, args) and "process_id: null" in kept_config(algorithm, args)
 
 

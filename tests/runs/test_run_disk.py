@@ -17,7 +17,7 @@ from smd_jax.message.gate import LinearGate, add_gate
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.peft_format import save_peft
-from smd_jax.model.weights import save_checkpoint
+from smd_jax.model.weights import check_export, save_checkpoint
 from smd_jax.runs.objective import Objective
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import check_directory, check_room
@@ -125,16 +125,16 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_where_an_export_will_be_refused(tmp_path, monkeypatch):
-    disk.check_export(tmp_path / "model", 100)
+    check_export(tmp_path / "model", 100)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="it also holds notes.txt"):
-        disk.check_export(tmp_path / "model", 100)
+        check_export(tmp_path / "model", 100)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 100))
     with pytest.raises(OSError, match="expected 101 B free on the disk of .*for the exported model; got 100 B"):
-        disk.check_export(tmp_path / "other", 101)
+        check_export(tmp_path / "other", 101)
     with pytest.raises(PermissionError, match="can be written"):
-        disk.check_export("/proc/model", 1)
+        check_export("/proc/model", 1)
 
 
 @pytest.fixture(scope="module")

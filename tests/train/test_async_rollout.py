@@ -22,7 +22,6 @@ from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.minibatches import shortened
 from smd_jax.train.responder import Responder
-from smd_jax.train.samples import Samples
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.reward_cases import length
@@ -190,8 +189,13 @@ def test_a_run_that_ends_early_waits_for_the_rollout_that_was_begun(tmp_path, mo
 
 def test_waiting_for_a_rollout():
     drawn = threading.Event()
-    samples = Samples(None, None, [], [], None, {})
-    ahead = RolloutAhead(lambda params, key, index: (lambda: samples) if drawn.wait() else None)
+    samples = toy_loop.new_loop().collect(toy_loop.new_state(), 0)
+
+    def sample(params, key, index):
+        drawn.wait()
+        return lambda: samples
+
+    ahead = RolloutAhead(sample)
     ahead.wait()  # for nothing
     ahead.begin(1, {}, jax.random.key(0))
     waiting = threading.Thread(target=ahead.wait)

@@ -1,4 +1,4 @@
-"""The learner over the columns that a rollout needs: fewer of them, and the same step."""
+"""The learner over the columns that a rollout needs: fewer columns give the same step."""
 
 import dataclasses
 
