@@ -65,7 +65,7 @@ def loop_of(seconds: float, ahead: int) -> GRPOLoop:
     config = smd.GRPOConfig(
         prompts_per_step=4,
         group_size=2,
-        prompt_width=96,
+        prompt_width=128,
         policy=smd.eviction.H2O(),
         rollout=smd.RolloutConfig(32, 16, 8, NO_TOKEN, 256),
         rollouts_ahead=ahead,
