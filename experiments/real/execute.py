@@ -21,7 +21,7 @@ from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS
-from smd_jax.tasks.task import prompt_lengths
+from smd_jax.tasks.lengths import usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
@@ -80,7 +80,7 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
 def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
     sizes = job.sizes
     task = job.training
-    width = max(int(prompt_lengths(rows, base.tokenizer).max()) for rows in (task, job.held_out))
+    width = max(int(usable_lengths(rows, base.tokenizer).max()) for rows in (task, job.held_out))
     config = smd.GRPOConfig(
         prompts_per_step=sizes.prompts,
         group_size=sizes.group,

@@ -1,6 +1,6 @@
-"""What a policy is trained on: a task gives prompts and judges completions by a reward function.
+"""Tasks: prompts, and reward functions that grade completions.
 
-The signature of rewards is TRL's: `reward(prompts, completions, **columns) -> list[float | None]`.
+Reward functions have TRL's signature: `reward(prompts, completions, **columns) -> list[float | None]`.
 """
 
 from smd_jax.tasks.task import Task as Task
@@ -19,7 +19,6 @@ from smd_jax.tasks.dataset_task import DatasetTask as DatasetTask
 from smd_jax.tasks.dataset_task import StreamTask as StreamTask
 from smd_jax.tasks.dataset_task import first_rows as first_rows
 from smd_jax.tasks.dataset_task import own_reward as own_reward
-from smd_jax.tasks.task import prompt_lengths as prompt_lengths
 from smd_jax.tasks.lengths import select_prompts as select_prompts
 from smd_jax.tasks.lengths import PromptCounts as PromptCounts
 from smd_jax.tasks.lengths import usable_lengths as usable_lengths

@@ -1,4 +1,4 @@
-r"""Reference answers as text, and the boxed answer that a completion ends with.
+r"""Reference answers as text, and the last boxed answer of a completion.
 
 answer_texts(7)                                    ["7"]
 answer_texts([4, "5"])                             ["4", "5"]       several right answers: one is enough
@@ -14,7 +14,7 @@ from numbers import Real
 
 BOXED = "\\boxed{"
 
-# What joins two boxes to one answer: a comma or a word, in or between formulas, perhaps with the next variable's name.
+# Joins two boxes into one answer: a comma or a word, in or between formulas, perhaps with the next variable's name.
 _SPACE = r"(?:\s|\$|~|\\[\[\]()\s,;:!]|\\q?quad\b)*"
 _WORD = r"(?:and|or|&|\\text\s*\{\s*,?\s*(?:and|or)?\s*,?\s*\})"
 _NAME = r"(?:[A-Za-z]\w*(?:_\{\w+\})?" + _SPACE + "=)?"
@@ -23,11 +23,11 @@ _CLOSES_FORMULA = re.compile(r"\s*(?:\$\$?|\\\)|\\\])")
 
 
 def answer_texts(answer: object) -> list[str]:
-    """Every way to write a reference answer that counts as right; empty where there is none.
+    """Lists every spelling of a reference answer that counts as right; empty for None.
 
     Args:
-      answer: a text, a number, or a list of them, of which one is enough. Where a decimal number is whole, 7.0, both
-        "7.0" and "7" are right.
+      answer: a text, a number, or a list of them, of which one is enough. A whole decimal number such as 7.0 is also
+        right as "7".
 
     Raises:
       ValueError: another type.
@@ -52,10 +52,10 @@ def answer_texts(answer: object) -> list[str]:
 
 
 def last_boxes(text: str) -> str:
-    r"""The text from its last boxed answer on: an answer that is corrected later counts as corrected.
+    r"""Cuts a text to start at its last boxed answer, because the last correction counts.
 
-    Boxes that a comma, "and" or "or" joins are one answer, such as the solutions of an equation. Text without a second
-    `\boxed{…}` is returned as it is.
+    Boxes joined by a comma, "and" or "or" are one answer, such as the solutions of an equation. A text with fewer than
+    two boxes is returned unchanged.
     """
     boxes = list(_boxes(text))
     first = len(boxes) - 1
@@ -64,12 +64,12 @@ def last_boxes(text: str) -> str:
     if first < 1:
         return text
     behind = text[boxes[first - 1][1] :]
-    # The formula that the box before lies in closes here, and opens no other.
+    # Removes the end of the formula that holds the box before.
     return _CLOSES_FORMULA.sub("", behind, count=1) if _CLOSES_FORMULA.match(behind) else behind
 
 
 def last_boxed(solution: str) -> str:
-    r"""What the last `\boxed{…}` of a solution encloses, braces inside of it included.
+    r"""The content of the last `\boxed{…}` of a solution, which may hold braces.
 
     Raises:
       ValueError: there is none, or it never closes.
@@ -84,7 +84,7 @@ def last_boxed(solution: str) -> str:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Begin and end of every box that closes; a box within a box is part of the outer one."""
+    """Start and end of every closed box, without boxes inside of others."""
     boxes = list[tuple[int, int]]()
     start = text.find(BOXED)
     while start >= 0:
@@ -96,7 +96,7 @@ def _boxes(text: str) -> list[tuple[int, int]]:
 
 
 def _end_of_box(text: str, start: int) -> int | None:
-    """The place behind the brace that closes the box at `start`; None where none does."""
+    """The position after the brace that closes the box at `start`, or None."""
     depth = 0
     for place in range(start + len(BOXED) - 1, len(text)):
         depth += (text[place] == "{") - (text[place] == "}")
@@ -106,7 +106,7 @@ def _end_of_box(text: str, start: int) -> int | None:
 
 
 def _decimal_texts(number: float | Decimal) -> list[str]:
-    """Without an exponent, which would read as a product with e."""
+    """Writes a number without an exponent, which would read as a product with e."""
     exact = number if isinstance(number, Decimal) else Decimal(repr(number))
     if not exact.is_finite():
         return [str(number)]

@@ -1,4 +1,4 @@
-"""One name for everything to train on: a preset, a procedural data set, a data set of the Hub, a file, a folder.
+"""Builds a task from a name: of a preset, a procedural data set, a data set of the Hub, a file, or a folder.
 
 build_task(TaskChoice("gsm8k"))                                     a preset, with its own reward
 build_task(TaskChoice("gsm8k", source="my_gsm8k.parquet"))          a preset on rows from elsewhere
@@ -24,24 +24,25 @@ from smd_jax.tasks.task import SteppedTask, Task
 
 PROCEDURAL = "reasoning_gym:"
 
-# Procedural data sets mostly make row i from seed + i, so rows to evaluate on begin far from those of any run.
+# Most procedural data sets make row i from seed + i, so held-out rows need a seed far from that of any run.
 HELD_OUT_SEED = 1_000_000_007
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """What to train or to evaluate on.
+    """Data and reward to train or evaluate on.
 
     Attributes:
       name: a preset of `PRESETS`; "reasoning_gym:NAME"; or what `DataSource.name` takes.
-      source: with a preset, rows from elsewhere in the preset's layout: what `DataSource.name` takes.
-      config, split, streaming: as DataSource has them. None: the preset's own, or the only one.
-      held_out: of a preset or a procedural data set, the rows to evaluate on.
-      prompt_column, system_prompt, map_row, chat_template_kwargs: as RowFormat has them. A preset has a prompt and a
-        map function of its own.
-      reward: TRL's signature; None: the preset's, or the procedural data set's. Other data has none, see `own_reward`.
-      limit: with streaming, the longest prompt; prompts by number are selected by `select_prompts`.
-      seed, size, parameters: of a procedural data set, as ReasoningGymTask has them.
+      source: replaces the rows of a preset by others in its layout; same values as `DataSource.name`.
+      config, split, streaming: see DataSource. None: the preset's own, or the only one.
+      held_out: take the evaluation rows of a preset or a procedural data set.
+      prompt_column, system_prompt, map_row, chat_template_kwargs: see RowFormat. A preset brings its own prompt column
+        and map function.
+      reward: TRL's signature; None: that of the preset or the procedural data set. Other data has none, see
+        `own_reward`.
+      limit: longest prompt of a stream; for rows by number see `select_prompts`.
+      seed, size, parameters: of a procedural data set, see ReasoningGymTask.
     """
 
     name: str
@@ -65,10 +66,10 @@ class TaskChoice:
 
 
 def build_task(choice: TaskChoice) -> Task | SteppedTask:
-    """The task of a choice; with `streaming` one that gives the rows of a step.
+    """Builds the task; with `streaming` a SteppedTask.
 
     Raises:
-      ValueError: options that do not go together; and as `load_rows`, which see for the others.
+      ValueError: options that exclude each other. For other errors see `load_rows`.
     """
     if choice.name.startswith(PROCEDURAL):
         return _procedural(choice)
@@ -85,7 +86,7 @@ def build_task(choice: TaskChoice) -> Task | SteppedTask:
     source = DataSource(choice.name, choice.config, choice.split, choice.streaming)
     prompt_column = choice.prompt_column or "prompt"
     row_format = RowFormat(prompt_column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
-    # A map function may make the prompt's column, and anything else.
+    # A map function may make the prompt column itself.
     columns = () if choice.map_row is not None else (row_format.prompt_column,)
     try:
         return _task(choice, source, row_format, choice.reward, columns)
@@ -101,7 +102,7 @@ def _preset(choice: TaskChoice, preset: Preset) -> Task | SteppedTask:
             own, config=choice.config or own.config, split=choice.split or own.split, streaming=choice.streaming
         )
     else:
-        # Configurations and splits of other data are its own.
+        # The preset's configuration and split do not apply to other data.
         source = DataSource(choice.source, choice.config, choice.split, choice.streaming)
     row_format = RowFormat("prompt", choice.system_prompt, preset.map_row, choice.chat_template_kwargs)
     return _task(choice, source, row_format, choice.reward or preset.reward, preset.columns)

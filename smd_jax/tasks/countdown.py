@@ -2,7 +2,7 @@
 
     numbers [44, 19, 35], target 98        "… <answer>44 + 19 + 35</answer>"  ─►  1.0
 
-Nothing of a completion is executed: its arithmetic is parsed, looked through node by node, and computed in fractions.
+A completion is never executed: its arithmetic is parsed, checked node by node, and computed in fractions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smd_jax.tasks.task import Completion, Row, completion_text
 ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 LONGEST = 200  # characters of an expression: far more than any solution has
 
-# What models write in place of the operators that they were told.
+# Characters that models write instead of the given operators.
 TYPOGRAPHY = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")", "\n": " "})
 
 OPERATORS: Mapping[type[ast.operator], Any] = {
@@ -33,7 +33,7 @@ OPERATORS: Mapping[type[ast.operator], Any] = {
 
 
 def countdown_row(row: Row) -> Row:
-    """The row of a task from `{"nums": list[int], "target": int}`, the columns of Jiayi-Pan/Countdown-Tasks-3to4."""
+    """The task's row of `{"nums": list[int], "target": int}`, the columns of Jiayi-Pan/Countdown-Tasks-3to4."""
     if not isinstance(row["nums"], list) or not all(isinstance(x, int) for x in (*row["nums"], row["target"])):
         raise ValueError(
             f"expected nums as a list of whole numbers and target as one; got {row['nums']!r:.80} and "
@@ -57,29 +57,29 @@ def countdown_answer(
 
 
 def last_answer(completion: str) -> str:
-    """What the last pair of <answer> tags encloses, without a right-hand side; empty if there is none."""
+    """The content of the last pair of <answer> tags, without a right-hand side; empty without tags."""
     answers = ANSWER.findall(completion)
     return answers[-1].partition("=")[0].strip() if answers else ""
 
 
 def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether the expression uses each of the numbers exactly once, and equals the target exactly.
+    """Whether the expression uses each of the numbers exactly once and equals the target exactly.
 
-    Anything but whole numbers, the four operators between them and parentheses is wrong: no signs, no powers.
+    It may hold whole numbers, the four binary operators and parentheses; no signs, no powers.
     """
     expression = expression.translate(TYPOGRAPHY)
     if len(expression) > LONGEST or not ARITHMETIC.fullmatch(expression):
         return False
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
-        # Before anything is computed, so that only the given numbers ever are.
+        # Checks the numbers first, so that nothing else is ever computed.
         return Counter(_numbers(tree)) == Counter(numbers) and _value(tree) == target
     except (SyntaxError, _NotArithmeticError, ZeroDivisionError):
         return False
 
 
 class _NotArithmeticError(Exception):
-    """The expression is Python, but not of the game."""
+    """The expression is Python that the game does not allow."""
 
 
 def _numbers(node: ast.expr) -> Iterator[int]:

@@ -1,9 +1,9 @@
-"""Tasks of rows that come from elsewhere: by number, or as a stream.
+"""Tasks of loaded rows: by number, or as a stream.
 
     task = DatasetTask(load_rows(source), reward, RowFormat(prompt_column="question"))
 
-A stream's rows have no numbers, so it gives the rows of a step: epoch by epoch, every epoch in an order of its own, as
-`batch_indices` does. They depend on seed and step alone. To resume, what lies before is read once more, and skipped.
+A stream's rows have no numbers, so the task gives the rows of a step, and shuffles every epoch anew as `batch_indices`
+does. They depend on seed and step only. A resumed run reads the stream again and skips the rows before its step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from smd_jax.tasks.task import Row, SteppedTask, Task
 from smd_jax.text.visible_text import one_line
 
 
-# Compared and hashed by identity: rows have no hash, and comparing all of them would serve nobody.
+# Compared by identity, because rows have no hash.
 @dataclass(frozen=True, eq=False)
 class DatasetTask:
     """Rows by number.
 
     Attributes:
-      rows: as they lie in the data set. A row is made into one of the task when it is asked for.
-      reward_function: TRL's signature; None: something else grades, such as the loop's `rewards`.
+      rows: of the data set; `format` is applied on access.
+      reward_function: TRL's signature; None if something else grades, such as the loop's `rewards`.
     """
 
     rows: Rows
@@ -41,7 +41,7 @@ class DatasetTask:
     def __post_init__(self) -> None:
         if not len(self.rows):
             raise ValueError("expected at least one row; got none")
-        self[0]  # for its errors, which are mostly every row's
+        self[0]  # raises the errors that most often concern every row
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,13 +51,13 @@ class DatasetTask:
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
         try:
             raw = self.rows[index]
-        except (ValueError, OSError) as error:  # text of a table that is no UTF-8; a table that was cut off
+        except (ValueError, OSError) as error:  # text that is no UTF-8, or a truncated table
             said = one_line(f"{type(error).__name__}: {error}", 200)
             raise ValueError(f"row {index}: expected a row that can be read; got {said}") from error
         return self.format.row(raw, f"row {index}")
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
-        """What the reward function gives, which may be something to await."""
+        """Calls the reward function; an async one returns an awaitable."""
         return _call(self.reward_function, {**columns, "prompts": prompts, "completions": completions})
 
 
@@ -66,10 +66,10 @@ class StreamTask:
     """Rows of a stream, in batches by step.
 
     Attributes:
-      stream: the rows as they lie in the data set, in one order; it shuffles within `buffer` rows, and its files.
-      reward_function: as DatasetTask's.
-      limit: prompts that are too long are dropped on the way, or refused; None: none is.
-      buffer: rows that are shuffled among each other, and kept in memory.
+      stream: the rows of the data set.
+      reward_function: see DatasetTask.
+      limit: longest prompt; None: any length.
+      buffer: number of rows in memory, from which rows are drawn at random.
     """
 
     stream: RowStream
@@ -85,13 +85,13 @@ class StreamTask:
         object.__setattr__(self, "reader", _Reader(self))
 
     def batch(self, size: int, step: int, seed: int) -> list[Row]:
-        """The rows of a step, as a function of the arguments alone; steps that come in order are read once.
+        """The rows of a step, a function of the arguments only. Steps in ascending order read the stream once.
 
         Args:
           size: rows of a step. step: counted from 0. seed: from 0 to 2**32 - 1.
 
         Raises:
-          ValueError: arguments below these; a stream without any prompt that is short enough.
+          ValueError: arguments out of range; a stream without a prompt that is short enough.
         """
         if size < 1 or step < 0:
             raise ValueError(f"expected size >= 1 and step >= 0; got {size} and {step}")
@@ -99,28 +99,28 @@ class StreamTask:
         return self.reader.rows(size * step, size, seed)
 
     def head(self, count: int) -> list[Row]:
-        """The first rows of the stream as it lies, without those that are dropped; all if there are fewer."""
+        """The first `count` kept rows in the order of the data set, or all if there are fewer."""
         return list(itertools.islice(self.read(self.stream, PromptCounts()), count))
 
     @property
     def counts(self) -> PromptCounts:
-        """The prompts that were kept and dropped so far in the epoch that is being read."""
+        """Kept and dropped prompts of the current epoch so far."""
         return self.reader.counts
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
-        """What the reward function gives, which may be something to await."""
+        """Calls the reward function; an async one returns an awaitable."""
         return _call(self.reward_function, {**columns, "prompts": prompts, "completions": completions})
 
     def epoch(self, seed: int, epoch: int, counts: PromptCounts) -> Iterator[Row]:
-        """The rows of one epoch, in its order; they are counted in `counts`."""
-        # Both numbers and not their sum, or seed 1 would begin where seed 0 is in its second epoch.
+        """The shuffled rows of one epoch, which are counted in `counts`."""
+        # Not the sum of both: seed 1 would begin with the second epoch of seed 0.
         generator = np.random.default_rng([seed, epoch])
-        # One file at a time: reading several takes threads, and these five seconds of sleep at the end of every epoch.
+        # One file at a time: with several, `datasets` starts threads that sleep five seconds at the end of an epoch.
         shuffled = self.stream.shuffle(generator=generator, buffer_size=self.buffer, max_buffer_input_shards=1)
         return self.read(shuffled, counts)
 
     def read(self, stream: RowStream, counts: PromptCounts) -> Iterator[Row]:
-        """The task's rows of a stream, without those that are dropped."""
+        """The kept rows of a stream, in the task's format."""
         for number, raw in enumerate(stream):
             row = self.format.row(raw, f"row {number} of the stream")
             if self.limit is None:
@@ -131,7 +131,7 @@ class StreamTask:
 
 
 def first_rows(task: Task | StreamTask, count: int) -> Task:
-    """The task of the first `count` rows, or all of them if there are fewer: to look at, or to evaluate on."""
+    """The task of the first `count` rows, or of all if there are fewer, to show or to evaluate on."""
     if count < 1:
         raise ValueError(f"expected at least one row; got {count}")
     if isinstance(task, StreamTask):
@@ -140,7 +140,7 @@ def first_rows(task: Task | StreamTask, count: int) -> Task:
 
 
 def own_reward(task: Task | SteppedTask) -> RewardFunction:
-    """The reward function that a task brings along, without the rows of the task.
+    """The reward function of a task, without its rows.
 
     Raises:
       ValueError: a task of data that has none.
@@ -164,11 +164,11 @@ def _call(function: RewardFunction | None, arguments: dict[str, Any]) -> Any:
 
 
 class _Reader:
-    """Where a stream was read up to, so that the next step need not begin at the first row."""
+    """Position in a stream, so that the next step need not read it from the start."""
 
     def __init__(self, task: StreamTask) -> None:
         self.task = task
-        self.length: int | None = None  # rows of an epoch, the same in all of them; known when the first one has ended
+        self.length: int | None = None  # rows of an epoch, known after the first one
         self.begin(seed=0, epoch=0)
 
     def begin(self, seed: int, epoch: int) -> None:
@@ -176,16 +176,16 @@ class _Reader:
         self.epoch = epoch
         self.counts = PromptCounts()
         self.iterator = self.task.epoch(seed, epoch, self.counts)
-        # Number of the next row, counted through all epochs.
+        # Number of the next row, counted over all epochs.
         self.position = epoch * (self.length or 0)
 
     def rows(self, start: int, size: int, seed: int) -> list[Row]:
-        """Rows `start` to `start + size - 1`, counted through all epochs of this seed."""
+        """Rows `start` to `start + size - 1`, counted over all epochs of this seed."""
         if seed != self.seed or start < self.position:
             self.begin(seed, epoch=0)
         while self.position < start:
             if self.length is not None and start // self.length > self.epoch:
-                self.begin(seed, start // self.length)  # nothing of the epochs before it needs to be read
+                self.begin(seed, start // self.length)  # skips earlier epochs
             else:
                 self.next_row()
         return [self.next_row() for _ in range(size)]

@@ -1,8 +1,8 @@
-"""Answers that a verifier of reasoning-gym hands to Python: let through where they can run nothing.
+"""Replaces answers that a verifier of reasoning-gym would execute.
 
-Some verifiers call `eval` on what a model wrote, others sympy's `parse_expr`, which calls it. An answer such as
-`__import__("os").system(...)` would run, with the rights of whoever trains. So what is neither a literal nor arithmetic
-is put before those verifiers as "?", which none of them can read; it gets the reward of an unreadable answer.
+Some verifiers call `eval` on completions, others sympy's `parse_expr`, which calls `eval`. An answer such as
+`__import__("os").system(...)` would run with the user's rights. So an answer that is neither a literal nor arithmetic
+becomes "?", which no verifier can read, and gets the reward of an unreadable answer.
 
 `tests/house/test_security.py` compares both lists with the sources of the installed package.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 
-# Verifiers that call `eval`, for answers that are written as Python lists.
+# Verifiers that call `eval` on answers written as Python lists.
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 # Verifiers that call `sympy.parse_expr`.
 EXPRESSIONS = frozenset(
@@ -20,24 +20,24 @@ EXPRESSIONS = frozenset(
 )
 UNREADABLE = "?"
 
-# Without calls, attributes, subscripts and comprehensions Python runs nothing but arithmetic.
+# Without calls, attributes, subscripts and comprehensions Python only computes.
 _NODES = (
     *(ast.Expression, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Constant, ast.Name, ast.Load),
     *(ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator),
 )
-# What stands in an expression; no quotes, brackets or colons.
+# Characters of an expression: no quotes, brackets or colons.
 _CHARACTERS = re.compile(r"[\w\s+\-*/^().,!=]*")
 _FUNCTIONS = {
     *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sec", "csc", "cot"),
     *("exp", "log", "ln", "sqrt", "Abs", "abs", "factorial", "Rational", "erf"),
 }
 _CALLS = re.compile(r"([^\W\d]\w*)\s*\(")
-# A call of something else than a name, an attribute, names of Python's own.
+# A call of something that is no name; an attribute; a name with two underscores.
 _OTHER_CODE = re.compile(r"\)\s*\(|\.\s*[^\W\d]|__")
 
 
 def readable_answer(dataset: str, answer: str) -> str:
-    """The answer as the verifier of this dataset may have it."""
+    """The answer, or "?" if the verifier of this dataset might run code in it."""
     if dataset in LITERALS and not _runs_nothing(answer):
         return UNREADABLE
     if dataset in EXPRESSIONS and not _is_arithmetic(answer):

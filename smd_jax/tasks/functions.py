@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, by import path or by file: rewards, map functions, eviction policies.
+"""Imports a user's functions and classes by module or file: rewards, map functions, eviction policies.
 
 import_function("my_project.rewards:brevity")       a module that Python finds
 import_function("examples/rewards.py:brevity")      a file
@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 
 def import_function(where: str) -> Callable[..., Any]:
-    """The function that `where` names.
+    """Imports the function that `where` names.
 
-    The file's folder (for a module: the working directory) is looked at last when modules are imported from then on, so
-    that a file finds its neighbours and shadows nothing.
+    The file's folder (for a module: the working directory) is appended to the import path, so that a file finds its
+    neighbours and shadows no installed package.
 
     Args:
       where: "package.module:name", or "path/to/file.py:name", relative to the working directory. A file is executed
-        once, however many functions of it are asked for.
+        once, also for several of its functions.
 
     Raises:
-      ValueError: `where` is neither; no such module; no such name in it (listing the functions that there are), or one
-        that cannot be called; importing it raises (with the line, and what it raised).
+      ValueError: another form; no such module; no such name in it (listing its functions), or one that cannot be
+        called; an error during the import (with its line).
       FileNotFoundError: no such file.
     """
     place, name, module = _place(where, "function")
@@ -54,7 +54,7 @@ def import_function(where: str) -> Callable[..., Any]:
 
 
 def import_class(where: str, base: type[T]) -> type[T]:
-    """The subclass of `base` that `where` names; as `import_function`, also in what it raises."""
+    """Imports the subclass of `base` that `where` names; errors as `import_function`."""
     place, name, module = _place(where, "class")
     found = vars(module).get(name)
     if not isinstance(found, type) or not issubclass(found, base):
@@ -66,7 +66,7 @@ def import_class(where: str, base: type[T]) -> type[T]:
 
 
 def _place(where: str, what: str) -> tuple[str, str, ModuleType]:
-    """File or module as it was written, the name in it, and the module."""
+    """Splits `where` into the file or module as written, and the name; also imports the module."""
     expected = f"expected a {what} as 'package.module:name' or 'path/to/file.py:name'"
     place, colon, name = where.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -79,7 +79,7 @@ def _place(where: str, what: str) -> tuple[str, str, ModuleType]:
 
 
 def is_file_name(place: str) -> bool:
-    """Whether what stands before the colon is a file, and no module."""
+    """Whether the part before the colon is a file rather than a module."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
@@ -91,16 +91,16 @@ def _file_module(path: Path) -> ModuleType:
             f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]})"
             f"{nearest_file(path, '.py')}"
         )
-    # A name that no import finds: the user's `datasets.py` must not take the place of the library of that name. Without
-    # a dot: `my.rewards.py` would be a module of a package `my`.
+    # A name that no import uses: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py`
+    # would be a module of a package `my`.
     stem = path.stem.replace(".", "_")
     spec = importlib.util.spec_from_file_location(f"_file_{stem}_{abs(hash(path)):x}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"expected a file of Python code, named *.py; got {path}")
     _look_in(path.parent)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    # A mistake in a user's file must name the file, not this one; and what the file raises may be anything.
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    # The error must name the user's file, which may raise anything.
     with Caught(SystemExit) as caught:
         spec.loader.exec_module(module)
     if caught.error is not None:
@@ -115,7 +115,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     error = caught.error
     assert error is not None
-    # The module itself is missing, or a package above it; and not one that it imports.
+    # The module itself or a package above it is missing, rather than one that it imports.
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{name}.".startswith(f"{error.name}."):
         raise ValueError(
             f"expected a module {name!r} that can be imported, installed or in {Path.cwd()}; got none"
@@ -137,6 +137,6 @@ def _import_error(what: str, path: Path | None, error: BaseException) -> ValueEr
 
 
 def _functions_of(module: ModuleType) -> list[str]:
-    """Functions that the module itself defines."""
+    """Names of the functions that the module defines."""
     members = inspect.getmembers(module, inspect.isfunction)
     return [name for name, function in members if function.__module__ == module.__name__]

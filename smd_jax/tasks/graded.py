@@ -1,4 +1,4 @@
-"""What reward functions said of a batch of completions, and of which they said nothing usable."""
+"""Rewards of a batch of completions, and the failures among them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Failure(NamedTuple):
 
     Attributes:
       row: number of the completion in its batch.
-      function: name of the function that failed; empty for what no single one did, such as None from all of them.
-      kind: the exception's class, or "time" and the like: what is reported once.
-      message: what was expected, what came.
+      function: name of the function that failed; empty if no single one did, such as for None from all of them.
+      kind: the exception's class, or a word such as "time"; each kind is reported once.
+      message: what was expected, and what came.
     """
 
     row: int
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
     message: str
 
     def described(self) -> str:
-        """For a person, whose terminal nothing in it moves: a message may quote what a model wrote."""
+        """Describes the failure; escapes control characters, because a message may quote a completion."""
         whose = f"reward {self.function!r}" if self.function else "the sum of the rewards"
         return f"{whose} failed on completion {self.row}: {visible(self.message)}"
 
@@ -37,9 +37,9 @@ class Graded(NamedTuple):
     """The rewards of a batch of completions.
 
     Attributes:
-      rewards: float32 `[batch]`, the weighted sum; NaN for a completion that failed.
-      parts: float32 `[batch]` of each function, before its weight; NaN where it failed or does not apply (None).
-      failures: at most one per completion and function, and in any case one of every completion that failed.
+      rewards: float32 `[batch]`, the weighted sum; NaN for a failed completion.
+      parts: float32 `[batch]` of each function, before weighting; NaN where it failed or does not apply (None).
+      failures: at most one per completion and function, and at least one per failed completion.
     """
 
     rewards: Float[np.ndarray, " batch"]
@@ -48,13 +48,13 @@ class Graded(NamedTuple):
 
     @property
     def rewarded_rows(self) -> Bool[np.ndarray, " batch"] | None:
-        """Which completions have a reward; None: all."""
+        """Mask of the completions with a reward; None if all have one."""
         failed = np.isnan(self.rewards)
         return ~failed if failed.any() else None
 
 
 def part_of(name: str, outcomes: Sequence[Outcome]) -> tuple[np.ndarray, list[Failure]]:
-    """float32 `[batch]`, NaN where there is no number, and the failures among those."""
+    """The rewards of one function, float32 `[batch]` with NaN where there is no number, and its failures."""
     numbers = np.full(len(outcomes), np.nan, np.float32)
     failures = list[Failure]()
     for row, outcome in enumerate(outcomes):
@@ -71,7 +71,7 @@ def part_of(name: str, outcomes: Sequence[Outcome]) -> tuple[np.ndarray, list[Fa
 
 
 def without_opinion(parts: Mapping[str, np.ndarray], failures: Sequence[Failure]) -> list[Failure]:
-    """Completions that every function returned None for."""
+    """Failures of completions for which every function returned None."""
     nothing = np.all([np.isnan(part) for part in parts.values()], axis=0)
     known = {failure.row for failure in failures}
     message = "expected a number from at least one; got None from all"

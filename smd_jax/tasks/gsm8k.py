@@ -9,8 +9,8 @@ from smd_jax.tasks.task import Row, missing_extra
 
 INSTRUCTION = 'Think step by step, then give the final answer after "####".'
 GSM8K_MARKER = "####"  # in GSM8K solutions the final answer follows it
-GRADED_CHARACTERS = 2_000  # only the end of a completion is graded: matching all of a long ramble is slow and pointless
-GRADING_SECONDS = 2  # for an answer such as 9^9^9^9, which sympy would work on for ever
+GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text is slow
+GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 
 
 def gsm8k_row(row: Row) -> Row:
@@ -32,13 +32,13 @@ def gsm8k_gold(solution: str) -> str:
 
 
 def final_answer(completion: str) -> str:
-    r"""The part of a completion to grade: the line after its last "####", or its end from the last boxed answer on,
-    whichever comes last; without either its last 2,000 characters.
+    r"""The part of a completion to grade: the line after its last "####", or the text from its last boxed answer on,
+    whichever comes last; without either the last 2,000 characters.
 
-    math-verify looks for the answer there: in `\boxed{}` first, then after "answer", then the last number.
+    There math-verify looks in `\boxed{}` first, then after "answer", then for the last number.
     """
     end = completion[-GRADED_CHARACTERS:]
-    # The last one: an answer that is corrected later counts as corrected.
+    # The last marker, because the last correction counts.
     _, marker, after = end.rpartition(GSM8K_MARKER)
     if marker and BOXED not in after:
         return after.strip().partition("\n")[0]
@@ -48,15 +48,15 @@ def final_answer(completion: str) -> str:
 def same_answer(gold: str, answer: str) -> bool:
     """Whether math-verify finds in `answer` an expression equal to `gold`: `$18`, `18.0`, `36/2` equal 18.
 
-    An answer that takes longer than `GRADING_SECONDS` to compare is wrong. The clock is `signal.alarm`, which only the
-    main thread may set: in any other thread there is no limit, so grade untrusted completions in the main thread.
+    An answer that takes longer than `GRADING_SECONDS` to compare is wrong. The timer is `signal.alarm`, which works in
+    the main thread only: in any other thread there is no limit.
     """
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ModuleNotFoundError as error:
         raise missing_extra("math_verify") from error
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0 sets no clock
-    # Priority 0 comes first: a boxed answer stands before any other number.
+    # Priority 0 comes first: a boxed answer is preferred to any other number.
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     expected, found = (parse(text, targets, parsing_timeout=seconds) for text in (gold, answer))
     return verify(expected, found, timeout_seconds=seconds)

@@ -1,7 +1,7 @@
-"""Prompts that are too long for a run: dropped with a count, or refused before it begins.
+"""Prompts that are too long for a run: dropped and counted, or refused before the run.
 
-lengths = usable_lengths(task, tokenizer)                    every prompt is read once
-task, counts = select_prompts(task, lengths, most=512)       drops rows; refuse=True raises in place of that
+lengths = usable_lengths(task, tokenizer)                    tokenizes every prompt once
+task, counts = select_prompts(task, lengths, most=512)       drops rows; refuse=True raises instead
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from smd_jax.text.prompts import Tokenizer
 
 @dataclass
 class PromptCounts:
-    """What became of prompts.
+    """Counts of kept and dropped prompts.
 
     Attributes:
-      kept, too_long, empty: how many prompts; an empty one has no text that an answer could follow.
-      longest: tokens of the longest prompt of all, those that are dropped included.
-      median: tokens of the median prompt, empty ones aside; None: not known, as of a stream.
+      kept, too_long, empty: number of prompts; an empty one has no text.
+      longest: tokens of the longest prompt, dropped ones included.
+      median: tokens of the median prompt without empty ones; None for a stream.
     """
 
     kept: int = 0
@@ -50,8 +50,8 @@ class PromptLimit:
     """The longest prompt of a stream.
 
     Attributes:
-      most: tokens, those of a chat template included.
-      refuse: raise at a longer one, in place of dropping it.
+      most: tokens, including those of the chat template.
+      refuse: raise at a longer prompt instead of dropping it.
     """
 
     tokenizer: Tokenizer
@@ -62,10 +62,10 @@ class PromptLimit:
         _check_most(self.most)
 
     def takes(self, row: Row, counts: PromptCounts, where: str) -> bool:
-        """Whether the row's prompt is short enough, and not empty; it is counted.
+        """Counts the row's prompt and tells whether it is short enough and not empty.
 
         Raises:
-          ValueError: it isn't, and `refuse` says so; `where` names the row.
+          ValueError: `refuse`, and the prompt is too long; `where` names the row.
         """
         length = usable_length(row, self.tokenizer)
         counts.longest = max(counts.longest, length)
@@ -79,10 +79,10 @@ class PromptLimit:
 
 @dataclass(frozen=True, eq=False)
 class SelectedRows:
-    """Some rows of another task, in an order of their own.
+    """Some rows of another task.
 
     Attributes:
-      numbers: `[rows]` of the rows in `task`.
+      numbers: int `[rows]`, their indices in `task`.
     """
 
     task: Task
@@ -105,26 +105,26 @@ class SelectedRows:
 
 
 def usable_length(row: Row, tokenizer: Tokenizer) -> int:
-    """Tokens of the row's prompt as the model sees it; 0 for one that says nothing."""
+    """Tokens of the row's prompt as the model sees it; 0 for an empty one."""
     return 0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer)
 
 
 def usable_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
-    """The lengths of all prompts, int64 `[rows]`, for `select_prompts`, which drops those of 0."""
+    """Lengths of all prompts in tokens, int64 `[rows]`, 0 for empty ones."""
     return np.array([usable_length(task[index], tokenizer) for index in range(len(task))])
 
 
 def select_prompts(
     task: Task, lengths: Int[np.ndarray, " rows"], most: int, *, refuse: bool = False
 ) -> tuple[Task, PromptCounts]:
-    """The task without the prompts that are longer than `most` tokens, and without empty ones; and what was dropped.
+    """Drops empty prompts and those longer than `most` tokens; returns the rest and the counts.
 
     Args:
       lengths: `[rows]` in tokens, see `usable_lengths`.
-      refuse: raise where there are longer ones, in place of dropping them. Empty ones are always dropped.
+      refuse: raise for longer prompts instead of dropping them. Empty ones are always dropped.
 
     Raises:
-      ValueError: `refuse`, and there are longer ones; no prompt is left.
+      ValueError: `refuse`, and there are longer prompts; no prompt is left.
     """
     _check_most(most)
     longer = np.flatnonzero(lengths > most)

@@ -1,4 +1,4 @@
-"""Tasks that are ready: where the rows lie, what becomes of them, and the reward.
+"""Ready tasks: the source of the rows, the map function that makes prompts, and the reward.
 
 task = build_task(TaskChoice("gsm8k"))                         rows of the Hub
 task = build_task(TaskChoice("gsm8k", source="test.jsonl"))    the same task, rows of a file
@@ -26,12 +26,12 @@ GOVREPORT_INSTRUCTION = "Summarise this report of the government."
 
 @dataclass(frozen=True)
 class Preset:
-    """A task that is ready.
+    """A ready task.
 
     Attributes:
-      train, held_out: the rows to train on, and those to evaluate on.
-      columns: what a row must have.
-      map_row: a row as it lies in the data set -> "prompt" and the columns that the reward takes.
+      train, held_out: the rows to train on, and the rows to evaluate on.
+      columns: columns that a row must have.
+      map_row: from a row of the data set to "prompt" and the columns that the reward takes.
       reward: TRL's signature.
     """
 
@@ -43,8 +43,8 @@ class Preset:
 
 
 def math_row(row: Row) -> Row:
-    """MATH (arXiv:2103.03874) and what has its columns: the answer is that of the column "answer", or else what the
-    solution's last `\\boxed{}` encloses."""
+    """MATH (arXiv:2103.03874) and data with its columns: the answer is the column "answer", or else the content of the
+    solution's last `\\boxed{}`."""
     answer = row.get("answer")
     if answer is None or answer == "":
         answer = last_boxed(row["solution"])
@@ -64,7 +64,7 @@ def govreport_row(row: Row) -> Row:
 
 
 def hotpotqa_row(row: Row) -> Row:
-    """HotpotQA (arXiv:1809.09600): ten paragraphs, of which two are needed; eight are there to distract."""
+    """HotpotQA (arXiv:1809.09600): two needed paragraphs among eight distractors."""
     context = row["context"]
     paragraphs = [
         f"{title}\n{''.join(sentences).strip()}"
@@ -112,7 +112,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             map_row=hotpotqa_row,
             reward=reward_functions.token_f1,
         ),
-        # The data set has one split: its last rows are kept from training.
+        # The data set has one split; its last rows are held out.
         "countdown": Preset(
             train=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[:-1024]"),
             held_out=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[-1024:]"),

@@ -1,6 +1,6 @@
 """Procedural tasks of reasoning-gym, graded by their own verifiers.
 
-The package is an extra and costs about a second to import, so nothing here imports it before a task is made.
+The package is an extra and takes a second to import, so it is imported when a task is made.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from smd_jax.tasks.evaluated_answers import readable_answer
 from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
 from smd_jax.text.near_names import did_you_mean
 
-# What verifiers raise at answers that are not of the form they expect: that of prime_factorization at "?".
+# Verifiers raise these for answers of an unexpected form, as prime_factorization does for "?".
 _UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
 
 
 @runtime_checkable
 class ScoredDataset(Protocol):
-    """What we use of reasoning_gym's `ProceduralDataset`, which cannot be named without importing the extra."""
+    """The part of reasoning_gym's `ProceduralDataset` that we use."""
 
     def __len__(self) -> int: ...
 
@@ -37,9 +37,9 @@ class ReasoningGymTask:
 
     Attributes:
       name: a dataset of reasoning_gym, or our own "distractor_sort".
-      seed, size: the rows. Most datasets of reasoning_gym make row i from `seed + i`: seeds closer together than `size`
-        share rows, so take the seed of an evaluation far away from that of training.
-      parameters: fields of the dataset's configuration as (name, value) pairs, so that the task stays hashable.
+      seed, size: of the rows. Most datasets of reasoning_gym make row i from `seed + i`, so seeds closer together than
+        `size` share rows: keep the seed of an evaluation away from that of training.
+      parameters: fields of the dataset's configuration as (name, value) pairs, which are hashable.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ReasoningGymTask:
 
     def __post_init__(self) -> None:
         check_whole("seed", self.seed, 0, "Python's generator takes -1 for 1")
-        if len(self) < 1:  # makes the dataset, so that a wrong name or parameter fails here
+        if len(self) < 1:  # makes the dataset, for errors of its name and parameters
             raise ValueError(f"expected a dataset of at least one row; got size {self.size}")
 
     @functools.cached_property
@@ -57,14 +57,14 @@ class ReasoningGymTask:
         return _create_dataset(self.name, self.seed, self.size, dict(self.parameters))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Made again where it is needed: some datasets hold what cannot be pickled, and others much.
+        # Another process makes the dataset again: some cannot be pickled, and others are large.
         return {name: value for name, value in vars(self).items() if name != "dataset"}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Row:
-        # Iterating over a task ends at this error; a procedural dataset can make rows beyond its size.
+        # Ends an iteration over the task; a procedural dataset could make rows beyond its size.
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
         item = self.dataset[index]
@@ -73,15 +73,17 @@ class ReasoningGymTask:
     def reward(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
     ) -> list[float]:
-        """The dataset's own score of every completion, white space at its ends removed; 0.0 where its verifier raises
-        because it cannot read the answer. What would be run is put before none, see `evaluated_answers`."""
+        """The dataset's own score of every stripped completion; 0.0 where its verifier raises.
+
+        Answers that the verifier would execute are replaced, see `evaluated_answers`.
+        """
         questions = map(question_of, prompts)
         texts = map(completion_text, completions)
         rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
         return [self._score(*row) for row in rows]
 
     def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
-        # The fields that the dataset gave the row with: verifiers look at more than the answer.
+        # Verifiers read more fields than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
         answer = readable_answer(self.name, completion.strip())
         try:
@@ -91,7 +93,7 @@ class ReasoningGymTask:
 
 
 def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> ScoredDataset:
-    """Imports reasoning_gym here because it is an extra, and costs about a second."""
+    """Imports reasoning_gym and makes a dataset of it."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:

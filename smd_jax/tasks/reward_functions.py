@@ -1,4 +1,4 @@
-"""Reward functions that are ready: each takes what TRL gives a reward function, and works there as well.
+"""Ready reward functions, which also work in TRL.
 
     function                                   column     reward
     math_answer                                answer     1 if math-verify finds an equal expression
@@ -8,8 +8,8 @@
     format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
     Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
 
-Columns hold text or numbers, or a list of them of which one is enough (`smd_jax.tasks.answers`). Where a completion has
-`<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` look at the last one alone.
+Columns hold text or numbers, or a list of them of which one is enough (`smd_jax.tasks.answers`). If a completion has
+`<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` read the last one only.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each
 def math_answer(
     completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
-    r"""1.0 where math-verify finds an expression in the completion that equals the reference, else 0.0. The last answer
-    of a completion counts.
+    r"""1.0 where the last answer of a completion equals the reference by math-verify, else 0.0.
 
     Args:
       answer: a number, LaTeX (`\frac{1}{2}`), a solution with `\boxed{…}` or `$…$`, one that ends with "#### 18", or a
-        list of these: one is enough. Where math-verify finds nothing in it, the function does not apply (None).
+        list of these: one is enough. None (does not apply) for a reference in which math-verify finds nothing.
     """
     return [_math_reward(_answer_part(text), gold) for text, gold in zip(completions, answer, strict=True)]
 
@@ -47,12 +46,12 @@ def math_answer(
 def gsm8k_answer(
     completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
-    """1.0 where the number right after the last "####" is that of the reference to the digit, thousands separators and
-    a dollar sign aside, else 0.0; also where there is no "####". Stricter than `math_answer`, and teaches the form.
+    """1.0 where the number right after the last "####" has the digits of the reference, else 0.0.
+
+    Ignores thousands separators and a dollar sign. Stricter than `math_answer`, so it also teaches the form.
 
     Args:
-      answer: solutions that end with "#### <number>", or the numbers; a list of them: one is enough. None: does not
-        apply.
+      answer: solutions that end with "#### <number>", numbers, or a list of them: one is enough. None: does not apply.
     """
     marked = [_marked(completion_text(completion)) for completion in completions]
     pairs = zip(marked, answer, strict=True)
@@ -62,10 +61,10 @@ def gsm8k_answer(
 def exact_match(
     completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
-    """1.0 where completion and reference are the same words (arXiv:1606.05250): without case, punctuation and articles.
+    """1.0 where completion and reference have the same words (arXiv:1606.05250), without case, punctuation, articles.
 
     Args:
-      answer: a reference, or a list of them, of which one is enough; text or numbers. None: does not apply.
+      answer: text, a number, or a list of them: one is enough. None: does not apply.
     """
     pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
     return [_best(lambda gold, words=words: float(words == _words(gold)), golds) for words, golds in pairs]
@@ -74,10 +73,10 @@ def exact_match(
 def token_f1(
     completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
-    """F1 over the words of completion and reference (arXiv:1606.05250): without case, punctuation and articles.
+    """F1 over the words of completion and reference (arXiv:1606.05250), without case, punctuation, articles.
 
     Args:
-      answer: a reference, or a list of them, of which the nearest counts; text or numbers. None: does not apply.
+      answer: text, a number, or a list of them: the nearest counts. None: does not apply.
     """
     pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
     return [_best(lambda gold, words=words: _f1(words, _words(gold)), golds) for words, golds in pairs]
@@ -85,14 +84,14 @@ def token_f1(
 
 @dataclass(frozen=True)
 class RougeL:
-    """ROUGE-L (F1 over the longest common subsequence of stemmed words, rouge-score) less a penalty on length:
+    """ROUGE-L (F1 over the longest common subsequence of stemmed words, by rouge-score) minus a penalty on length:
 
         rouge_l - length_penalty * min(1, max(0, words / words of the reference - 1))
 
-    Subtracted rather than multiplied: of two summaries that share no word with the reference the shorter is better.
+    The penalty is subtracted, so that the shorter of two summaries without a common word is better.
 
     Attributes:
-      length_penalty: at least 0; what a completion of twice the reference's words or more loses.
+      length_penalty: at least 0; the full penalty applies from twice the reference's words on.
     """
 
     length_penalty: float = 0.1
@@ -105,7 +104,7 @@ class RougeL:
     def __call__(
         self, completions: Sequence[Completion], summary: Sequence[object], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """The nearest reference counts, where the column has a list of them. None: does not apply."""
+        """Grades by the nearest of several references. None: does not apply."""
         pairs = zip(map(completion_text, completions), summary, strict=True)
         return [_best(lambda gold, text=text: self._score(text, gold), golds) for text, golds in pairs]
 
@@ -116,14 +115,14 @@ class RougeL:
 
 @dataclass(frozen=True)
 class FormatReward:
-    """1.0 where the whole completion, white space at its ends aside, has the form of a pattern, else 0.0.
+    """1.0 where the whole stripped completion matches a pattern, else 0.0.
 
     Some chat templates end the prompt with `<think>`. So a completion that closes this tag without opening it is read
-    as if it began with it.
+    as if it began with the tag.
 
     Attributes:
-      pattern: a regular expression, in which a dot takes ends of lines as well. By default
-        `<think>…</think><answer>…</answer>`, each tag once.
+      pattern: a regular expression, in which a dot matches newlines. By default `<think>…</think><answer>…</answer>`,
+        each tag once.
     """
 
     pattern: str = THINK_ANSWER
@@ -145,11 +144,11 @@ class FormatReward:
 class Overlong:
     """DAPO's soft penalty on length (arXiv:2503.14476 eq. 13), over the tokens of a completion, EOS included:
 
-        0 up to max_length - cache, then in a straight line down to -1 at max_length, and -1 beyond
+        0 up to max_length - cache, then linearly down to -1 at max_length, and -1 beyond
 
     Attributes:
-      max_length: the longest completion allowed, tokens; a rollout's `max_new_tokens`, say.
-      cache: over how many tokens the penalty grows.
+      max_length: tokens of the longest completion allowed, such as a rollout's `max_new_tokens`.
+      cache: number of tokens over which the penalty grows.
     """
 
     max_length: int
@@ -171,7 +170,7 @@ format_reward = FormatReward()
 
 def _math_reward(text: str, golds: object) -> float | None:
     expected = map(_math_gold, answer_texts(golds))
-    # The reference against itself: what math-verify reads nothing in, it cannot compare with either.
+    # math-verify can compare a reference if it finds it equal to itself.
     readable = [gold for gold in expected if same_answer(gold, gold)]
     if not readable:
         return None
@@ -183,7 +182,7 @@ def _math_gold(gold: str) -> str:
     if GSM8K_MARKER in gold:
         return gsm8k_gold(gold)
     gold = last_boxes(gold)
-    # Bare LaTeX is found only where something says that it is LaTeX.
+    # math-verify finds LaTeX only inside of math delimiters or a box.
     return gold if "$" in gold or r"\boxed" in gold or r"\(" in gold else rf"\boxed{{{gold}}}"
 
 
@@ -191,7 +190,7 @@ _NUMBER = re.compile(r"\s*(-?)\$?((?:\d[\d,]*)?\.?\d+)")
 
 
 def _marked(text: str) -> str | None:
-    """The number that stands right after the last "####"; None without one."""
+    """The number right after the last "####", or None."""
     _, marker, after = text.rpartition(GSM8K_MARKER)
     number = _NUMBER.match(after) if marker else None
     return None if number is None else number[1] + number[2].replace(",", "")
@@ -208,7 +207,7 @@ def _with_opened_think(text: str) -> str:
 
 
 def _best(score: Callable[[str], float], golds: object) -> float | None:
-    """The highest score among the references; None without any."""
+    """The highest score among the references; None without a reference."""
     return max(map(score, answer_texts(golds)), default=None)
 
 
@@ -217,7 +216,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def _words(text: str) -> list[str]:
-    """SQuAD's normalisation, in its order: case, punctuation, articles, white space."""
+    """Normalises as SQuAD does: case, punctuation, articles, white space."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
@@ -231,7 +230,7 @@ def _f1(words: list[str], gold: list[str]) -> float:
 
 @functools.cache
 def _rouge_scorer() -> Any:
-    """Imported here because it is an extra, and costs a second."""
+    """Imports rouge_score, an extra that takes a second."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:

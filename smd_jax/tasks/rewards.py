@@ -1,11 +1,10 @@
-"""From what reward functions return to numbers that training can trust.
+"""Several reward functions, their failures, and the reward that training gets.
 
     functions ─► one value per completion and function ─► weighted sum ─► rewards [batch], NaN where one failed
 
-A function may raise, hang or return nonsense for some completions. Those have failed, and training leaves them out as
-if they had never been drawn; the others of their group are compared among themselves. Neither 0 nor a mean in place of
-the missing reward would do: 0 teaches to avoid (or, with negative rewards, to seek) whatever makes a function fail, and
-a mean shrinks the deviation that the advantages of the others are divided by.
+A function may raise, hang or return nonsense for some completions. Training leaves these out as if they had never been
+sampled, and compares the rest of their group. A reward of 0 instead would teach the policy to avoid (or, with negative
+rewards, to seek) failures. A mean instead would shrink the deviation that divides the advantages of the others.
 """
 
 from __future__ import annotations
@@ -30,40 +29,39 @@ RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -
 
 GIVEN = ("prompts", "completions", "completion_ids")  # of every rollout, whatever its rows have
 
-SEARCH_LIMITS = 10  # row by row, a function may take this many times its limit in all
+SEARCH_LIMITS = 10  # limit of a search row by row, in limits of one call
 
 
 class TooManyFailures(RuntimeError):
-    """More completions without a reward than a run goes on with."""
+    """Too many completions of a batch have no reward."""
 
 
 class RewardWarning(UserWarning):
-    """A completion without a reward; said once per kind."""
+    """A completion has no reward; warned once per kind of failure."""
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Several reward functions and how they become one reward: TRL's `reward_funcs` and `reward_weights`.
+    """Several reward functions and their weights: TRL's `reward_funcs` and `reward_weights`.
 
-    A function is called as `function(prompts=..., completions=..., completion_ids=..., <columns of the rows>)`, by
-    name, with a list of one value per completion in each; without `**kwargs` it gets those alone that it names. It
-    gives back a list of numbers, in which None says that it does not apply. It may be async. Where a prompt is chat
-    messages, its completion is `[{"role": "assistant", "content": text}]`, else text.
+    A function is called as `function(prompts=..., completions=..., completion_ids=..., <columns of the rows>)`, by name
+    and with lists of one value per completion. Without `**kwargs` it gets the arguments that it names. It returns a
+    list of numbers, with None where it does not apply, and may be async. The completion of chat messages is
+    `[{"role": "assistant", "content": text}]`, else text.
 
-    A call that raises, takes too long or gives another number of rewards is made again row by row, to find the rows it
-    is about; that search ends after ten times the limit, and what it has not reached has failed. Where no row explains
-    another number, all have failed. A completion that one
-    function fails on has failed, because its sum would be of other things than those of its group; so has one for which
-    every function returns None.
+    A call that raises, takes too long or returns another number of rewards is repeated row by row, to find the rows
+    that cause it. That search ends after ten times the limit, and rows that it did not reach have failed. If no row
+    explains another number of rewards, all rows have failed. A completion fails if one function fails on it, because
+    its sum could not be compared within its group, or if every function returns None.
 
     Attributes:
       functions: at least one.
       weights: one per function; None: 1 each.
-      names: under which they are logged, one per function and no two the same; None: as the functions are called.
-      seconds: limit of a call, wall clock. Each function then runs in a process of its own, beside the others, and
-        must be one that a new Python can import: see `smd_jax.tasks.reward_callers`. None: in this process, without
-        a limit.
-      max_failed: share of the completions of a batch, in all processes together, that may fail; more end the run.
+      names: distinct names for the metrics, one per function; None: the names of the functions.
+      seconds: wall-clock limit of a call. Each function then runs in its own process, in parallel with the others, and
+        must be one that a new Python can import, see `smd_jax.tasks.reward_callers`. None: in this process, without a
+        limit.
+      max_failed: share of the completions of a batch, over all hosts, that may fail; more end the run.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -91,7 +89,7 @@ class Rewards:
             raise ValueError(f"expected a time limit in seconds > 0, or None; got {self.seconds}")
         if not 0 <= self.max_failed <= 1:
             raise ValueError(f"expected a share of failures from 0 to 1; got {self.max_failed}")
-        assert self._callers  # made now, for the error of a function that cannot run in a process of its own
+        assert self._callers  # made now, for the errors of functions that cannot run in their own process
 
     @functools.cached_property
     def logged_names(self) -> tuple[str, ...]:
@@ -106,17 +104,17 @@ class Rewards:
         return {name: CallsInProcess(name, function, self.seconds) for name, function in pairs}
 
     @functools.cached_property
-    def _said(self) -> set[tuple[str, str]]:
-        """(function, kind) of the failures that were reported."""
+    def _warned(self) -> set[tuple[str, str]]:
+        """(function, kind) of the reported failures."""
         return set()
 
     @functools.cached_property
     def _known(self) -> set[str]:
-        """Names of the fields that rows may have, as `prepare` was told."""
+        """Names of the fields that rows may have, from `prepare`."""
         return set()
 
     def lacks(self, columns: Iterable[str]) -> list[str]:
-        """What a function asks for and neither a rollout has nor rows of these fields."""
+        """Arguments that functions require and neither a rollout nor rows of these columns have."""
         given = {*GIVEN, *columns}
         return [name for function in self.functions for name in required_names(function) if name not in given]
 
@@ -165,8 +163,10 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Graded:
-        """`grade` of a part of a batch, such as a process's own: all of a part may fail, and `check_failures` looks at
-        the whole batch."""
+        """Grades a part of a batch, such as one host's; all of it may fail.
+
+        `check_failures` checks the whole batch.
+        """
         shaped = [completion_of(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
         absent = {name: [None] * len(completions) for name in self._known}
         of_rollout = {"prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
@@ -210,7 +210,7 @@ class Rewards:
 
     def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:
         """Every function's outcome of every row, each a list of one value or a failure."""
-        # All begin before the first is waited for.
+        # Begins all calls before it waits for the first.
         for name, arguments in calls.items():
             self._callers[name].begin(arguments, rows)
         whole = {name: self._callers[name].finish() for name in calls}
@@ -220,7 +220,7 @@ class Rewards:
         }
 
     def _search(self, name: str, arguments: Mapping[str, Any], rows: int, failed: tuple[str, str]) -> list[Outcome]:
-        """The outcome of each row by itself, after a call with all of them has failed."""
+        """Repeats a failed call row by row."""
         if rows == 1:
             return [failed]
         began = time.monotonic()
@@ -233,36 +233,38 @@ class Rewards:
             outcomes.append(self._callers[name].finish())
         if all(isinstance(outcome, list) for outcome in outcomes):
             if failed[0] == ANOTHER_NUMBER:
-                # Such as one mean of all: what it gives for a completion alone is no reward of that completion.
+                # Such as one mean of all, whose value for a single completion is no reward of it.
                 return [failed] * rows
-            self._say(name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone")
+            self._warn_once(
+                name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone"
+            )
         if failed[0] == ANOTHER_NUMBER:
             return [_with_call_of_all(outcome, failed) for outcome in outcomes]
         return outcomes
 
     def _sum(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         weights = self.weights or (1.0,) * len(parts)
-        # What a function says nothing about is no part of the sum, as in TRL. In float64: nothing is rounded twice.
+        # None adds nothing to the sum, as in TRL. In float64, so that nothing is rounded twice.
         terms = [w * np.nan_to_num(part.astype(np.float64)) for w, part in zip(weights, parts.values(), strict=True)]
         with np.errstate(over="ignore"):
             return np.sum(terms, axis=0).astype(np.float32)
 
     def _warn(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
-        """Warns of every kind of failure that is new."""
+        """Warns once about each kind of failure."""
         for failure in graded.failures:
             prompt = repr(prompts[failure.row])
             prompt = prompt if len(prompt) <= 80 else f"{prompt[:80]}…"
-            told = f"{failure.described()}; its prompt is {prompt}{_form_of(failure, prompts[failure.row])}"
-            self._say(failure.function, failure.kind, told)
+            text = f"{failure.described()}; its prompt is {prompt}{_form_of(failure, prompts[failure.row])}"
+            self._warn_once(failure.function, failure.kind, text)
 
-    def _say(self, name: str, kind: str, text: str) -> None:
-        if (name, kind) not in self._said:
-            self._said.add((name, kind))
+    def _warn_once(self, name: str, kind: str, text: str) -> None:
+        if (name, kind) not in self._warned:
+            self._warned.add((name, kind))
             warnings.warn(text, RewardWarning, stacklevel=4)
 
 
 def _form_of(failure: Failure, prompt: Prompt) -> str:
-    """Where a function may have taken a completion for the other form, TRL's two: which one it is."""
+    """Names the form of the completion, if the error suggests that the function expected the other one."""
     if failure.kind not in ("TypeError", "AttributeError", "KeyError", "IndexError"):
         return ""
     form = "a text" if isinstance(prompt, str) else "messages, [{'role': 'assistant', 'content': text}],"
@@ -270,17 +272,17 @@ def _form_of(failure: Failure, prompt: Prompt) -> str:
 
 
 def function_name(function: RewardFunction) -> str:
-    """What a function is logged as: its `__name__`, or that of its class. As in TRL."""
+    """The name of a function in the metrics: its `__name__`, or that of its class, as in TRL."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(function.__name__ if hasattr(function, "__name__") else type(function).__name__)
 
 
 def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) -> list[str]:
-    """Which of the arguments that are there a function takes: all if it has `**kwargs`, else those that it names.
+    """The given arguments that a function takes: all if it has `**kwargs`, else those that it names.
 
     Raises:
-      ValueError: it cannot be called without another one.
+      ValueError: it requires another one.
     """
     given = list(given)
     parameters = inspect.signature(function).parameters.values()
@@ -300,7 +302,7 @@ def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) ->
 
 
 def required_names(function: RewardFunction) -> list[str]:
-    """The arguments without which a function cannot be called."""
+    """The names of a function's required arguments."""
     parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.default is p.empty and p.kind in named]
@@ -313,7 +315,7 @@ def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:
 
 
 def _with_call_of_all(outcome: Outcome, failed: tuple[str, str]) -> Outcome:
-    """The outcome of one completion; another number of rewards is reported with the numbers of the whole call."""
+    """Adds the numbers of the whole call to an outcome with another number of rewards."""
     if isinstance(outcome, tuple) and outcome[0] == ANOTHER_NUMBER:
         return ANOTHER_NUMBER, f"{failed[1]}; for this completion alone: {outcome[1]}"
     return outcome

@@ -1,4 +1,4 @@
-"""From a row as it lies in a data set to the row of a task: the map function, the prompt column, the system prompt.
+"""Makes a row of a data set into a row of a task: the map function, the prompt column, the system prompt.
 
 {"q": "1 + 1?", "a": "2"}  ──map_row──►  {"question": "1 + 1?", "answer": "2"}
                            ──prompt_column "question"──►  {"prompt": "1 + 1?", "answer": "2"}
@@ -17,21 +17,21 @@ from smd_jax.text.visible_text import one_line
 
 RowFunction = Callable[[Row], Row]
 
-# What a user's map function may raise on a row that it did not expect.
+# A user's map function raises these on an unexpected row.
 _ROW_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a data set's rows become prompts, and columns for the reward.
+    """The steps from a data set's rows to prompts and columns for the reward.
 
     Attributes:
-      prompt_column: the column with the prompt: text, or chat messages `[{"role": ..., "content": ...}]`. In the task's
-        rows it is called "prompt", whatever its name was; all other columns go to the reward.
-      system_prompt: put in front as a message of the system, for tokenizers with a chat template.
-      map_row: applied to every row first; it must give the same row whenever it is called.
-      chat_template_kwargs: names and values for the chat template, as ("enable_thinking", False). A row may have a
-        column of that name with its own, as in TRL; they come before these.
+      prompt_column: the column with the prompt: text, or chat messages `[{"role": ..., "content": ...}]`. The task's
+        rows call it "prompt"; all other columns go to the reward.
+      system_prompt: added as a first system message, for tokenizers with a chat template.
+      map_row: applied to every row first; must be a pure function.
+      chat_template_kwargs: variables of the chat template, such as ("enable_thinking", False). Those in a row's column
+        of this name take precedence, as in TRL.
     """
 
     prompt_column: str = "prompt"
@@ -46,7 +46,7 @@ class RowFormat:
           where: names the row in errors.
 
         Raises:
-          ValueError: the map function raises, or gives no row; no such column; a prompt that is neither text nor chat
+          ValueError: the map function raises or returns no dict; no such column; a prompt that is neither text nor chat
             messages; chat_template_kwargs that are no dict.
         """
         mapped = self._mapped(dict(raw), where)
@@ -88,10 +88,10 @@ class RowFormat:
 
 
 def checked_prompt(prompt: Any, where: str) -> Prompt:
-    """Text as it is; chat messages without fields that are None, which data sets fill in for what other rows have.
+    """Checks a prompt and drops fields of messages that are None, which `datasets` fills in for fields of other rows.
 
     Raises:
-      ValueError: something else; messages whose last one is the model's own; text that cannot be encoded.
+      ValueError: neither text nor chat messages; a last message of the assistant; text that cannot be encoded.
     """
     if isinstance(prompt, str):
         _check_text(prompt, where)
@@ -117,7 +117,7 @@ def _names(row: Mapping[str, Any]) -> str:
 
 
 def _check_text(text: str, where: str) -> None:
-    """Raises ValueError for text that no tokenizer takes: halves of characters, which JSON can write as `\\ud83d`."""
+    """Raises ValueError for halves of characters, which JSON can write as `\\ud83d` and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,10 @@
-"""Sorting digits that hide among letters: a reasoning-gym dataset that punishes a small cache, for models of any size.
+"""Sorts digits among letters: a reasoning-gym dataset that needs memory, for models of any size.
 
     question  "k3xq7ab0cd1efg3hi2jk9m8p="      24 symbols of one character, no natural language
     answer    "01233789"                       the digits, ascending
 
-Every digit must still be in the cache when the answer reaches it, and may stand anywhere in the question: a policy that
-keeps the digits solves it with a third of the cache, one that keeps the recent keys does not.
+Digits may be anywhere in the question, and each must be in the cache when the answer needs it. A policy that keeps the
+digits solves the task with a third of the cache; a policy that keeps recent keys does not.
 
 Importing this module registers the dataset with reasoning_gym as "distractor_sort".
 """
@@ -24,13 +24,13 @@ DATASET_NAME = "distractor_sort"
 
 @dataclass  # not frozen: reasoning_gym's ReseedingDataset assigns a new seed
 class DistractorSortConfig:
-    """How many symbols a question has, and how an answer is scored.
+    """Size of a question, and scoring of an answer.
 
     Attributes:
       num_digits: digits to sort, drawn from 0 to 9 with repetition.
       num_distractors: letters to ignore, drawn from `letters` with repetition.
       letters: the alphabet of the distractors, without digits.
-      partial_credit: score the share of right positions, in place of 1 for the exact answer and 0 for all others.
+      partial_credit: score the share of right positions instead of 1 for the exact answer and 0 for all others.
       seed, size: the dataset's seed (None draws one) and its number of rows.
     """
 
@@ -54,7 +54,7 @@ class DistractorSortConfig:
 
 
 class DistractorSortDataset(ProceduralDataset):
-    """Row `index` depends on (seed, index) and on the numbers of symbols, and on nothing else."""
+    """Row `index` depends on (seed, index) and the configuration only."""
 
     def __init__(self, config: DistractorSortConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)
@@ -74,7 +74,7 @@ class DistractorSortDataset(ProceduralDataset):
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """1 for the exact answer; otherwise 0, or with `partial_credit` the share of right positions.
 
-        The share is taken of the longer of the two, so that writing on after the answer does not pay.
+        The share is of the longer of the two, so that text after the answer does not pay.
         """
         if not self.config.partial_credit or not answer:
             return float(answer == entry["answer"])

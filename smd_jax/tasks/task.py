@@ -1,11 +1,11 @@
-"""A task is rows with a prompt, and a reward for completions; and the order in which a run visits the rows.
+"""A task: rows with prompts, a reward for completions, and the order in which a run visits the rows.
 
-Rewards have TRL's signature, so a reward function written for TRL works here and the other way round:
+Rewards have TRL's signature, so a reward function written for TRL works here and vice versa:
 
     reward(prompts, completions, **columns) -> list[float | None]
 
-The columns are `completion_ids` and the rows' other fields, one list each. A completion is text where its prompt is
-text, and one message of the assistant where that is chat messages.
+The columns are `completion_ids` and the rows' other fields, one list each. The completion of a text is text, and that
+of chat messages is one message of the assistant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 from smd_jax.text.visible_text import one_line
 
 Prompt = str | list[dict[str, str]]  # plain text, or chat messages {"role": ..., "content": ...}
-Completion = str | list[dict[str, str]]  # as its prompt: text, or [{"role": "assistant", "content": text}]
+Completion = str | list[dict[str, str]]  # text, or [{"role": "assistant", "content": text}] for chat messages
 Row = dict[str, Any]  # at least "prompt"
 
 TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with variables for a row's chat template, named as in TRL
@@ -37,43 +37,43 @@ class Task(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
-    # Any rather than Completion: a task whose prompts are all text may say that its completions are.
+    # Any rather than Completion, so that a task whose prompts are text may declare text.
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
-        """One finite number per completion, in the order of the completions; None where there is no opinion."""
+        """One finite number per completion, in their order; None where the reward does not apply."""
         ...
 
 
 def completion_of(prompt: Prompt, text: str) -> Completion:
-    """What a reward function gets as the completion of a prompt."""
+    """The completion that a reward function gets for a prompt."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion, whatever its prompt was."""
+    """The text of a completion of either form."""
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def question_of(prompt: Prompt) -> str:
-    """The text of a prompt, and of chat messages the last one: without the system's."""
+    """The text of a prompt, or of its last chat message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def says_nothing(prompt: Prompt) -> bool:
-    """Whether a prompt has no text, or white space alone; a chat template makes tokens of it all the same."""
+    """Whether a prompt has only white space, even if a chat template makes tokens of it."""
     return not question_of(prompt).strip()
 
 
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The fields of `rows` other than the prompt, one list each: what a reward takes as `**columns`.
+    """The fields of `rows` other than the prompt, one list each, for a reward's `**columns`.
 
-    A field that a row does not have is None, as `datasets` has it.
+    A missing field is None, as in `datasets`.
     """
     names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
-    """One of the columns that a reward was given.
+    """One of a reward's columns.
 
     Raises:
       ValueError: if the rows have no such field.
@@ -84,11 +84,11 @@ def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
 
 
 class MissingExtraError(ImportError):
-    """A package is not installed that only a part of the library needs."""
+    """A package of an extra is not installed."""
 
 
 def missing_extra(package: str) -> MissingExtraError:
-    """The error of a task whose package is an extra."""
+    """The error of a task whose package is not installed."""
     return MissingExtraError(f"this task needs {package}, which is not installed: pip install -e '.[train]'")
 
 
@@ -144,25 +144,15 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
 
 
 def prompt_length(row: Row, tokenizer: Tokenizer) -> int:
-    """Tokens of the row's prompt as the model sees it, those of the chat template included."""
+    """Tokens of the row's prompt as the model sees it, including those of the chat template."""
     text = prompt_text(row, tokenizer)
     return len(encode_prompt(tokenizer, text, add_special_tokens=wants_special_tokens(tokenizer)))
 
 
-def prompt_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
-    """Tokens of all prompts, int64 `[rows]`."""
-    return np.array([prompt_length(task[index], tokenizer) for index in range(len(task))])
-
-
-def longest_prompt(tokenizer: Tokenizer, task: Task) -> int:
-    """Tokens of the task's longest prompt: the width that refuses none of them."""
-    return int(prompt_lengths(task, tokenizer).max())
-
-
 def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray, " batch"]:
-    """The rows of a training step, as a function of the step alone: to resume, nothing but the step must be known.
+    """The rows of a training step, a function of the arguments only, so that a run resumes from its step.
 
-    Rows are visited epoch by epoch, every epoch in an order of its own; a batch may run over from one into the next.
+    Every epoch visits all rows in another order; a batch may span two epochs.
 
     Args:
       size: rows of the dataset.
@@ -175,26 +165,26 @@ def batch_indices(size: int, batch: int, step: int, seed: int) -> Int[np.ndarray
     """
     if size < 1 or batch < 1 or step < 0:
         raise ValueError(f"expected size >= 1, batch >= 1 and step >= 0; got {size}, {batch} and {step}")
-    # NumPy takes a seed apart into words of 32 bits: 2**32 in epoch 0 would have the order of 0 in epoch 1.
+    # NumPy splits a seed into words of 32 bits: 2**32 in epoch 0 would have the order of 0 in epoch 1.
     check_seed("seed", seed)
-    # Counted through all epochs, so that no row is left out where the batch does not divide the dataset.
+    # Counted over all epochs, so that no row is left out if the batch does not divide the dataset.
     epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
     return np.array([_epoch_order(size, seed, int(e))[p] for e, p in zip(epochs, places, strict=True)])
 
 
-# Asked for every row of a batch, which mostly lies in one epoch or two: the permutation is made once for all of them.
+# Cached, because the rows of a batch are in one epoch or two.
 @functools.lru_cache(maxsize=4)
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    # Both numbers and not their sum, or seed 1 would begin where seed 0 is in its second epoch.
+    # Not the sum of both: seed 1 would begin with the second epoch of seed 0.
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 @runtime_checkable
 class SteppedTask(Protocol):
-    """A task whose rows have no numbers, such as a stream: it gives the rows of a step."""
+    """A task that gives the rows of a step, such as a stream, whose rows have no numbers."""
 
     def batch(self, size: int, step: int, seed: int) -> list[Row]:
-        """The `size` rows of a step, as a function of these arguments alone."""
+        """The `size` rows of a step, a function of these arguments only."""
         ...
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:

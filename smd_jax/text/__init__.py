@@ -1,6 +1,6 @@
-"""Text on its way in and out: prompts as padded token batches, the bytes behind tokens, and stop strings.
+"""Text: prompts as padded token batches, chat templates, bytes of tokens, and stop strings.
 
-Prompts are left-padded, so that every prompt of a batch ends at column P and every response begins there.
+Prompts are left-padded, so that every response of a batch begins at column P.
 """
 
 from smd_jax.text.prompts import PromptBatch as PromptBatch

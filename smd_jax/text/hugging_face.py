@@ -1,8 +1,7 @@
-"""What the library takes from Hugging Face's packages, imported without their advice.
+"""Imports of Hugging Face's packages, without their advice.
 
-transformers advises to install PyTorch, and in a notebook tqdm to install ipywidgets; the library needs neither. Only
-the first import prints this advice, so that later imports of transformers print none. No environment variable is set,
-and no other message is lost.
+transformers advises to install PyTorch, and tqdm to install ipywidgets in a notebook; the library needs neither. Only
+the first import prints this advice. No environment variable is set, and other messages are printed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    # A filter: the level of this logger is set by transformers during its import.
+    # A filter, because transformers sets the level of this logger during its import.
     logger = logging.getLogger("transformers")
 
     def is_needed(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
-"""Text to token ids and back: prompts are left-padded to one width, so that every batch has the shape of the first.
+"""Text to token ids and back. Prompts are left-padded to one width, so that all batches have one shape.
 
-A row of a batch is `[pad pad pad | prompt]`: the last column is the newest token in every row, and sampling writes the
-response from column `width` on, whatever the length of the prompt.
+A row of a batch is `[pad pad pad | prompt]`: the last column is the newest token of every row, and responses begin at
+column `width`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 from smd_jax.devices.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
 
-MOST_UNKNOWN = 0.1  # of a batch's sampled ids, without a token
+MOST_UNKNOWN = 0.1  # share of a batch's sampled ids without a token, above which a warning is due
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class PromptBatch(struct.PyTreeNode):
 
     Attributes:
       tokens: int32 `[batch, width]`; the pad id where `valid` is False.
-      valid: bool `[batch, width]`; True on the prompt's own tokens, which end in the last column.
+      valid: bool `[batch, width]`; True on the prompt's tokens, which end in the last column.
     """
 
     tokens: Int[Array, "batch width"]
@@ -40,9 +40,9 @@ class PromptBatch(struct.PyTreeNode):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What we ask of a tokenizer: a subset of transformers' `PreTrainedTokenizerBase`, only members it declares.
+    """The part of transformers' `PreTrainedTokenizerBase` that we use.
 
-    (Its `pad_token_id` and `eos_token_id` are made up on access; the functions of that name below read them.)
+    It does not declare `pad_token_id` and `eos_token_id`; the functions of these names below read them.
     """
 
     def __len__(self) -> int: ...
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class AddsTokens(Protocol):
-    """A tokenizer that lists the tokens that were added to its vocabulary."""
+    """A tokenizer that lists its added tokens."""
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]: ...
@@ -82,12 +82,12 @@ def encode_prompts(
 
     Args:
       tokenizer: a transformers tokenizer with a pad token.
-      texts: one prompt per row, chat template already applied.
-      width: columns of the batch, in tokens. Give the same one to every batch of a run and everything jitted compiles
-        once. None means the longest prompt of this batch.
+      texts: one prompt per row, after the chat template.
+      width: columns of the batch, in tokens. One width for all batches of a run compiles everything once. None: the
+        longest prompt of this batch.
       max_positions: the model's context, in tokens.
-      add_special_tokens: let the tokenizer put its own in front (a BOS token). Wanted for plain text; False after a
-        chat template, which has written them already.
+      add_special_tokens: let the tokenizer put its special tokens (BOS) in front. For plain text; a chat template has
+        written them already.
 
     Returns:
       A PromptBatch `[len(texts), width]`.
@@ -104,30 +104,29 @@ def encode_prompts(
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The tokens of one prompt: special tokens of the tokenizer go in front of the text, and never behind it.
+    """Encodes one prompt, with special tokens in front of the text and never after it.
 
-    Tokenizers that were saved for fine-tuning append EOS, which would end the text before the model answers. A text
-    that begins with what the tokenizer would put in front has it once.
+    Tokenizers saved for fine-tuning append EOS, which would end the text before the model answers. A text that already
+    begins with the special tokens gets no second ones.
     """
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if not add_special_tokens:
         return tokens
-    front = _front(tokenizer, text or "a")  # of no text it cannot be told from what goes behind
+    front = _front(tokenizer, text or "a")  # without text, tokens in front and after it look the same
     return tokens if tokens[: len(front)] == front else front + tokens
 
 
 def wants_special_tokens(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer must add its own to a prompt: a chat template has written them already."""
+    """Whether the tokenizer must add special tokens to a prompt; a chat template writes them itself."""
     return tokenizer.chat_template is None
 
 
 def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
-    """Raises ValueError for prompts that `encode_prompts` would not make; reads the values, of several processes each
-    its own rows.
+    """Raises ValueError for prompts that `encode_prompts` would not make. Reads the values of this process's rows.
 
-    A row must end in the last column and have no padding inside: the first response token follows the last column. All
-    ids must be the vocabulary's, those of the padding too: a look-up outside of the embedding gives NaN, or for
-    negative ids another token's row, and a NaN spreads even from a key that has no weight.
+    A row must end in the last column and have no padding inside, because responses begin after the last column. All
+    ids, also of the padding, must be in the vocabulary: a lookup outside of the embedding gives NaN, or another token's
+    row for negative ids, and a NaN spreads even from a key without weight.
     """
     if prompts.valid.ndim != 2 or prompts.valid.shape != prompts.tokens.shape or not prompts.valid.size:
         raise ValueError(
@@ -138,7 +137,7 @@ def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
     lengths = valid.sum(axis=1)
     if not lengths.all():
         raise ValueError(f"expected at least one token in every prompt; prompt {np.argmin(lengths)} is all padding")
-    # Either a token with padding right behind it, or padding in the last column.
+    # Either a token that padding follows, or padding in the last column.
     gaps = (valid[:, :-1] & ~valid[:, 1:]).any(axis=1) | ~valid[:, -1]
     if gaps.any():
         row = int(np.argmax(gaps))
@@ -157,12 +156,12 @@ def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
 
 
 def repeat_prompts(prompts: PromptBatch, group_size: int) -> PromptBatch:
-    """`[batch, width]` to `[batch * group_size, width]`; the copies of a prompt lie together: a a a b b b."""
+    """`[batch, width]` to `[batch * group_size, width]`, in the order a a a b b b."""
     return jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompts)
 
 
 def repeat_each(items: Sequence[T], group_size: int) -> list[T]:
-    """`repeat_prompts` for what stays on the host (rows, texts): the same order."""
+    """`repeat_prompts` for rows or texts on the host."""
     return [item for item in items for _ in range(group_size)]
 
 
@@ -173,8 +172,8 @@ def decode_completions(
 ) -> list[str]:
     """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS.
 
-    Spare rows of an embedding have ids without a token, which have no text. Warns if they are over a tenth of all: such
-    a tokenizer was not made for the model.
+    Spare rows of an embedding have ids without a token and without text. Warns if over a tenth of the ids are such,
+    because the tokenizer was then not made for the model.
     """
     tokens, mask = np.asarray(tokens), np.asarray(mask)
     has_token = np.isin(tokens, _known_ids(tokenizer, len(tokenizer)))
@@ -191,12 +190,11 @@ def decode_completions(
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises ValueError for a tokenizer that was not made for an embedding of `vocab_size` rows.
 
-    Checkpoints pad their embedding beyond the tokenizer (DeepSeek-LLM: 102,400 rows for 100,015 tokens), so spare rows
-    are allowed: up to half of the tokenizer's size. An added token may lie outside of the embedding (Gemma 3 1B has one
-    for images), as long as no text has it, see `unreachable_tokens`.
+    Allows spare rows, up to half of the tokenizer's size: DeepSeek-LLM has 102,400 rows for 100,015 tokens. Also allows
+    added tokens outside of the embedding that no prompt has, such as Gemma 3 1B's for images (`unreachable_tokens`).
     """
     check_ordinary_ids(tokenizer, vocab_size)
-    # Ids may have holes, and then the largest one exceeds the number of tokens.
+    # Ids may have gaps, so the largest one may exceed the number of tokens.
     needed = 1 + max(token_id for token_id in tokenizer.get_vocab().values() if token_id < vocab_size)
     if vocab_size - needed > needed // 2:
         raise ValueError(
@@ -206,7 +204,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ValueError for a token outside of an embedding of `vocab_size` rows that any text may need."""
+    """Raises ValueError if an ordinary token is outside of an embedding of `vocab_size` rows."""
     added = set(_added_ids(tokenizer))
     ids = [token_id for token_id in tokenizer.get_vocab().values() if token_id not in added]
     needed = 1 + max(ids, default=-1)
@@ -218,12 +216,12 @@ def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def unreachable_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Added tokens outside of an embedding of `vocab_size` rows: no prompt may contain them."""
+    """Added tokens outside of an embedding of `vocab_size` rows, which no prompt may contain."""
     return [token for token_id, token in _added_ids(tokenizer).items() if token_id >= vocab_size]
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """The id that fills the left of a batch. It may equal EOS: `valid` tells padding from tokens, the id never does."""
+    """The padding id. It may equal EOS, because `valid` marks padding and the id never does."""
     return _special_id(tokenizer, "pad_token", "set tokenizer.pad_token = tokenizer.eos_token")
 
 
@@ -245,10 +243,10 @@ def _special_id(tokenizer: Tokenizer, name: str, remedy: str) -> int:
 
 
 def _front(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens that the tokenizer puts in front of this text."""
+    """The special tokens that the tokenizer puts in front of this text."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     framed = tokenizer.encode(text, add_special_tokens=True)
-    # The last place: special tokens that the text itself begins with stay in it.
+    # The last match, so that special tokens at the start of the text stay in the text.
     for start in range(len(framed) - len(tokens), -1, -1):
         if framed[start : start + len(tokens)] == tokens:
             return framed[:start]
@@ -257,19 +255,19 @@ def _front(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @functools.lru_cache(maxsize=4)
 def _known_ids(tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """The ids that have a token. Cached for a tokenizer of this size, to which tokens can be added."""
+    """The ids that have a token. The size is a key of the cache, because tokens can be added."""
     return np.fromiter(tokenizer.get_vocab().values(), np.int64)
 
 
 def _added_ids(tokenizer: Tokenizer) -> dict[int, str]:
-    """Id -> text of the tokens that were added to the vocabulary, special ones among them."""
+    """Id -> text of the added tokens, including special ones."""
     if not isinstance(tokenizer, AddsTokens):
         return {}
     return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
 
 
 def _limit(width: int | None, max_positions: int | None) -> tuple[int | None, str]:
-    """The longest prompt allowed, in tokens, and the name of what limits it."""
+    """The longest prompt allowed, in tokens, and the name of the limit."""
     if width is None:
         return max_positions, "the model's context"
     if width < 1 or (max_positions is not None and width > max_positions):
@@ -291,7 +289,7 @@ def _pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
     lengths = np.array([len(row) for row in rows])
     valid = np.arange(width) >= width - lengths[:, None]
     tokens = np.full(valid.shape, pad, np.int32)
-    tokens[valid] = np.concatenate(rows)  # row-major on both sides: row i's tokens land at the end of row i
+    tokens[valid] = np.concatenate(rows)  # row-major on both sides, so row i's tokens end row i
     return PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.asarray(valid))
 
 

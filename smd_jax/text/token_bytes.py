@@ -1,12 +1,12 @@
-"""The bytes of UTF-8 that every token of a vocabulary adds to a text, without decoding any text.
+"""The UTF-8 bytes that every token of a vocabulary adds to a text, without decoding any text.
 
-A token may hold a part of a character, so a text is followed in bytes. What a token stands for is the business of the
-tokenizer's decoder, of which there are two kinds in use:
+A token may hold a part of a character, so texts are followed in bytes. Two kinds of decoders are common:
 
     byte level     GPT-2, Qwen, Llama 3: every character of a token stands for a byte        "ĠGr", "Ã¼"   -> " Gr", "ü"
     sentencepiece  Llama 2, Gemma: characters, "▁" for a blank, and a token for every byte   "▁Gr", "<0xC3>"
 
-The bytes of any other tokenizer are what the token adds to a text before it, and must not depend on its neighbours.
+For other tokenizers the bytes of a token are the text that it adds after another token, which must not depend on that
+token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from smd_jax.text.prompts import Tokenizer, check_ordinary_ids
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# Decoders of the sentencepiece kind. Only after `Fuse`, which joins all tokens, does `Strip` take from the text's ends.
+# Decoders of the sentencepiece kind. `Strip` applies to the text's ends only after `Fuse`, which joins all tokens.
 _SENTENCEPIECE = re.compile("((Replace|Metaspace) )+(ByteFallback )?(Fuse (Strip )?)?")
 
 
 @runtime_checkable
 class TextTokenizer(Tokenizer, Protocol):
-    """What we ask of a tokenizer to know the bytes of its tokens: a subset of `PreTrainedTokenizerBase` again."""
+    """The part of `PreTrainedTokenizerBase` that tells the bytes of tokens."""
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]: ...
@@ -38,14 +38,14 @@ class TextTokenizer(Tokenizer, Protocol):
 
 @runtime_checkable
 class FastTokenizer(Protocol):
-    """A tokenizer that runs on the `tokenizers` library: `PreTrainedTokenizerFast` and all that come from it."""
+    """A tokenizer of the `tokenizers` library, such as `PreTrainedTokenizerFast`."""
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
 
 
 def as_text_tokenizer(tokenizer: Tokenizer) -> TextTokenizer:
-    """The same tokenizer, known to have what we need.
+    """The tokenizer, checked to be a TextTokenizer.
 
     Raises:
       TypeError: not a transformers tokenizer.
@@ -59,10 +59,10 @@ def as_text_tokenizer(tokenizer: Tokenizer) -> TextTokenizer:
 
 
 def token_bytes(tokenizer: TextTokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes that each id from 0 to `vocab_size - 1` adds to a text, wherever in the text but at its start.
+    """The bytes that each id from 0 to `vocab_size - 1` adds inside of a text.
 
-    None for special tokens, which completions leave out, and for ids that no token has. A decoder of the sentencepiece
-    kind drops a blank at the start of all text; here it counts, because a completion goes on a prompt.
+    Special tokens and ids without a token add none. A sentencepiece decoder drops a blank at the start of a text; here
+    it counts, because a completion continues a prompt.
 
     Raises:
       ValueError: a token id outside an embedding of `vocab_size` rows; tokens whose bytes depend on their neighbours.
@@ -77,30 +77,30 @@ def token_bytes(tokenizer: TextTokenizer, vocab_size: int) -> list[bytes]:
 
 
 def special_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
-    """Id -> content of the tokens that are no part of a completion's text."""
+    """Id -> content of special tokens, which completions leave out."""
     return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte -> the byte.
+    """GPT-2's printable character of every byte -> the byte.
 
-    Bytes that are printable in Latin-1 stand for themselves; the others are, in order, the characters from 256 on.
+    Printable bytes of Latin-1 stand for themselves; the others are the characters from 256 on, in order.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # The characters from 256 on sort behind Latin-1, in the order of the bytes that they stand for.
+    # The characters from 256 on sort after Latin-1, in the order of their bytes.
     hidden = iter(sorted(set(range(256)) - {ord(character) for character in alphabet}))
     return {character: ord(character) if ord(character) < 256 else next(hidden) for character in alphabet}
 
 
 def _ordinary_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
-    """Id -> token as the decoder gets it, in the order of ids, without special tokens."""
+    """Id -> token in the decoder's spelling, in the order of ids, without special tokens."""
     special = set(special_tokens(tokenizer).values())
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return {token_id: token for token_id, token in by_id if token not in special}
 
 
 def _reader(tokenizer: TextTokenizer) -> Callable[[str], bytes] | None:
-    """From a token to its bytes, by the kind of the decoder; None for a kind that we do not know."""
+    """A function from a token to its bytes, by the kind of the decoder; None for an unknown kind."""
     steps = _decoder_steps(tokenizer.backend_tokenizer) if isinstance(tokenizer, FastTokenizer) else []
     kinds = "".join(f"{step['type']} " for step in steps)
     if kinds == "ByteLevel ":
@@ -111,17 +111,17 @@ def _reader(tokenizer: TextTokenizer) -> Callable[[str], bytes] | None:
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder as it stands in tokenizer.json, one entry a step; [] if there is none."""
+    """The steps of the decoder as in tokenizer.json; [] without a decoder."""
     if tokenizer.decoder is None:
         return []
-    alone = tokenizers.Tokenizer(models.BPE())  # the vocabulary of the whole one is long to write
-    alone.decoder = tokenizer.decoder
-    decoder = json.loads(alone.to_str())["decoder"]
+    without_vocabulary = tokenizers.Tokenizer(models.BPE())  # is faster to write
+    without_vocabulary.decoder = tokenizer.decoder
+    decoder = json.loads(without_vocabulary.to_str())["decoder"]
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _byte_level() -> Callable[[str], bytes]:
-    """A token with a character outside the alphabet, which somebody added, stands for itself as a whole."""
+    """Reads tokens of the byte alphabet; an added token with other characters stands for itself."""
     alphabet = byte_alphabet()
     to_latin = str.maketrans({character: chr(byte) for character, byte in alphabet.items()})
 
@@ -150,7 +150,7 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str]:
 
 
 def _added_text(tokenizer: TextTokenizer, tokens: list[str]) -> list[bytes]:
-    """What each token adds behind a first one, which decoders often treat in their own way."""
+    """The text that each token adds after a first one, which decoders may treat specially."""
     first = tokens[:1]
     before = tokenizer.convert_tokens_to_string(first)
     texts = [tokenizer.convert_tokens_to_string([*first, token])[len(before) :] for token in tokens]
@@ -159,7 +159,7 @@ def _added_text(tokenizer: TextTokenizer, tokens: list[str]) -> list[bytes]:
         whole = tokenizer.convert_tokens_to_string([*first, *tokens[order]])
         return whole == "".join([before, *texts[order]])
 
-    # Forwards and backwards, so that every token is tried with other neighbours.
+    # Forwards and backwards, so that every token has two different neighbours.
     if not (adds_up(slice(None)) and adds_up(slice(None, None, -1))):
         raise ValueError(
             "expected a tokenizer whose tokens add the same text behind any other (a byte-level or sentencepiece "

@@ -1,18 +1,18 @@
-"""Texts of a model on a terminal: what would move the cursor, hide or reorder text is shown in place of done."""
+"""Makes text of a model safe to print: control characters are shown instead of executed."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Emoji and scripts such as Persian need these two inside of words, and they move nothing.
+# Emoji and scripts such as Persian need these two inside of words.
 JOINERS = {"\u200c", "\u200d"}
 
 
 def visible(text: str) -> str:
-    """The text with its newlines, and every other control or format character as text.
+    """Replaces every control or format character except newlines by visible text.
 
-    An escape sequence becomes what it is made of, `␛[31m`: nothing that a model writes can colour, clear or retitle a
-    terminal. Characters that turn the direction of writing or stand for half of another one become `\\u202e`.
+    An escape sequence becomes `␛[31m`, so that a completion cannot colour, clear or retitle a terminal. Characters that
+    change the direction of writing, and halves of characters, become `\\u202e` and the like.
     """
     return "".join(_visible(character) for character in text)
 

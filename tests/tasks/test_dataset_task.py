@@ -19,7 +19,6 @@ from smd_jax.tasks.task import (
     Task,
     batch_columns,
     batch_indices,
-    prompt_lengths,
     prompt_text,
     rows_of_step,
 )
@@ -132,10 +131,10 @@ def sized_task() -> DatasetTask:
 
 
 def test_lengths_are_those_that_the_model_sees():
-    assert prompt_lengths(sized_task(), PLAIN).tolist() == list(SIZES)
+    assert usable_lengths(sized_task(), PLAIN).tolist() == list(SIZES)
     frame = len(CHAT.encode(prompt_text({"prompt": ""}, CHAT), add_special_tokens=False))
     assert frame > 10
-    assert prompt_lengths(sized_task(), CHAT).tolist() == [frame + size for size in SIZES]
+    assert usable_lengths(sized_task(), CHAT).tolist() == [frame + size if size else 0 for size in SIZES]
 
 
 def test_prompts_that_say_nothing_are_empty_whatever_the_template_makes_of_them():
@@ -157,7 +156,7 @@ def test_half_a_character(prompt):
 
 def test_prompts_that_are_too_long_or_empty_are_dropped_with_counts():
     task = sized_task()
-    left, counts = select_prompts(task, prompt_lengths(task, PLAIN), 5)
+    left, counts = select_prompts(task, usable_lengths(task, PLAIN), 5)
     assert [left[i]["number"] for i in range(len(left))] == [0, 3]
     assert (counts.kept, counts.too_long, counts.empty, counts.dropped, counts.longest) == (2, 2, 1, 3, 9)
     said = "2 prompts kept, 2 dropped as too long and 1 as empty; the longest has 9 tokens, the median 5"
@@ -169,11 +168,11 @@ def test_prompts_that_are_too_long_or_empty_are_dropped_with_counts():
 
 def test_nothing_to_drop_leaves_the_task_as_it_is():
     task = new_task([{"prompt": "abc"}])
-    assert select_prompts(task, prompt_lengths(task, PLAIN), 3)[0] is task
+    assert select_prompts(task, usable_lengths(task, PLAIN), 3)[0] is task
 
 
 def test_prompts_that_are_too_long_are_refused():
-    lengths = prompt_lengths(sized_task(), PLAIN)
+    lengths = usable_lengths(sized_task(), PLAIN)
     message = "at most 5 tokens; got 2 of 5 that are longer: the first is row 1 with 9 tokens, the longest has 9"
     with pytest.raises(ValueError, match=message):
         select_prompts(sized_task(), lengths, 5, refuse=True)

@@ -15,11 +15,12 @@ from reasoning_gym.dataset import ReseedingDataset
 
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, final_answer, gsm8k_gold, gsm8k_row, same_answer
+from smd_jax.tasks.lengths import usable_lengths
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.reward_functions import math_answer
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
 from smd_jax.tasks.sources import DataSource, load_rows
-from smd_jax.tasks.task import Task, batch_columns, batch_indices, longest_prompt, prompt_text
+from smd_jax.tasks.task import Task, batch_columns, batch_indices, prompt_text
 from smd_jax.testing import byte_tokenizer
 from tests.paths import ROOT
 from tests.under_test import bos_tokenizer
@@ -298,14 +299,18 @@ def test_without_a_chat_template_a_prompt_stays_as_it_is():
         prompt_text({"prompt": [{"role": "user", "content": "1+1?"}]}, tokenizer)
 
 
+def longest(tokenizer, task):
+    return int(usable_lengths(task, tokenizer).max())
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_longest_prompt_has_room_for_the_tokenizers_own_token(chat):
     task = ReasoningGymTask("distractor_sort", seed=0, size=5, parameters=(("num_digits", 3), ("num_distractors", 4)))
     plain = max(len(prompt_text(task[i], byte_tokenizer(chat=False))) for i in range(5))
-    assert longest_prompt(byte_tokenizer(chat=False), task) == plain
-    framed = longest_prompt(byte_tokenizer(chat=True), task)
+    assert longest(byte_tokenizer(chat=False), task) == plain
+    framed = longest(byte_tokenizer(chat=True), task)
     assert framed > plain
-    assert longest_prompt(bos_tokenizer(chat=chat), task) == (framed if chat else plain + 1)
+    assert longest(bos_tokenizer(chat=chat), task) == (framed if chat else plain + 1)
 
 
 # --- the order of the rows
