@@ -108,6 +108,12 @@ class UpdateConfig:
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
                 f"at a reference; got {self.reference_sync}"
             )
+        if self.needs.evictions and (self.visibility == "dense" or self.pack_columns is not None):
+            raise ValueError(
+                "expected visibility 'shadow' with an eviction_coef or another term that needs evictions, because "
+                "their probabilities are known under the sampler's mask alone; and no pack_columns; got "
+                f"{self.visibility!r} and {self.pack_columns}"
+            )
         self._check_sizes()
 
     def _check_sizes(self) -> None:

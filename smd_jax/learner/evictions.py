@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.learner.state import Metrics
-from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.evictions import eviction_loss, eviction_weights
 from smd_jax.message.draws import EvictionDraws, candidates, ordered_logprob
 from smd_jax.message.gate import Gate, gate_parameters
@@ -148,15 +148,6 @@ class EvictionTerm(Term):
     @property
     def needs(self) -> Needs:
         return Needs(evictions=True)
-
-    def check(self, setup: LearnerSetup) -> None:
-        if setup.visibility == "dense":
-            raise ValueError(
-                "expected visibility 'shadow' with an eviction_coef, because the probability of an eviction is known "
-                f"under the sampler's mask alone; got 'dense' with {self.coef}"
-            )
-        if setup.pack_columns is not None:
-            raise ValueError(f"expected eviction_coef 0 with pack_columns; got {self.coef}")
 
     def coefficient(self, step: Array) -> float:
         return self.coef

@@ -20,6 +20,7 @@ from smd_jax.learner.terms import Term, TermInputs, TermOutputs
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 
 
 @any_leaves
@@ -47,8 +48,8 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
         loss, sums, rows = jnp.float32(0), Metrics(), []
         for term, prepared in zip(config.objective, part.terms, strict=True):
             outputs = term.evaluate(replace(inputs, prepared=prepared))
+            _check_outputs(term, outputs, sums)
             loss = loss + term.coefficient(state.step) * outputs.loss
-            _check_new(term, outputs, sums)
             sums |= outputs.metrics
             rows.append(outputs.rows)
         found = Found(Replay(inputs.logprobs, inputs.entropy), tuple(rows))
@@ -98,6 +99,10 @@ def _term_inputs(
     )
 
 
-def _check_new(term: Term, outputs: TermOutputs, logged: Metrics) -> None:
+def _check_outputs(term: Term, outputs: Any, logged: Metrics) -> None:
+    name = type(term).__name__
+    if not isinstance(outputs, TermOutputs):
+        raise TypeError(f"expected TermOutputs from {name}.evaluate; got {type(outputs).__name__}")
+    check_shape(f"the loss of {name}", outputs.loss, ())
     if both := sorted(outputs.metrics.keys() & logged.keys()):
-        raise ValueError(f"expected metrics of its own from {type(term).__name__}; got {both}, which another term logs")
+        raise ValueError(f"expected metrics from {name} that no other term logs; got {both}")

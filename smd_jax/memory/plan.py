@@ -39,7 +39,6 @@ from smd_jax.memory.sampler import (
     SamplerPass,
     cast_bytes,
     gathered_bytes,
-    kept_gathered_bytes,
     largest_part,
     local_shape,
     recorded_bytes,
@@ -244,18 +243,19 @@ def plan_memory(work: Workload, params: Params, decode_rows: int | None = None) 
     here = -(-work.rows // row_ways(mesh))
     live = -(-decoded // ways)
     prefilled = -(-(work.prefill_rows or decoded) // ways)
+    gathered, kept = gathered_bytes(params, model, work.where, mesh)
     gradients, activations, logits = _update_work(work, sampler, params)
     trajectory = trajectory_bytes(model, config, work.prompt_width, here, work.policy.gate is not None)
     return MemoryPlan(
         weights=tree_bytes(params, mesh),
-        sampler_weights=sum(f(params, model, work.where, mesh) for f in (cast_bytes, gathered_bytes)),
+        sampler_weights=cast_bytes(params, model, work.where, mesh) + gathered,
         weights_behind=tree_bytes(params, mesh) if work.rollouts_ahead else 0,
         optimizer=_optimizer_bytes(work, params),
         reference=_reference_bytes(work, params),
         trajectory=2 * trajectory if work.rollouts_ahead else trajectory,
         cache=sampler.cache(live),
         rollout_work=_rollout_work(sampler, -(-work.rows // ways), live, prefilled, one_program=decode_rows is None)
-        + kept_gathered_bytes(params, model, work.where, mesh),
+        + kept,
         gradients=gradients,
         activations=activations,
         logits=logits,

@@ -73,33 +73,22 @@ def cast_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Me
     return sum(math.prod(shape) * each for (_, old), (shape, new) in copied if old != new)
 
 
-def gathered_bytes(params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None) -> int:
-    """Bytes of weights gathered from the fsdp axis: all layers on CPUs, which gather early (measured), else two
-    layers (assumed)."""
-    parts = _gathered_parts(params, config, platform, mesh)
-    return sum(parts) if platform == "cpu" else sum(parts[-2:])
-
-
-def kept_gathered_bytes(
+def gathered_bytes(
     params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
-) -> int:
-    """Bytes of the other layers, which a rollout gathers before its loop."""
-    return sum(_gathered_parts(params, config, platform, mesh)) - gathered_bytes(params, config, platform, mesh)
-
-
-def _gathered_parts(
-    params: Params, config: ModelConfig, platform: Platform, mesh: Mesh | AbstractMesh | None
-) -> list[int]:
-    """Bytes of every gathered module, ascending; none without an fsdp axis."""
+) -> tuple[int, int]:
+    """Bytes of weights gathered from the fsdp axis: of those gathered at once, all on CPUs (measured) and two layers
+    elsewhere (assumed); and of the others, which a rollout gathers before its loop."""
     if mesh is None or mesh.shape["fsdp"] == 1:
-        return []
+        return 0, 0
     size = compute_itemsize(config, platform)
 
     # Only matrices are divided (`smd_jax.devices.sharding.param_spec`).
     def whole(part: Any) -> int:
         return mesh.shape["fsdp"] * sum(math.prod(shape) for shape, _ in _placed(part, mesh) if len(shape) == 2) * size
 
-    return sorted(whole({name: part}) for name, part in params.items())
+    parts = sorted(whole({name: part}) for name, part in params.items())
+    at_once = sum(parts) if platform == "cpu" else sum(parts[-2:])
+    return at_once, sum(parts) - at_once
 
 
 def _placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> list[tuple[tuple[int, ...], Any]]:

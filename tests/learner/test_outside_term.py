@@ -128,8 +128,25 @@ class PerRow(Imitation):
         return minibatch.mask.any(axis=1)
 
 
+@dataclass(frozen=True)
+class PerToken(Term):
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        return TermOutputs(inputs.logprobs)
+
+
+@dataclass(frozen=True)
+class OfEvictions(Imitation):
+    @property
+    def needs(self) -> Needs:
+        return Needs(evictions=True)
+
+
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"metrics of its own from Imitation; got \['loss/imitation'\]"):
+    with pytest.raises(ValueError, match=r"expected the loss of PerToken of shape \[\]; got \[8, 10\]"):
+        metrics_and_gradients(smd.UpdateConfig(terms=(PerToken(),)))
+    with pytest.raises(ValueError, match="expected visibility 'shadow' with .* term that needs evictions.*got 'dense'"):
+        smd.UpdateConfig("dense", correction=smd.corrections.Naive(), terms=(OfEvictions(),))
+    with pytest.raises(ValueError, match=r"metrics from Imitation that no other term logs; got \['loss/imitation'\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Imitation(), Imitation())))
     with pytest.raises(TypeError, match="Term has no evaluate"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Term(),)))
