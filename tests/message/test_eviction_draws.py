@@ -17,6 +17,7 @@ import pytest
 from smd_jax.cache.compression import Compression, CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.config import ModelConfig
+from smd_jax.corrections.uncorrected import Naive
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, Random
 from smd_jax.eviction.wrappers import Protect
@@ -352,7 +353,7 @@ def test_what_does_not_go(tmp_path: Any):
             config = RolloutConfig(4, 5, 2, **options)
             rollout(MODEL, params, prompts, jax.random.key(0), policy=LearnedGate(), config=config)
     with pytest.raises(ValueError, match="expected visibility 'shadow' with an eviction_coef"):
-        UpdateConfig("dense", eviction_coef=1.0)
+        UpdateConfig("dense", eviction_coef=1.0, correction=Naive())
     with pytest.raises(ValueError, match="expected a finite eviction_coef >= 0; got -1"):
         UpdateConfig(eviction_coef=-1.0)
     with pytest.raises(ValueError, match="expected a trajectory with recorded draws of evictions"):
