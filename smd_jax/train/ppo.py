@@ -102,23 +102,25 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)
         parts = count_parts(rewards.shape[0], config.update.microbatch_size)
-        judged, logprobs = in_parts(lambda part: _judge(model, config.update, params, part), trajectory, parts)
+        critic_values, logprobs = in_parts(
+            lambda part: _evaluate(model, config.update, params, part), trajectory, parts
+        )
         mask = trajectory.response_mask
-        of_tokens = terminal_rewards(rewards, mask)
+        token_rewards = terminal_rewards(rewards, mask)
         if penalty is not None:
-            of_tokens = of_tokens - penalty
-        advantages, returns = gae(of_tokens, judged, mask, config.gamma, config.lam)
+            token_rewards = token_rewards - penalty
+        advantages, returns = gae(token_rewards, critic_values, mask, config.gamma, config.lam)
         # Advantages use all tokens of a response; their mean and variance only the tokens that count.
         counted = counted_tokens(config.update, trajectory, counted_rows)
         if config.whiten_advantages:
             advantages = whiten(advantages, counted)
-        batch = TrainBatch(trajectory, advantages, logprobs, counted_rows, judged, returns)
-        return batch, _critic_metrics(judged, returns, counted)
+        batch = TrainBatch(trajectory, advantages, logprobs, counted_rows, critic_values, returns)
+        return batch, _critic_metrics(critic_values, returns, counted)
 
     return jax.jit(train_batch)
 
 
-def _judge(
+def _evaluate(
     model: LanguageModel, config: UpdateConfig, params: Params, trajectory: Trajectory
 ) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
     """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
@@ -127,12 +129,12 @@ def _judge(
     difference; None if neither loss nor correction reads them.
     """
     hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
-    judged = values(params, hidden)
+    critic_values = values(params, hidden)
     if not config.correction.traits.needs_old:
-        return judged, None
+        return critic_values, None
     if takes_sampler_for_old(config):
-        return judged, trajectory.logprobs
-    return judged, replay_hidden(model, params, hidden, trajectory).logprobs
+        return critic_values, trajectory.logprobs
+    return critic_values, replay_hidden(model, params, hidden, trajectory).logprobs
 
 
 def _critic_metrics(
