@@ -137,9 +137,8 @@ def smaller(rows: Rows, usual: Rows) -> str:
   [Lengths](docs/report_appendix.md#importance-weights).
 * *Optimizer steps.* {others.choices_sentence(rows["choices"], usual)}
   [Choices](docs/report_appendix.md#choices-of-the-map).
-* *Rates beyond the grid.* At 1e-5 and 1e-3 shadow masks stay above TIS under the budget; at 1e-3 TIS falls below
-  its start.
-  These runs had other starts than the map's. [Rates](docs/report_appendix.md#learning-rates).
+* *Rates beyond the grid.* At 1e-5 and 1e-3 shadow masks stay above TIS under the budget; at 1e-3 TIS falls below its
+  start. These runs had other starts than the map's. [Rates](docs/report_appendix.md#learning-rates).
 """
 
 
@@ -172,9 +171,8 @@ def commands(rows: Rows) -> str:
     return f"""## Commands and rows
 
 Every row has its command, commit, CPU and date. Starts of these studies were not stored and depend on the CPU, so rows
-repeat on one kind of CPU only. A `+` behind a commit means that tracked files had changed: so it is for most rows
-of the
-map and of the gradients, and half of those of the walks. A script behind `git show` was deleted after its study; commit
+repeat on one kind of CPU only. A `+` behind a commit means that tracked files had changed: so it is for most rows of
+the map and of the gradients, and half of those of the walks. A script behind `git show` was deleted after its study; commit
 {LAST_COMMIT} is the last one that has it. One seed is left out, because its arms began from two different starts:
 `copy-8`, `streaming`, 14 keys, seed 1. `python experiments/report.py` builds this page from the rows.
 
