@@ -22,14 +22,13 @@ def text(rows: dict[str, list[Row]], showdown: MapCell, cells: Sequence[MapCell]
     return f"""# Appendix of the report
 
 Tables behind [the report](../REPORT.md), which defines the words. `python experiments/report.py` builds this page
-from the
-rows. ± is a 95 % t interval over seeds, paired by seed; bold: it excludes 0, with three seeds or more. No interval is
-corrected for several comparisons. With two seeds the difference of each seed is given.
+from the rows. ± is a 95 % t interval over seeds, paired by seed; bold: it excludes 0, with three seeds or more. No
+interval is corrected for several comparisons. With two seeds the difference of each seed is given.
 
 ## All arms
 
-`sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.seeds} seeds. *Largest Δ log p*: of any token of a rollout
-between sampler and learner, nats, mean over rollouts and seeds.
+`sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.seeds} seeds. *Largest Δ log p*: of any token of a
+rollout between sampler and learner, nats, mean over rollouts and seeds.
 
 {all_arms(showdown)}
 
@@ -59,17 +58,15 @@ The first line is the start; the others are gains over it.
 ## Importance weights
 
 Walks at the start, mean over 3 seeds: effective sample size (ESS) as a share of all responses, and of all tokens. A
-single
-response of 256 is 0.004.
+single response of 256 is 0.004.
 
 {walks.weights_table(rows["horizon_weights"])}
 
 ## Gradients
 
-Alignment of one rollout's gradient with the exact gradient of the reward under the budget, masks frozen. `anchor`
-is the
-frozen teacher without reward. One start per cell; ± is a 95 % jackknife over its rollouts. Package
-`study` of commit {LAST_COMMIT} has the code, the variance reductions and the small steps of the rows.
+Alignment of one rollout's gradient with the exact gradient of the reward under the budget, masks frozen. `anchor` is
+the frozen teacher without reward. One start per cell; ± is a 95 % jackknife over its rollouts. Package `study` of
+commit {LAST_COMMIT} has the code, the variance reductions and the small steps of the rows.
 
 {others.gradients_table(rows["gradients"])}
 
@@ -81,9 +78,8 @@ GSM8K questions, 32 responses per line, one seed: a single response is 0.031 of 
 
 ## Learned eviction
 
-14 + 2 of 26 keys. *shadow* trains tokens under a rule, *untrained* does not. Gates are linear in key, value,
-position and
-age; `gate-alone` trains the gate only, `gate-frozen` the tokens only.
+14 + 2 of 26 keys. *shadow* trains tokens under a rule, *untrained* does not. Gates are linear in key, value, position
+and age; `gate-alone` trains the gate only, `gate-frozen` the tokens only.
 
 {gates}
 

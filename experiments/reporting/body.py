@@ -33,14 +33,13 @@ def all_arms(rows: Rows, showdown: MapCell) -> str:
     seconds = {name: mean(row["cpu_seconds"] for row in arms[name]) for name in ("mixed-50", "shadow")}
     return f"""## All arms
 
-The table's cell has 21 arms. Minus TIS under the budget, temperature 1: IcePop {leads["icepop"]}, Sparse-RL's released
-correction {leads["sparse-rl"]} (it rejects {rejected:.0%} of the tokens here, far outside its regime), response weights
-{leads["tis-sequence"]}, response rejection {leads["mis-sequence"]}, `bypass` (PPO's ratio taken to the sampler)
-{leads["bypass"]}, a live teacher without reward {leads["forward-alone"]}. Mixtures with a fifth and four fifths of TIS:
-{leads["mixed-20"]} and {leads["mixed-80"]}. All rows: [appendix](docs/report_appendix.md#all-arms). Equal rollouts
-are not
-equal time: a run of half and half takes
-{seconds["mixed-50"]:.0f} CPU seconds, one of shadow masks {seconds["shadow"]:.0f}.
+The table's cell has 21 arms. Minus TIS under the budget, temperature 1: IcePop {leads["icepop"]}, Sparse-RL's
+released correction {leads["sparse-rl"]} (it rejects {rejected:.0%} of the tokens here, far outside its regime),
+response weights {leads["tis-sequence"]}, response rejection {leads["mis-sequence"]}, `bypass` (PPO's ratio taken to
+the sampler) {leads["bypass"]}, a live teacher without reward {leads["forward-alone"]}. Mixtures with a fifth and four
+fifths of TIS: {leads["mixed-20"]} and {leads["mixed-80"]}. All rows: [appendix](docs/report_appendix.md#all-arms).
+Equal rollouts are not equal time: a run of half and half takes {seconds["mixed-50"]:.0f} CPU seconds, one of shadow
+masks {seconds["shadow"]:.0f}.
 
 What the frozen teacher adds to shadow masks at one learning rate:
 
@@ -55,20 +54,18 @@ def the_map(cells: Sequence[MapCell]) -> str:
     return f"""## The map
 
 {len(cells)} cells: tasks, budgets, and policies that do (TOVA, SnapKV, H2O) or do not (StreamingLLM, Random) depend
-on the
-parameters. The cells of a task share the starts of two to five seeds and the rates of one pilot, so they are not
-independent trials. {len(short)} cells have two seeds or fewer; the appendix lists
+on the parameters. The cells of a task share the starts of two to five seeds and the rates of one pilot, so they are
+not independent trials. {len(short)} cells have two seeds or fewer; the appendix lists
 [all](docs/report_appendix.md#the-map).
 
 Shadow masks minus TIS, means of all cells: median {median_lead(cells, "sparse")} under the budget (from
-{extreme_leads(cells, "sparse")}), {median_lead(cells, "sparse_greedy")} greedily, {median_lead(cells, "dense")}
-with the full
-cache (from {extreme_leads(cells, "dense")}). Against naive the median under the budget is
+{extreme_leads(cells, "sparse")}), {median_lead(cells, "sparse_greedy")} greedily, {median_lead(cells, "dense")} with
+the full cache (from {extreme_leads(cells, "dense")}). Against naive the median under the budget is
 {median_lead(cells, "sparse", "naive")}.
 
 The {len(decided(cells))} cells with three seeds or more; shadow masks minus TIS, in brackets p after Holm's
-correction over
-these cells. *Mismatch KL*: nats per token from the sampler to the dense learner, mean over the TIS runs.
+correction over these cells. *Mismatch KL*: nats per token from the sampler to the dense learner, mean over the TIS
+runs.
 
 {decided_table(cells)}
 
@@ -79,16 +76,15 @@ With the full cache no gain was possible in any cell, because the starts are at 
 def longer(rows: Rows) -> str:
     return f"""## Longer responses
 
-Walks under one budget, 3 seeds, 60 rollouts. The rate of each arm and length was chosen on one pilot seed, where
-arms often
-differ by a few thousandths. An entropy that falls raises the reward at temperature 1 without any skill: compare the
-columns.
+Walks under one budget, 3 seeds, 60 rollouts. The rate of each arm and length was chosen on one pilot seed, where arms
+often differ by a few thousandths. An entropy that falls raises the reward at temperature 1 without any skill: compare
+the columns.
 
 {walks.short_table(rows["horizon"])}
 
-{walks.one_rate(rows["horizon"], rows["horizon_rates"])} A walk of 64 tokens under TOVA starts at chance (0.4). At
-512 tokens
-shadow masks and TIS still improve between 30 and 60 rollouts. All arms: [appendix](docs/report_appendix.md#walks).
+{walks.one_rate(rows["horizon"], rows["horizon_rates"])} A walk of 64 tokens under TOVA starts at chance (0.4). At 512
+tokens shadow masks and TIS still improve between 30 and 60 rollouts. All arms:
+[appendix](docs/report_appendix.md#walks).
 """
 
 
@@ -97,12 +93,9 @@ def real(rows: Rows) -> str:
     return f"""## A real model
 
 SmolLM2-135M-Instruct adds three numbers step by step: 128 + 16 keys of 227, a third of the keys evicted at the last
-query.
-96 questions (pilot: 48), the same for all seeds, so their error is in no interval: one difference of greedy rewards
-has a
-standard error of about 0.07 from the questions alone. Rewards by seed; brackets: the pilot seed at the reported
-rate. The
-third reported seed was added after two had been seen.
+query. 96 questions (pilot: 48), the same for all seeds, so their error is in no interval: one difference of greedy
+rewards has a standard error of about 0.07 from the questions alone. Rewards by seed; brackets: the pilot seed at the
+reported rate. The third reported seed was added after two had been seen.
 
 SnapKV:
 
@@ -124,8 +117,7 @@ def gates(rows: Rows) -> str:
     return f"""## Learned eviction
 
 A gate draws which keys are evicted, and the reward trains it ([eviction](docs/eviction.md)). 14 + 2 of 26 keys, 5
-seeds.
-{others.gate_sentence(rows["eviction_action"])} [All arms](docs/report_appendix.md#learned-eviction).
+seeds. {others.gate_sentence(rows["eviction_action"])} [All arms](docs/report_appendix.md#learned-eviction).
 """
 
 
@@ -170,11 +162,12 @@ def commands(rows: Rows) -> str:
     ]
     return f"""## Commands and rows
 
-Every row has its command, commit, CPU and date. Starts of these studies were not stored and depend on the CPU, so rows
-repeat on one kind of CPU only. A `+` behind a commit means that tracked files had changed: so it is for most rows of
-the map and of the gradients, and half of those of the walks. A script behind `git show` was deleted after its study; commit
-{LAST_COMMIT} is the last one that has it. One seed is left out, because its arms began from two different starts:
-`copy-8`, `streaming`, 14 keys, seed 1. `python experiments/report.py` builds this page from the rows.
+Every row has its command, commit, CPU and date. Starts of these studies were not stored and depend on the CPU, so
+rows repeat on one kind of CPU only. A `+` behind a commit means that tracked files had changed: so it is for most
+rows of the map and of the gradients, and half of those of the walks. A script behind `git show` was deleted after its
+study; commit {LAST_COMMIT} is the last one that has it. One seed is left out, because its arms began from two
+different starts: `copy-8`, `streaming`, 14 keys, seed 1. `python experiments/report.py` builds this page from the
+rows.
 
 {table(["study", "script", "rows", "cost"], linked)}
 """

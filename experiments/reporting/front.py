@@ -22,23 +22,22 @@ def page(showdown: MapCell, cells: Sequence[MapCell], real: Sequence[Row], colla
     """
     return f"""# Is replaying the sampler's masks worth it?
 
-**Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The
-learner can
-ignore this (*naive*), weight each token by p(learner) / p(sampler), cut at 2 (*TIS*), or replay which keys the sampler
-could see (*shadow masks*). Which one ends with the higher reward: decoded with the small cache, and with the full
-cache?
+**Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The learner
+can ignore this (*naive*), weight each token by p(learner) / p(sampler), cut at 2 (*TIS*), or replay which keys the
+sampler could see (*shadow masks*). Which one ends with the higher reward: decoded with the small cache, and with the
+full cache?
 
-**Set-up.** *Tasks*: sort 12 digits (`sorting-12`), running sums (`sums-12`), copied digits with sums (`copy-8`), walks
-through a graph of the prompt (`walk-16` to `walk-512`); the reward is the share of right steps. *Models*: decoders of
-75,000 parameters with two layers. *Start*: supervised with the full cache until 97 % of the steps are right at
-temperature 1; all arms of a seed share it. *Training*: GRPO, clip 0.2, no KL, Adam with a warm-up of 10 rollouts; 60
-rollouts of 256 responses with 4 optimizer steps each (walks: 128 responses, 1 step). *Cell*: a task under one eviction
-policy and budget; "11 + 2 of 26 keys" is a budget of 11 keys and a buffer of 2, for sequences of 26 tokens. *Learning
-rates*: 3e-5, 1e-4, 3e-4, chosen per arm on pilot seeds by the mean greedy reward of both caches. *Real model*:
-SmolLM2-135M-Instruct with LoRA, 12 rollouts of 32 responses, one step each. *Budget* and *full cache* say how an
-evaluation decodes; at temperature 1 unless *greedy*. *Frozen teacher*: a KL to the start with its full cache. ± is
-a 95 %
-t interval over seeds, paired by seed, without correction for several comparisons; bold: it excludes 0.
+**Set-up.** *Tasks*: sort 12 digits (`sorting-12`), running sums (`sums-12`), copied digits with sums (`copy-8`),
+walks through a graph of the prompt (`walk-16` to `walk-512`); the reward is the share of right steps. *Models*:
+decoders of 75,000 parameters with two layers. *Start*: supervised with the full cache until 97 % of the steps are
+right at temperature 1; all arms of a seed share it. *Training*: GRPO, clip 0.2, no KL, Adam with a warm-up of 10
+rollouts; 60 rollouts of 256 responses with 4 optimizer steps each (walks: 128 responses, 1 step). *Cell*: a task
+under one eviction policy and budget; "11 + 2 of 26 keys" is a budget of 11 keys and a buffer of 2, for sequences of
+26 tokens. *Learning rates*: 3e-5, 1e-4, 3e-4, chosen per arm on pilot seeds by the mean greedy reward of both caches.
+*Real model*: SmolLM2-135M-Instruct with LoRA, 12 rollouts of 32 responses, one step each. *Budget* and *full cache*
+say how an evaluation decodes; at temperature 1 unless *greedy*. *Frozen teacher*: a KL to the start with its full
+cache. ± is a 95 % t interval over seeds, paired by seed, without correction for several comparisons; bold: it
+excludes 0.
 
 The cell with all arms: `sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.seeds} seeds.
 
@@ -65,10 +64,9 @@ def holds(showdown: MapCell, cells: Sequence[MapCell]) -> str:
 
 * Shadow masks make sampler and learner one policy. The largest difference of a token in a rollout is
   {apart(arms["shadow"])} nats (mean over rollouts); with a naive learner it is {apart(arms["naive"])}.
-* In this cell shadow masks end above TIS ({plain(difference(arms["shadow"], arms["tis"], "sparse"))} at temperature 1,
-  {plain(difference(arms["shadow"], arms["tis"], "sparse_greedy"))} greedily) and above naive ({plain(naive)}),
-  decoded under
-  the budget. It has the largest lead over TIS of all {len(cells)} cells. The median lead is
+* In this cell shadow masks end above TIS ({plain(difference(arms["shadow"], arms["tis"], "sparse"))} at temperature
+  1, {plain(difference(arms["shadow"], arms["tis"], "sparse_greedy"))} greedily) and above naive ({plain(naive)}),
+  decoded under the budget. It has the largest lead over TIS of all {len(cells)} cells. The median lead is
   {median_lead(cells, "sparse")} at temperature 1 and {median_lead(cells, "sparse_greedy")} greedily.
 * {len(decided(cells))} cells have three seeds or more. With Holm's correction the lead over TIS is established in
   {established["sparse"]} of them at temperature 1 and in {established["sparse_greedy"]} greedily."""
@@ -91,18 +89,16 @@ def lost(showdown: MapCell, cells: Sequence[MapCell], real: Sequence[Row], colla
   Nothing could be gained here: the starts are at {mean_of(arms["untrained"], "dense").mean:.2f}. Half and half with
   TIS the difference to TIS is {plain(mixed)} (a loss is not excluded); the paper's loss keeps {plain(published)} more
   than shadow masks.
-* *Imitation.* The frozen teacher without any reward ends at {plain(teacher)} relative to shadow masks greedily. Reward
-  on top adds {plain(adds)}. This cell does not show that RL helps greedily.
-* *Rates.* The arms with a teacher ran at {rate_of(arms["shadow-anchor"])}, shadow masks at
-  {rate_of(arms["shadow"])}. At one rate the teacher adds far less: [all arms](#all-arms). The criterion of the rates
-  is no column of the table.
+* *Imitation.* The frozen teacher without any reward ends at {plain(teacher)} relative to shadow masks greedily.
+  Reward on top adds {plain(adds)}. This cell does not show that RL helps greedily.
+* *Rates.* The arms with a teacher ran at {rate_of(arms["shadow-anchor"])}, shadow masks at {rate_of(arms["shadow"])}.
+  At one rate the teacher adds far less: [all arms](#all-arms). The criterion of the rates is no column of the table.
 * *Walks.* Leads at temperature 1 in three of six cells, in two of them at unequal rates; none is established
-  greedily. Part
-  of a lead can be a lower entropy. At 256 and 512 tokens no difference to TIS is established, and the arms still
-  improve.
+  greedily. Part of a lead can be a lower entropy. At 256 and 512 tokens no difference to TIS is established, and the
+  arms still improve.
 * *Running sums.* No method gained 0.02. `recent` and `oldest`, which keep what the task needs, solve it untrained.
-* *Real model.* Under SnapKV the greedy leads over TIS by seed are {each} (the last is the pilot seed): not established.
-  Under TOVA, which costs little, naive is ahead of shadow masks in the mean of two seeds.
+* *Real model.* Under SnapKV the greedy leads over TIS by seed are {each} (the last is the pilot seed): not
+  established. Under TOVA, which costs little, naive is ahead of shadow masks in the mean of two seeds.
 * *Collapse of naive*, as papers report it: {collapse_sentence(collapse_rows)}.
 * *External validity.* All small cells but one have a mismatch of 0.4 nats per token or more; SmolLM2 has
   {kl["snapkv"]:.2f} under SnapKV and {kl["tova-heads"]:.2f} under TOVA."""
