@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from orbax.checkpoint import CheckpointManagerOptions
 
 pytest.importorskip("tunix", reason="needs google-tunix, whose pins differ from ours: see docs/tunix.md")
 
@@ -200,6 +202,18 @@ def test_several_iterations_keep_the_samplers_logprobs():
     cluster = make_cluster(train_micro_batch_size=2)
     logged = train(cluster, steps=1, policy_loss_fn="smd_grpo", num_iterations=2)
     assert logged["log_ratio/abs_mean"][0] < 1e-5 < logged["log_ratio/abs_mean"][1]
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path):
+    whole = make_cluster()
+    train(whole, steps=3, policy_loss_fn="smd_grpo")
+    saved = {"checkpoint_root_directory": str(tmp_path), "checkpointing_options": CheckpointManagerOptions(1)}
+    first = make_cluster(**saved)
+    train(first, steps=2, policy_loss_fn="smd_grpo")
+    rest = make_cluster(**saved)
+    train(rest, steps=3, policy_loss_fn="smd_grpo")
+    assert rest.actor_trainer.train_steps == 3
+    assert jax.tree.all(jax.tree.map(np.array_equal, rest.rollout.model().params, whole.rollout.model().params))
 
 
 def test_lora_trains_the_adapters_alone():

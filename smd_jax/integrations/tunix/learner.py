@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, struct
 from jaxtyping import Array, Float
 from tunix.rl import algo_core, common, function_registry, utils
 from tunix.rl.grpo import grpo_learner
@@ -25,7 +24,7 @@ MISMATCH_METRICS = {"log_ratio/abs_mean": np.mean, "is_ratio/max": np.max, "is_r
 
 
 @any_leaves
-@flax.struct.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class TrainExample(grpo_learner.TrainExample):
     """Tunix' train example with the trajectory. Micro-batches are slices of both."""
 
@@ -87,7 +86,7 @@ class SmdGRPOLearner(grpo_learner.GRPOLearner):
         assert isinstance(rollout, SmdRollout)
         # By the step, so that a resumed run goes on with other random numbers; evaluations have their own.
         rollout.start_record(2 * self._iter_steps if mode == Mode.TRAIN else 2 * self._eval_iter_steps + 1)
-        example = super()._generate_and_compute_advantage(training_input, mode)
+        example: Any = super()._generate_and_compute_advantage(training_input, mode)
         trajectory = rollout.take_record()
         reference = example.ref_per_token_logps
         fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
@@ -105,8 +104,10 @@ class SmdGRPOLearner(grpo_learner.GRPOLearner):
         return jnp.concatenate([self._reference_part(utils.get_batch_slice(trajectory, part)) for part in slices])
 
     def _reference_part(self, part: Trajectory) -> Float[Array, "rows R"]:
+        reference = self.rl_cluster.inference_worker.get_model("reference")
+        assert isinstance(reference, Actor)
         return common.compute_per_token_logps(
-            *nnx.split(Replay(self.rl_cluster.inference_worker.get_model("reference"), part)),
+            *nnx.split(Replay(reference, part)),
             prompt_tokens=part.tokens[:, : part.prompt_width],
             completion_tokens=part.response,
             pad_id=self.rl_cluster.rollout.pad_id(),

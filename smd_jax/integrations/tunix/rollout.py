@@ -176,7 +176,7 @@ class SmdRollout(base_rollout.BaseRollout):
         texts = [row[:-1] if end else row for row, end in zip(tokens, ended, strict=True)]
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(ids.tolist()) for ids in texts],
-            logits=None,
+            logits=[],
             tokens=tokens,
             left_padded_prompt_tokens=np.asarray(trajectory.tokens[:, : trajectory.prompt_width]),
             logprobs=logprobs,
