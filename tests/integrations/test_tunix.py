@@ -20,7 +20,7 @@ pytest.importorskip("tunix", reason="needs google-tunix, whose pins differ from 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import smd_jax as smd
@@ -232,21 +232,40 @@ def test_padding_that_ends_a_response_is_learned_from():
     params = sharp_params()
     # The end token is likely, and equals the padding.
     params["embed"]["embedding"] = params["embed"]["embedding"].at[258].multiply(6.0)
-    learner = SmdGRPOLearner(
-        make_cluster(Actor(MODEL, params), tokenizer=tokenizer), GRPOConfig(num_generations=GROUP, beta=0.0), reward
-    )
-    learner._compute_logps_micro_batch_size = learner._rollout_micro_batch_size = 1
-    example = learner._generate_and_compute_advantage({"prompts": [text for text in PROMPTS for _ in range(GROUP)]})
+    graded = []
+
+    def noted(prompts, completions, **columns) -> list[float]:
+        graded.extend(completions)
+        return reward(prompts, completions)
+
+    example = one_example(make_cluster(Actor(MODEL, params), tokenizer=tokenizer), noted)
     assert example.trajectory.terminated.any()
     assert np.array_equal(example.completion_mask.sum(1), example.trajectory.lengths())
     assert np.array_equal(example.completion_ids, example.trajectory.response)
     assert not np.array_equal(example.completion_mask, example.completion_ids != 258)
+    assert not [text for text in graded if tokenizer.eos_token in text]
+
+
+def one_example(cluster: RLCluster, function=reward, step: int = 0, mode: Mode = Mode.TRAIN) -> TrainExample:
+    """What the learner makes of one batch of prompts."""
+    learner = SmdGRPOLearner(cluster, GRPOConfig(num_generations=GROUP, beta=0.0), function)
+    learner._rollout_micro_batch_size = 2
+    learner._iter_steps = learner._eval_iter_steps = step
+    return learner._generate_and_compute_advantage({"prompts": [text for text in PROMPTS for _ in range(GROUP)]}, mode)
+
+
+def test_steps_and_evaluations_draw_their_own_numbers():
+    cluster = make_cluster()
+    steps = [(0, Mode.TRAIN), (1, Mode.TRAIN), (0, Mode.EVAL)]
+    drawn = [np.asarray(one_example(cluster, step=step, mode=mode).completion_ids) for step, mode in steps * 2]
+    assert all(np.array_equal(first, again) for first, again in zip(drawn[:3], drawn[3:], strict=True))
+    assert not any(np.array_equal(drawn[a], drawn[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
 
 
 def test_rollout_keeps_the_order_of_prompts_and_draws_anew():
     actor = Actor(MODEL, sharp_params())
     rollout = ENGINE(actor, TokenizerAdapter(byte_tokenizer(chat=False)), one_device_mesh(), LENGTHS)
-    prompts = ["a", "a", "bc", "bc", "a", "a"]
+    prompts = ["a", "a", "a", "a", "bc", "bc", "a", "a"]
     first, second = (rollout.generate(prompts, LENGTHS) for _ in range(2))
     starts = [bytes(int(token) for token in row if token < 256).decode() for row in first.left_padded_prompt_tokens]
     assert starts == prompts
@@ -254,7 +273,9 @@ def test_rollout_keeps_the_order_of_prompts_and_draws_anew():
     rollout.start_record(5)
     again = [rollout.generate(prompts, LENGTHS).text for _ in range(2)]
     assert again[0] != again[1]
-    assert rollout.take_record().tokens.shape == (12, 36)
+    assert rollout.take_record().tokens.shape == (16, 36)
+    with pytest.raises(ValueError, match="expected rollouts since start_record"):
+        rollout.take_record()
     rollout.start_record(5)
     assert rollout.generate(prompts, LENGTHS).text == again[0]
 
