@@ -76,14 +76,6 @@ class Args:
 
 
 KINDS: dict[str, Fault] = {
-    "kill -9 at a random moment": killed("rollout", 20),
-    "kill -9 during a save": killed("saving", 8),
-    "kill -9 of one of two processes": one_of_two_killed(4),
-    "kill -9 with a rollout ahead": killed_ahead(6),
-    "kill -9, and on with fewer devices": killed_and_moved,
-    "SIGTERM in a rollout": told(signal.SIGTERM),
-    "Ctrl-C in a rollout": told(signal.SIGINT),
-    "Ctrl-C twice": told(signal.SIGINT, signal.SIGINT),
     "newest checkpoint cut off": damaged(cut_off, 2, "goes on from step 4", 3),
     "bit flipped in the newest checkpoint": damaged(flip_a_bit, 2, "goes on from step 4", 3),
     "file missing in the newest checkpoint": damaged(delete_a_file, 2, "goes on from step 4", 3),
@@ -115,13 +107,22 @@ KINDS: dict[str, Fault] = {
     ),
     "checkpoint of another program": foreign(of_another_program),
     "checkpoint of a later format": foreign(of_a_later_format),
+    **surroundings.KINDS,
+    **inputs.KINDS,
+    **rewards.KINDS,
+    # These start processes or train a model, and take most of the time.
     "logger that raises": broken_logger,
     "loss that is not finite": not_finite,
     "losses that are never finite": never_finite,
     "mask of a head that is wrong": wrong_mask,
-    **surroundings.KINDS,
-    **inputs.KINDS,
-    **rewards.KINDS,
+    "kill -9 at a random moment": killed("rollout", 20),
+    "kill -9 during a save": killed("saving", 8),
+    "kill -9 of one of two processes": one_of_two_killed(4),
+    "kill -9 with a rollout ahead": killed_ahead(6),
+    "kill -9, and on with fewer devices": killed_and_moved,
+    "SIGTERM in a rollout": told(signal.SIGTERM),
+    "Ctrl-C in a rollout": told(signal.SIGINT),
+    "Ctrl-C twice": told(signal.SIGINT, signal.SIGINT),
 }
 
 
