@@ -49,7 +49,7 @@ class UpdateConfig:
       top_entropy_quantile: share of the tokens that the policy loss learns from, those with the highest entropy
         (arXiv:2506.01939 has 0.2); 1: all. The KL acts on all tokens, the bonus on the share; denominators stay. The
         entropies are those that the sampler recorded, if its log-probabilities are used as the learner's
-        (`takes_sampler_for_old`); otherwise they cost a forward pass.
+        (`uses_sampler_logprobs_as_old`); otherwise they cost a forward pass.
       eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`), for rollouts whose eviction
         policy draws from a gate, `smd.eviction.LearnedGate`; 1 weighs what is forgotten as tokens are. 0: the gate has
         no gradient.
@@ -195,9 +195,9 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
         )
 
 
-def takes_sampler_for_old(config: UpdateConfig) -> bool:
+def uses_sampler_logprobs_as_old(config: UpdateConfig) -> bool:
     """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters."""
-    return config.policy_term.takes_sampler_for_old
+    return config.policy_term.uses_sampler_logprobs_as_old
 
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:

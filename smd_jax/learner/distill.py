@@ -118,26 +118,20 @@ def distill_term(
     weights: Float[Array, "batch R"],
 ) -> tuple[Float[Array, ""], Agreement | None]:
     """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement, if the divergence is
-    "exact", so that both distributions are at hand.
-
-    D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
+    "exact". D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
 
     Args:
-      params: parameters of the policy; with a gradient, also through `hidden`.
-      reference: parameters of the reference policy; None where the direction is neither "anchor" nor "ema".
-      step: optimizer steps taken.
-      trajectory: rows of the microbatch.
-      hidden: hidden states of the masked student, from which the response tokens are predicted.
-      weights: how much each token weighs in the loss, 0 outside the response.
+      params: of the policy; with a gradient, also through `hidden`, the states that predict the response tokens under
+        the student's mask.
+      reference: parameters of the reference policy; None unless the direction is "anchor" or "ema".
+      weights: weight of each token in the loss, 0 outside the response.
 
     Raises:
-      ValueError: if the teacher is the reference and there is none, or a fraction is not a whole number of rows or
-        columns.
+      ValueError: if the reference is missing, or a fraction is no whole number of rows or columns.
     """
     teacher = _teacher(config, params, reference)
     rows, columns = choose(config, step, *weights.shape)
-    # Over the steps every token is chosen equally often. Dividing by the share of them that a step looks at keeps the
-    # mean over steps what it would be with all tokens.
+    # Every token is chosen equally often over the steps; dividing by the share keeps the mean over steps.
     scale = weights.size / (rows.size * columns.size)
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))

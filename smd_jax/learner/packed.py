@@ -30,7 +30,7 @@ from smd_jax.learner.packs import ABSENT, Packs, PackSizes, pack, rows_at_once
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.learner.trained import of_trained, trained_params
-from smd_jax.learner.update import Update, finished
+from smd_jax.learner.update import Update, apply_gradients
 from smd_jax.message.masks import Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
@@ -82,7 +82,7 @@ def make_packed_update(
         return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
 
     def stepped(state: TrainState, prepared: Prepared, so_far: Any) -> tuple[TrainState, Metrics]:
-        return finished(state, optimizer, config, prepared, so_far, max_difference)
+        return apply_gradients(state, optimizer, config, prepared, so_far, max_difference)
 
     add = jax.jit(added, donate_argnums=0)
     finish = jax.jit(stepped, donate_argnums=0)

@@ -103,7 +103,7 @@ class PolicyTerm(Term):
             )
 
     @property
-    def takes_sampler_for_old(self) -> bool:
+    def uses_sampler_logprobs_as_old(self) -> bool:
         """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters.
 
         With shadow masks the two are the same, unless a correction is to measure that they are.
@@ -113,7 +113,7 @@ class PolicyTerm(Term):
     @property
     def choice(self) -> TokenChoice:
         """Which tokens the loss learns from."""
-        return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.takes_sampler_for_old)
+        return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.uses_sampler_logprobs_as_old)
 
     @property
     def used_loss(self) -> LossConfig:

@@ -64,13 +64,13 @@ def make_update(
             objective, trained_params(state.params), prepared, microbatches, config.rows_per_prompt
         )
 
-        return finished(state, optimizer, config, prepared, (loss, sums, grads, found), max_difference)
+        return apply_gradients(state, optimizer, config, prepared, (loss, sums, grads, found), max_difference)
 
     # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
     return jax.jit(update, donate_argnums=0)
 
 
-def finished(
+def apply_gradients(
     state: TrainState,
     optimizer: optax.GradientTransformation,
     config: UpdateConfig,

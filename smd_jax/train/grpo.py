@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from smd_jax.config import check_choice
 from smd_jax.devices.processes import on_host
-from smd_jax.learner.config import takes_sampler_for_old
+from smd_jax.learner.config import uses_sampler_logprobs_as_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, leave_one_out
 from smd_jax.message.trajectory import Trajectory
@@ -82,7 +82,7 @@ class GRPOConfig(PolicyConfig):
     def _check_ahead(self) -> None:
         if self.rollouts_ahead not in (0, 1):
             raise ValueError(f"expected rollouts_ahead 0 or 1; got {self.rollouts_ahead}")
-        exact = takes_sampler_for_old(self.update) and self.update.correction.traits.needs_old
+        exact = uses_sampler_logprobs_as_old(self.update) and self.update.correction.traits.needs_old
         if self.rollouts_ahead and (not exact or self.dynamic_sampling is not None or self.update.dense_learner):
             raise ValueError(
                 "expected visibility 'shadow' with the correction Shadow(), no dynamic_sampling and no dense_learner "

@@ -13,7 +13,13 @@ from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
-from smd_jax.learner.config import UpdateConfig, Visibility, check_reference, check_rows_of, takes_sampler_for_old
+from smd_jax.learner.config import (
+    UpdateConfig,
+    Visibility,
+    check_reference,
+    check_rows_of,
+    uses_sampler_logprobs_as_old,
+)
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.packed import make_packed_update
@@ -220,7 +226,7 @@ class PolicyLearner:
         if self.config.first_pass_sees_all:
             return {}
         # Where the sampler's log-probabilities count as old ones, only a replay can measure the difference.
-        known = None if takes_sampler_for_old(self.config.update) else batch.old_logprobs
+        known = None if uses_sampler_logprobs_as_old(self.config.update) else batch.old_logprobs
         return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
@@ -232,7 +238,7 @@ class PolicyLearner:
         update = self.config.update
         if not update.correction.traits.needs_old:
             return None
-        if takes_sampler_for_old(update):
+        if uses_sampler_logprobs_as_old(update):
             return trajectory.logprobs
         return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
 
@@ -254,7 +260,7 @@ class PolicyLearner:
         if not update.kl_in_reward:
             return None, {}
         reference = self.reference_replay(reference_params(state), trajectory)
-        policy = trajectory.logprobs if takes_sampler_for_old(update) else self.replay(state.params, trajectory)
+        policy = trajectory.logprobs if uses_sampler_logprobs_as_old(update) else self.replay(state.params, trajectory)
         mask = counted_tokens(update, trajectory, counted_rows)
         penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
         return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
