@@ -28,3 +28,11 @@ def test_every_name_is_under_test():
     tried = {type(correction) for correction in CORRECTIONS.values()}
     assert [name for name, kind in smd.corrections.CORRECTIONS.items() if kind not in tried] == []
     assert set(smd.losses.LOSSES) - set(loss_cases.LOSSES) == {"gspo"}, "the level of another loss's ratio"
+
+
+@pytest.mark.parametrize("page", ["loss", "correction"])
+def test_a_recipe_begins_with_a_part_of_at_most_30_lines(page: str):
+    text = (ROOT / "docs" / "recipes" / f"{page}.md").read_text(encoding="utf-8")
+    block = text.split("```python\n")[1].split("```")[0]
+    assert "@dataclass" in block and "smd.UpdateConfig(" in block
+    assert len(block.splitlines()) <= 30
