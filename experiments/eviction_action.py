@@ -14,7 +14,8 @@ Arms       untrained     under every policy, and under two fixed rules that fit 
            gate-joint    both trained
 Gate       Linear in key, value, position and age, per layer and KV head: 68 numbers per head
            (`smd_jax.message.gate.LinearGate`). Its learning rate is GATE_SPEED times that of the tokens, chosen among
-           30, 100 and 300 on pilot seeds and validation rows.
+           30, 100 and 300 on pilot seeds and validation rows (eviction_action_speed.json, `--choose-speed` of commit
+           b191876).
 Rates      3e-5, 1e-4 and 3e-4: for every arm of every cell the best mean of sparse and dense greedy reward on pilot
            seeds.
 Rewards    On 512 held-out rows: under the budget and with the full cache, at temperature 1 and greedy.
