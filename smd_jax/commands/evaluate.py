@@ -39,17 +39,9 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
-from smd_jax.commands.model_source import (
-    check_template_kwargs,
-    end_token_ids,
-    load_tokenizer,
-    model_directory,
-    shown_tokens,
-    with_reachable_padding,
-    with_template,
-)
+from smd_jax.commands.model_source import check_template_kwargs, open_model, shown_tokens
 from smd_jax.commands.places import full_path, is_file
-from smd_jax.commands.prepare import check_platform, compute_dtype
+from smd_jax.commands.prepare import check_platform
 from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
@@ -59,14 +51,13 @@ from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
 from smd_jax.model.protocol import Params
-from smd_jax.model.weights import load_checkpoint, read_config
+from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.progress import summary_table
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.text.prompts import pad_token_id
-from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
@@ -170,16 +161,12 @@ def run(args: Args) -> list[Evaluated]:
         check_platform(args.device.platform)
         named = args.model
         check_exported(args)
-        directory = model_directory(named.model, named.model_revision)
-        model = decoder(read_config(directory, compute_dtype(named.dtype)), args.device.attention)
-        own_tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision)
-        usable = with_reachable_padding(own_tokenizer, model.config.vocab_size)
-        tokenizer = with_template(usable, args.data.chat_template)
+        opened = open_model(named, args.data.chat_template, args.sampler)
+        tokenizer, ends = opened.tokenizer, opened.ends
+        model = decoder(opened.config, args.device.attention)
         parts, gate = ({}, None) if args.command.gate is None else with_gate(args.command.gate, model)
-        ends = end_token_ids(directory, tokenizer, args.sampler.eos_token, model.config.vocab_size)
-        stop_table(tokenizer, args.sampler.stop, model.config.vocab_size)  # for its errors, before weights are read
         evaluator, dropped = make_evaluator(args, model, tokenizer, gate, ends)
-        _, params = load_checkpoint(directory, mesh=evaluator.mesh)
+        _, params = load_checkpoint(opened.directory, mesh=evaluator.mesh)
         params = params | parts
     print(dropped, file=sys.stderr)
     print(f"a completion ends with: {shown_tokens(tokenizer, ends)}", file=sys.stderr)

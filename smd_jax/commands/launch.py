@@ -41,7 +41,7 @@ def join(launch: LaunchArgs) -> None:
         raise UserError(str(error)) from error
 
 
-def check_told_the_same(algorithm: str, args: Common) -> None:
+def check_same_command(algorithm: str, args: Common) -> None:
     """Refuses processes that were told something else, have other versions or another number of devices; in all of
     them, and before they do anything that one of them would not.
 

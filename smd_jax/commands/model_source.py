@@ -7,24 +7,68 @@ import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from smd_jax.commands.arguments import TemplateName
+from smd_jax.commands.arguments import ModelSource, SamplingArgs, TemplateName
 from smd_jax.commands.errors import UserError
+from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_fields import LARGEST, shown
 from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
+from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.hugging_face import AutoTokenizer, snapshot_download
 from smd_jax.text.near_names import nearest_file
 from smd_jax.text.prompts import eos_token_id, pad_token_id
+from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.visible_text import one_line, visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Everything but weights.
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+class OpenedModel(NamedTuple):
+    """A model whose weights are not read yet.
+
+    Attributes:
+      own_tokenizer: as it was loaded, for the export.
+      tokenizer: makes prompts of rows.
+      ends: tokens that end a completion.
+    """
+
+    directory: Path
+    config: ModelConfig
+    own_tokenizer: Any
+    tokenizer: Any
+    ends: tuple[int, ...]
+
+
+def open_model(source: ModelSource, template: TemplateName, sampler: SamplingArgs) -> OpenedModel:
+    """The model that the options name, without its weights.
+
+    Raises:
+      UserError, ValueError, OSError: no such model or tokenizer, or one that cannot be read or used; a stop string that
+        the tokenizer cannot end with.
+    """
+    directory = model_directory(source.model, source.model_revision)
+    config = read_config(directory, compute_dtype(source.dtype))
+    own = load_tokenizer(directory, source.tokenizer, source.tokenizer_revision)
+    tokenizer = with_template(with_reachable_padding(own, config.vocab_size), template)
+    ends = end_token_ids(directory, tokenizer, sampler.eos_token, config.vocab_size)
+    # Built here so that its errors come before the first rollout.
+    stop_table(tokenizer, sampler.stop, config.vocab_size)
+    return OpenedModel(directory, config, own, tokenizer, ends)
+
+
+def compute_dtype(name: str) -> FloatName:
+    """ "auto" is what the platform is fast in."""
+    if name == "auto":
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if name == "float32" else "bfloat16"
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:

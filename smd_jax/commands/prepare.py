@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, OptimizerArgs, Ppo, Rloo
+from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.choices import (
     decoder,
     decoding,
@@ -24,18 +24,10 @@ from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import choices, fitted, memory_of_device
 from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
-from smd_jax.commands.model_source import (
-    check_template_kwargs,
-    end_token_ids,
-    load_tokenizer,
-    model_directory,
-    tokenizer_to_export,
-    with_reachable_padding,
-    with_template,
-)
+from smd_jax.commands.model_source import check_template_kwargs, open_model, tokenizer_to_export
 from smd_jax.commands.places import is_file
 from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
-from smd_jax.config import FloatName, ModelConfig
+from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
@@ -50,15 +42,16 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
-from smd_jax.model.weights import check_export_source, read_config
+from smd_jax.model.weights import check_export_source
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.text.chat_template import DAY, reads_day
 from smd_jax.text.prompts import pad_token_id
-from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from smd_jax.train.policy_loop import PolicyLoop
@@ -100,13 +93,9 @@ def prepare(args: Common) -> Prepared:
     check_platform(args.device.platform)
     if is_first():  # the others have none
         check_loggers(args.run.report_to)
-    named = args.model
-    directory = model_directory(named.model, named.model_revision)
-    config = read_config(directory, compute_dtype(args.model.dtype))
-    own_tokenizer = load_tokenizer(directory, named.tokenizer, named.tokenizer_revision)
-    args = with_prompt_day(args, own_tokenizer.chat_template)
-    usable = with_reachable_padding(own_tokenizer, config.vocab_size)
-    tokenizer = with_template(usable, args.data.chat_template)
+    opened = open_model(args.model, args.data.chat_template, args.sampler)
+    directory, config, tokenizer, ends = opened.directory, opened.config, opened.tokenizer, opened.ends
+    args = with_prompt_day(args, opened.own_tokenizer.chat_template)
     told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
     check_template_kwargs(tokenizer, [name for name, _ in told])
     data = load_data(args, tokenizer)
@@ -115,11 +104,8 @@ def prepare(args: Common) -> Prepared:
             check_reachable(task, tokenizer, config.vocab_size)
     check_context(data.width, args.sampler.max_completion_length, config)
     model = decoder(config, args.device.attention, args.model.gradient_checkpointing)
-    ends = end_token_ids(directory, tokenizer, args.sampler.eos_token, config.vocab_size)
-    exported = tokenizer_to_export(own_tokenizer, named.tokenizer is None, ends)
+    exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, ends)
     check_export_source(config, directory, exported)
-    # Also where it is compiled only with the first rollout: a mistake in it must not wait for that.
-    stop_table(tokenizer, args.sampler.stop, config.vocab_size)
     loop = make_loop(args, model, data, tokenizer, ends)
     memory = memory_of_device(args, loop)
     if not isinstance(loop, PolicyLoop):
@@ -184,13 +170,6 @@ def lora_config(args: ModelArgs) -> LoraConfig | None:
     return LoraConfig(args.lora_r, args.lora_alpha, args.lora_target_modules, args.use_rslora)
 
 
-def compute_dtype(name: str) -> FloatName:
-    """ "auto" is what the platform is fast in."""
-    if name == "auto":
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return "float32" if name == "float32" else "bfloat16"
-
-
 def check_platform(wanted: str) -> None:
     """Raises UserError where JAX does not run on the platform that was asked for."""
     found = jax.default_backend()
@@ -220,64 +199,60 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
         )
     if isinstance(args, Grpo | Rloo) and args.ahead.rollouts_ahead:
         check_ahead(args.model)
-    shared = loop_options(args, policy, tokenizer, data.width, ends)
     device = args.device
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
     rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
-    completions = args.sampler.num_generations
-    evicts = evicts_keys(policy, shared["rollout"], model.shape.num_layers, data.width)
-    # Only the number of optimizer steps is still to be said, which each configuration knows.
-    parts = (model, data.task, tokenizer)
+    rollout = rollout_config(args.sampler, ends, pad_token_id(tokenizer))
+    evicts = evicts_keys(policy, rollout, model.shape.num_layers, data.width)
+    kind, config = loop_config(args, policy, rollout, data.width, evicts)
+    optimizer = optimizer_of(args, config.steps_per_rollout)
+    return kind(model, data.task, tokenizer, optimizer, config, mesh, rewards=rewards)
+
+
+def loop_config(
+    args: Common, policy: EvictionPolicy, rollout: RolloutConfig, width: int, evicts: bool
+) -> tuple[Any, LoopConfig]:
+    """The class of the loop, and its configuration.
+
+    Args:
+      width: tokens of the longest prompt.
+      evicts: whether any key is evicted in this run.
+    """
+    sampler, device = args.sampler, args.device
+    options: dict[str, Any] = {
+        "prompts_per_step": sampler.num_prompts,
+        "group_size": sampler.num_generations,
+        "prompt_width": width,
+        "policy": policy,
+        "rollout": rollout,
+        "decode_rows": sampler.decode_rows,
+        "stop_strings": sampler.stop,
+        "seed": args.run.seed,
+    }
+    if isinstance(args, OnlineDpo):
+        if device.pack_columns is not None:
+            raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
+        if device.share_prompts:
+            raise UserError("expected no --share-prompts with online-dpo, whose update has two rows of a prompt")
+        loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
+        update = DPOUpdateConfig(loss=loss, microbatch_size=device.microbatch)
+        penalty = args.pairs.missing_eos_penalty
+        return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)
+    if not isinstance(args, Grpo | Rloo | Ppo):
+        raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
+    update = update_config(args.loss, args.reference, policy, device, sampler.num_generations, evicts)
+    options |= {"minibatches": args.loss.minibatches, "num_iterations": args.loss.num_iterations, "update": update}
     match args:
-        case Grpo():
-            config = GRPOConfig(
-                **shared,
-                minibatches=args.loss.minibatches,
-                num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
-                scale_rewards=args.group.scale_rewards,
-                dynamic_sampling=args.group.dynamic_sampling,
-                rollouts_ahead=args.ahead.rollouts_ahead,
-            )
-            return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
+        case Grpo(group=group):
+            options |= {"scale_rewards": group.scale_rewards, "dynamic_sampling": group.dynamic_sampling}
+            return GRPOLoop, GRPOConfig(**options, rollouts_ahead=args.ahead.rollouts_ahead)
         case Rloo():
-            config = GRPOConfig(
-                **shared,
-                minibatches=args.loss.minibatches,
-                num_iterations=args.loss.num_iterations,
-                update=update_config(args.loss, args.reference, policy, device, completions, evicts),
-                advantages="leave_one_out",
-                scale_rewards="none",
-                rollouts_ahead=args.ahead.rollouts_ahead,
-            )
-            return GRPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
-        case Ppo():
-            update = update_config(args.loss, args.reference, policy, device, completions, evicts)
-            config = PPOConfig(
-                **shared,
-                minibatches=args.loss.minibatches,
-                num_iterations=args.loss.num_iterations,
-                update=replace(update, value=ValueConfig()),
-                gamma=args.critic.gamma,
-                lam=args.critic.lam,
-                whiten_advantages=args.critic.whiten_advantages,
-            )
-            return PPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
-        case OnlineDpo():
-            if args.device.pack_columns is not None:
-                raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
-            if args.device.share_prompts:
-                raise UserError("expected no --share-prompts with online-dpo, whose update has two rows of a prompt")
-            loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
-            config = OnlineDPOConfig(
-                **shared,
-                update=DPOUpdateConfig(loss=loss, microbatch_size=args.device.microbatch),
-                missing_eos_penalty=args.pairs.missing_eos_penalty,
-            )
-            return OnlineDPOLoop(*parts, optimizer_of(args, config.steps_per_rollout), config, mesh, rewards=rewards)
-        case _:
-            raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
+            options |= {"advantages": "leave_one_out", "scale_rewards": "none"}
+            return GRPOLoop, GRPOConfig(**options, rollouts_ahead=args.ahead.rollouts_ahead)
+        case Ppo(critic=critic):
+            options |= {"update": replace(update, value=ValueConfig())}
+            return PPOLoop, PPOConfig(**options | vars(critic))
 
 
 def check_ahead(model: ModelArgs) -> None:
@@ -288,29 +263,12 @@ def check_ahead(model: ModelArgs) -> None:
         raise UserError(f"expected no --rollouts-ahead with several processes; got {jax.process_count()} of them")
 
 
-def loop_options(
-    args: Common, policy: EvictionPolicy, tokenizer: Any, width: int, ends: tuple[int, ...]
-) -> dict[str, Any]:
-    """What the configurations of all loops have, by their names there."""
-    sampler = args.sampler
-    return {
-        "prompts_per_step": sampler.num_prompts,
-        "group_size": sampler.num_generations,
-        "prompt_width": width,
-        "policy": policy,
-        "rollout": rollout_config(sampler, ends, pad_token_id(tokenizer)),
-        "decode_rows": sampler.decode_rows,
-        "stop_strings": sampler.stop,
-        "seed": args.run.seed,
-    }
-
-
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
     """The optimizer of the whole run."""
-    config = optimizer_config(args.optimizer, learning_rate(args))
-    if eviction_policy(args.sampler).gate is not None:
-        config = replace(config, gate_speed=args.optimizer.gate_speed)
-    return make_optimizer(config, args.run.max_steps * steps_per_rollout)
+    has_gate = eviction_policy(args.sampler).gate is not None
+    options: dict[str, Any] = {**vars(args.optimizer), "learning_rate": learning_rate(args)}
+    options["gate_speed"] = args.optimizer.gate_speed if has_gate else None
+    return make_optimizer(OptimizerConfig(**options), args.run.max_steps * steps_per_rollout)
 
 
 def learning_rate(args: Common) -> float:
@@ -318,22 +276,6 @@ def learning_rate(args: Common) -> float:
     if args.optimizer.learning_rate is not None:
         return args.optimizer.learning_rate
     return 1e-6 if args.model.lora_r is None else 1e-5
-
-
-def optimizer_config(args: OptimizerArgs, rate: float) -> OptimizerConfig:
-    return OptimizerConfig(
-        args.optim,
-        rate,
-        args.lr_scheduler_type,
-        args.warmup_steps,
-        args.min_lr_rate,
-        args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_epsilon=args.adam_epsilon,
-        momentum_dtype=args.momentum_dtype,
-        max_grad_norm=args.max_grad_norm,
-    )
 
 
 def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:

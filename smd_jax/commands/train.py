@@ -28,7 +28,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.disk_plan import check_disk, checkpoint_plan, kept_on_disk
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
-from smd_jax.commands.launch import check_same_plan, check_shared, check_told_the_same, join, together
+from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
@@ -130,7 +130,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         # Before processes meet, and so before one of them can write there.
         args = replace(args, run=replace(args.run, resume=is_there(directory)))
     # First, so that a process without --resume is named for that, and not for what it then finds in the directory.
-    check_told_the_same(algorithm, args)
+    check_same_command(algorithm, args)
     with together(), all_or_none(), users_mistakes(), troubles():
         check_numbers(args)
         settings = run_config(args)
