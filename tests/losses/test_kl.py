@@ -127,7 +127,9 @@ def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
     state = new_state().replace(reference=reference_of(0.1))
     samples = loop.collect(state, 0)
     seen = []
-    monkeypatch.setattr(type(loop), "take_steps", lambda self, state, batch: (seen.append(batch), (state, {}))[1])
+    monkeypatch.setattr(
+        type(loop.learner), "take_steps", lambda self, state, batch: (seen.append(batch), (state, {}))[1]
+    )
     _, metrics = loop.learn(state, samples)
 
     t = samples.trajectory

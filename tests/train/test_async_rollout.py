@@ -214,7 +214,7 @@ def test_a_state_must_fit():
 
 
 def test_weights_are_whole_where_two_programs_run_at_once():
-    with pytest.raises(ValueError, match=r"expected weights and rows that lie whole .* got \{'fsdp': 2\}"):
+    with pytest.raises(ValueError, match=r"expected a mesh with the data axis only .* got \{'fsdp': 2\}"):
         toy_loop.own_loop(AHEAD, sizes=(1, 2, 1))
     assert toy_loop.own_loop(AHEAD, sizes=(2, 1, 1)).config.samples_ahead
 
