@@ -165,7 +165,7 @@ def check_pair_correction(correction: Correction) -> None:
     name = type(correction).__name__
     if correction.traits.ratio_to == "sampler":
         raise ValueError(
-            f"expected a correction without a ratio to the sampler, because online DPO takes none; got {name}"
+            f"expected a correction of the loss, because online DPO takes no ratio to the sampler; got {name}"
         )
     if not correction.traits.per_response or correction.traits.uses_present:
         raise ValueError(
