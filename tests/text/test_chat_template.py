@@ -56,7 +56,7 @@ def test_equals_transformers(variables, named):
     tokenizer = dated({"default": TOOLS, "tool_use": f"with tools {TOOLS}"} if named else TOOLS)
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
     assert render_messages(CHAT, tokenizer, variables) == expected
-    assert tokenizer.special_tokens_map["eos_token"] in expected and expected.endswith(">")
+    assert tokenizer.special_tokens_map["eos_token"] in expected and str(expected).endswith(">")
 
 
 RENDERER = Renderer()
