@@ -220,7 +220,7 @@ KINDS: dict[str, Fault] = {
         data("zeros.csv.xz", lzma.compress(ZEROS, preset=0), "to unpack to at most"),
         data("digits.jsonl", '{"prompt": ' + "9" * 100_000 + "}\n", "expected"),
         data("folder/README.md", CARD.format(LAUGHS * 3), "expected"),
-        data("folder/README.md", CARD.format("a: " + "[" * 5000), "expected YAML nested at most 50 deep"),
+        data("folder/README.md", CARD.format("a: " + "[" * 5000), "expected YAML of at most 50 levels"),
     ),
     "data of another kind than its name": one_error(
         data("rows.csv", b"PAR1" + bytes(100), "got a parquet file"),
