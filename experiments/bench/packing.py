@@ -67,8 +67,13 @@ def trajectory() -> Trajectory:
     columns = np.arange(PROMPT + RESPONSE)[None]
     valid = (columns >= PROMPT - prompts[:, None]) & (columns < PROMPT + responses[:, None])
     config = MODEL.config
-    sizes = {"batch": ROWS, "layers": config.num_layers, "kv_heads": config.num_kv_heads}
-    mask = random_evictions(PROMPT + RESPONSE, Segments(PROMPT, BUFFER, BUDGET), **sizes)
+    mask = random_evictions(
+        PROMPT + RESPONSE,
+        Segments(PROMPT, BUFFER, BUDGET),
+        batch=ROWS,
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+    )
     return Trajectory(
         tokens=jnp.asarray(np.where(valid, rng.integers(1, config.vocab_size, valid.shape), 0), jnp.int32),
         valid=jnp.asarray(valid),

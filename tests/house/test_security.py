@@ -321,10 +321,9 @@ def show_warning(file: io.StringIO) -> None:
     [
         *(show_in_box, show_report, show_warning),
         lambda file: progress.summary_table(EVIL, ["x", EVIL], [["y", EVIL]], file=file, width=200),
-        lambda file: progress._print_plain_table(EVIL, ["x", EVIL], [["y", EVIL]], file),
         lambda file: file.write(Failure(0, "f", "ValueError", EVIL).described()),
     ],
-    ids=["box", "report", "warning", "table", "plain table", "failure"],
+    ids=["box", "report", "warning", "table", "failure"],
 )
 def test_texts_move_no_terminal(show):
     shown = shown_by(show)
