@@ -31,7 +31,7 @@ def nearest_file(path: str | Path, ending: str = "") -> str:
 
 def _near(name: str, names: Iterable[str]) -> list[str]:
     known = {other.lower(): other for other in list(names)[:MOST]}
-    return [known[other] for other in difflib.get_close_matches(name[:LONGEST].lower(), known, n=3, cutoff=0.7)]
+    return [known[other] for other in difflib.get_close_matches(name[:LONGEST].lower(), known, n=3, cutoff=0.65)]
 
 
 def _sentence(near: list[str]) -> str:

@@ -347,10 +347,10 @@ def test_a_lock_that_fails_in_another_way_is_no_lock(tmp_path: Path, monkeypatch
 def test_ctrl_c_before_the_run_has_begun(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def interrupted(name: str, revision: str | None) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smd_jax.commands.prepare.model_directory", interrupted)
+    monkeypatch.setattr("smd_jax.commands.prepare.open_model", interrupted)
     with pytest.raises(SystemExit) as end:
         main(words(place, tmp_path / "run"))
     said = capsys.readouterr().err

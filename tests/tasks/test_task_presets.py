@@ -215,7 +215,7 @@ def test_every_data_set_of_reasoning_gym():
         (TaskChoice("gsm8k", map_row=dict), "expected no map_row with a preset"),
         (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
         (TaskChoice("reasoning_gym:gcd", streaming=True), "expected no streaming with a procedural data set"),
-        (TaskChoice("reasoning_gym:gdc"), "got 'gdc' .*'gcd'"),
+        (TaskChoice("reasoning_gym:gdc"), r"got 'gdc'\. Did you mean gcd\?"),
         (TaskChoice("reasoning_gym:composite"), "expected parameters that 'composite' takes.*at least one dataset"),
         (
             TaskChoice("reasoning_gym:chain_sum", parameters=(("terms", 2),)),
