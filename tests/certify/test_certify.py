@@ -79,12 +79,14 @@ def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
 # --- verdicts
 
 
+@pytest.mark.slow
 def test_a_rollout_is_one_policy(params, arrays):
     cause, verdict = named(params, checked(arrays))
     assert checked(arrays).has_evictions
     assert verdict.is_one_policy and cause is None and verdict.kind == "rounding" and verdict.max_abs < 2e-5
 
 
+@pytest.mark.slow
 def test_recorded_support_is_one_policy(params):
     given = arrays_of(rolled_out(params, smd.SamplingConfig(top_k=6)))
     assert named(params, checked(given))[1].is_one_policy
@@ -96,6 +98,7 @@ def test_recorded_support_is_one_policy(params):
 CASES = [(cause.name, number) for cause in CAUSES for number in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_an_injected_cause_is_named(params, arrays, name, number):
     (cause,) = (cause for cause in CAUSES if cause.name == name)

@@ -28,6 +28,7 @@ def checkpoint(folder: Path, name: str, value: float) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -340,6 +340,7 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
     assert sorted(flags) == sorted(re.findall("--[a-z-]+", translated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -577,6 +578,7 @@ def test_adapters_are_trained_and_exported(model: Path, tmp_path: Path):
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_exported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     main(["grpo", "--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "1"])

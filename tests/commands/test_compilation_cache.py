@@ -39,6 +39,7 @@ def programs(folder: Path) -> int:
     return len(list(folder.glob("*-cache")))
 
 
+@pytest.mark.slow
 def test_programs_are_kept_and_found(tmp_path: Path):
     folder = tmp_path / "programs"
     said, found = run(folder)

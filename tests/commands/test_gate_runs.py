@@ -89,6 +89,7 @@ def test_a_run_leaves_a_model_and_a_gate(trained: Path):
     )
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path):
     export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])
     once, again = (load_gate(place, CONFIG) for place in (trained / "run" / "gate", tmp_path / "gate"))

@@ -34,6 +34,7 @@ def help_page(command: Any, words: list[str], capsys: pytest.CaptureFixture[str]
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "words"), HELP_PAGES)
 def test_every_flag_says_what_it_does(
     command: Any, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

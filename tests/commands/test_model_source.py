@@ -206,6 +206,7 @@ def test_files_with_ends_that_cannot_be(file: str, content: str, model: Path):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 def test_ends_of_a_run_are_those_of_its_exports(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = tmp_path / "run"
     words = ["grpo", "--model", str(model), *RUN, "--output-dir", str(run), "--eos-token", "<|endoftext|>"]
@@ -218,6 +219,7 @@ def test_ends_of_a_run_are_those_of_its_exports(model: Path, tmp_path: Path, mon
         load_checkpoint(folder)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_does_not_cost_the_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -97,6 +97,7 @@ def test_the_help_names_every_policy(capsys: pytest.CaptureFixture[str], monkeyp
     assert all(name in flag for name in POLICIES), flag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "said"),
     [

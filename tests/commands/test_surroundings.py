@@ -20,12 +20,14 @@ def script(name: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from smd_jax.commands.console_scripts import {name}; {name}()"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smd_train", "smd_eval", "smd_export", "smd_plot", "smd_certify"])
 def test_every_command_says_its_version(name):
     done = subprocess.run([*script(name), "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("smd_jax 0.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["--version"]])
 @pytest.mark.parametrize(
     ("redirection", "status", "said"),
@@ -52,6 +54,7 @@ def test_a_run_whose_output_cannot_be_written_is_complete(redirection: str, stat
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_without_a_home_caches_have_a_folder(tmp_path: Path):
     """A container may run as a user without an entry in the system's list."""
     python, option, code, *_ = script("smd_eval")

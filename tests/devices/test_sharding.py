@@ -94,6 +94,7 @@ def distance(left, right) -> float:
 # --- the same numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 2)])
 def test_a_rollout_gives_the_same_tokens(sizes):
     one, many = sampled(ONE), sampled(sizes)
@@ -105,6 +106,7 @@ def test_a_rollout_gives_the_same_tokens(sizes):
     np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "config"), [((8, 1, 1), PLAIN), ((1, 4, 2), PLAIN), ((2, 2, 2), FULL)])
 def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
     (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)

@@ -463,6 +463,7 @@ def prompt_losses(key: Any, prompts: PromptBatch, **options: Any) -> np.ndarray:
     return eviction_times(run)[..., :WIDTH] == WIDTH
 
 
+@pytest.mark.slow
 def test_prompts_lose_other_keys_in_other_seeds_and_rollouts():
     """Equal prompts too, unless they are one group, whose rows go on from one reading."""
     prompts = PromptBatch(jnp.ones((4, WIDTH), jnp.int32), jnp.ones((4, WIDTH), bool))
@@ -475,6 +476,7 @@ def test_prompts_lose_other_keys_in_other_seeds_and_rollouts():
     assert len({row.tobytes() for row in grouped}) == 4
 
 
+@pytest.mark.slow
 def test_copies_of_a_prompt_lose_the_same_keys():
     """However often a group's prompt is read, so that it divides over a mesh, and by the engine."""
     prompts = left_padded([WIDTH, WIDTH - 2], WIDTH, ONE_LAYER.vocab_size)

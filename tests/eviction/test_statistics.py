@@ -240,6 +240,7 @@ def simulate(name: str, trajectory: Trajectory, b: int, chunk: int | None) -> np
 READ = [("expected attention", None), ("age", None), ("age", 4), ("running norm", 4), ("Protect", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunk"), READ)
 def test_the_same_keys_as_in_numpy(name: str, chunk: int | None):
     trajectory = run_one_layer(name, chunk)
@@ -280,6 +281,7 @@ def gap(model: Decoder, trajectory: Trajectory) -> float:
     return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), EVERYWHERE)
 def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
     model = TWO_LAYERS if name == "Pyramid" else MODEL  # budgets that differ between layers

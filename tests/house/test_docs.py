@@ -59,6 +59,7 @@ def run(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 RUN_HERE = [page for page in PAGES if python_blocks(page) and page.name not in RUN_ELSEWHERE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     names = run(page, monkeypatch)

@@ -135,6 +135,7 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert end.value.code == 2 and "need tyro, not installed here: pip install -e '.[train]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_is_said_before_the_help():
     """By transformers, that there is no PyTorch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
@@ -209,6 +210,7 @@ def test_a_prompt_is_shown_as_text(place: Path, tmp_path: Path, capsys: pytest.C
     assert "␛[31mred [bold]x[/bold]" in said and "\x1b" not in said
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_the_run_as_it_was(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -240,6 +242,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     main([*moved, "--output-dir", str(tmp_path / "moved")])
 
 
+@pytest.mark.slow
 def test_one_line_begins_a_run_and_goes_on(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     line = words(place, tmp_path / "run", "--resume-if-there", "--save-steps", "1")
     main([*line, "--max-steps", "1"])
@@ -263,6 +266,7 @@ def test_another_model_in_its_place_leaves_the_run_as_it_was(
     assert (tmp_path / "run" / "config.yaml").read_text() == kept
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_files_lie_elsewhere(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The model's weights need not be what they were: checkpoints have them."""
     here, there = tmp_path / "here", tmp_path / "there"

@@ -245,6 +245,7 @@ def catches_everything(handler: ast.ExceptHandler) -> bool:
     return any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in caught)
 
 
+@pytest.mark.slow
 def test_no_broad_except():
     broad = [
         f"{label(path)}:{node.lineno}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests.paths import ROOT
@@ -34,6 +35,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_in_silence():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -41,6 +43,7 @@ def test_every_module_is_imported_in_silence():
     assert count > 100 and changed == []
 
 
+@pytest.mark.slow
 def test_notebooks_import_in_silence(monkeypatch):
     """In a kernel, where tqdm warns that ipywidgets are missing."""
     monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)

@@ -76,6 +76,7 @@ def test_random_checkpoint_opens_here_and_in_transformers(tmp_path: Path):
     assert (hf_config.model_type, hf_config.eos_token_id, hf_config.pad_token_id) == ("qwen2", 258, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AutoTokenizer, PreTrainedTokenizerFast])
 def test_tokenizer_of_the_random_checkpoint(tmp_path: Path, kind: type):
     write_random_checkpoint(tmp_path)
@@ -100,6 +101,7 @@ def test_vocabulary_must_hold_the_tokenizer(tmp_path: Path):
         write_random_checkpoint(tmp_path, config=tiny_model_config(vocab_size=100))
 
 
+@pytest.mark.slow
 def test_the_documented_command(tmp_path: Path):
     command = [sys.executable, "-m", "smd_jax.testing", str(tmp_path / "model"), "--seed", "3"]
     result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=120)

@@ -74,6 +74,7 @@ def test_straight_through():
     assert [g.tolist() for g in gradients] == [[2.0, 3.0], [0.0, 0.0]]
 
 
+@pytest.mark.slow
 @PORTABLE
 @given(masks_of_few_sizes(), st.booleans())
 def test_interval_attention(drawn: Drawn, whole: bool):
@@ -84,6 +85,7 @@ def test_interval_attention(drawn: Drawn, whole: bool):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+@pytest.mark.slow
 @PORTABLE
 @given(masks_of_few_sizes(), st.booleans())
 def test_segment_attention(drawn: Drawn, whole: bool):
@@ -99,6 +101,7 @@ def test_segment_attention(drawn: Drawn, whole: bool):
 CASE = Case(4, 64, Segments(5, 6, 7), evict_at_every_step((2, 2, 41), (3, 0), 7, 0), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["interval", "segments"])
 def test_float64(form: str):
     with jax.enable_x64(True):

@@ -123,6 +123,7 @@ def test_against_loops(f: Any, shape: str, dtype: str):
     check(f, inputs(SHAPES[shape], jnp.dtype(dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted_gpu")
 @pytest.mark.parametrize("shape", ON_GPU.values(), ids=ON_GPU)
 def test_gpu_against_loops(shape: Shape):

@@ -85,6 +85,7 @@ def results(case: str):
     return kernel, blocks, d_out, run(kernel, blocks, d_out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_those_of_the_reference(case):
     _, blocks, d_out, (out, _, *gradients) = results(case)
@@ -167,6 +168,7 @@ def test_tiles_are_whole_warpgroups():
         MosaicGpuKernel(BlockSizes(rows_dq=96))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over_segments", [False, True], ids=["whole", "by segments"])
 def test_as_the_learner_calls_it(over_segments: bool):
     """Groups of query heads, padding, an eviction at every step; bfloat16 against float32. The interpreter compiles

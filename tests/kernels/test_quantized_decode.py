@@ -158,6 +158,7 @@ def check(f: Callable[..., Any], args: Inputs, *, twice: bool = True) -> None:
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -170,6 +171,7 @@ def test_bfloat16_against_loops(f: Any):
     check(f, inputs(SHAPES["GQA"], 4, jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_tpu_has_no_races_and_reads_no_unwritten_memory(bits: int):
     with races.forbidden():
@@ -180,6 +182,7 @@ def test_tpu_has_no_races_and_reads_no_unwritten_memory(bits: int):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted_gpu")
 @pytest.mark.parametrize(("bits", "shape"), ON_GPU.items(), ids=ON_GPU)
 def test_gpu(bits: int, shape: Shape):
@@ -188,6 +191,7 @@ def test_gpu(bits: int, shape: Shape):
     check(on_gpu, args)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted_gpu")
 @pytest.mark.parametrize(
     ("f", "dtype"), [(decode_codes_attention, "float32"), (on_tpu, "float32"), (on_gpu, "bfloat16")]

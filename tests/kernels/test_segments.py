@@ -240,6 +240,7 @@ def test_under_vmap():
         np.testing.assert_allclose(one, jax.jit(attend)(q, k, v, ends), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "platform"), [(MosaicGpuKernel(), "cuda"), (MosaicTpuKernel(), "tpu")])
 def test_export_with_gradients(kernel: Any, platform: str):
     """Gathering, kernels, the sums along the slots: all of it lowers for a device that is not here."""

@@ -92,6 +92,7 @@ def assert_like_reference(kernel: BlockKernel, blocks: Blocks) -> Result:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, jnp.float32) for shape in SHAPES), ("odd sizes", jnp.bfloat16)])
 def test_like_the_reference(shape: str, dtype: Any):
     got = assert_like_reference(KERNEL, random_blocks(SHAPES[shape], dtype))
@@ -220,6 +221,7 @@ def test_refusals():
         jax.eval_shape(KERNEL.forward, jax.eval_shape(lambda: random_blocks((1, 8, 8, 64), jnp.float16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "over_segments"), [(3, False), (4, True), (5, True)])
 def test_as_the_learner_calls_it(size: int, over_segments: bool):
     """Any mask, gathered by segments or whole: three masks of a size, for a program each."""

@@ -137,6 +137,7 @@ def compiled_update(model: Decoder, rows: int, length: int) -> Any:
     return make_update(model, RECORD, UpdateConfig()).lower(state, batch).compile()
 
 
+@pytest.mark.slow
 def test_no_logits_of_a_whole_response(monkeypatch: pytest.MonkeyPatch):
     """256 columns of 4,096 tokens by blocks of 16: the head itself becomes the largest array."""
     model = Decoder(tiny_model_config(vocab_size=4096, num_layers=1))

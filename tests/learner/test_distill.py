@@ -114,6 +114,7 @@ def test_all_rows_and_positions(direction):
     assert distance(expected(direction, weights()[..., None] * -np.exp(policies(direction)[1])), grads) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "published"])
 def test_half_of_the_rows_and_half_of_the_positions(direction):
     each, slopes = exact(direction)
@@ -124,6 +125,7 @@ def test_half_of_the_rows_and_half_of_the_positions(direction):
         assert distance(grads, expected(direction, chosen[..., None] * slopes)) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_full_rotation_is_the_whole():
     whole, whole_grads = run(DistillConfig())
     turns = [run(half(), step) for step in range(ROWS * LENGTH)]

@@ -47,6 +47,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_that_is_left_out_may_hold_anything(case: str, value: float):
@@ -97,6 +98,7 @@ def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
     return states[0], states[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distill", [None, DistillConfig("forward")])
 def test_empty_responses_move_nothing(distill: DistillConfig | None):
     """Neither does weight decay; and it is no skipped update."""

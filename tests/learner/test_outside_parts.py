@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jaxtyping import Array
 
 import smd_jax as smd
@@ -54,6 +55,7 @@ class Digits:
         return [sum(a == b for a, b in zip(text, answer, strict=False)) / 5 for text, answer in pairs]
 
 
+@pytest.mark.slow
 def test_every_part_may_come_from_outside():
     update = smd.UpdateConfig("dense", correction=Halved(), terms=(Imitation(),))
     config = smd.GRPOConfig(2, 4, 9, Oldest(), toy_loop.ROLLOUT, update=update)

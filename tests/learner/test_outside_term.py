@@ -85,6 +85,7 @@ def test_terms_add_up():
     np.testing.assert_allclose(with_term[0]["loss"], alone[0]["loss"] + plain[0]["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_update_computes_what_a_term_needs():
     """Another mask for the policy, and the reference: attention matters, so this model has some."""
     t = tiny_update.trajectory()

@@ -115,6 +115,7 @@ def test_rows_that_do_not_count():
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [True, False])
 def test_log_probabilities_are_those_of_the_sampler(segments: bool):
     """Under the mask that the sampler had, with attention over segments and over all keys."""

@@ -61,6 +61,7 @@ def test_an_update_is_the_same(sizes, config):
     assert_same_gradients(many_grads, one_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3], ids=str)
 def test_an_update_by_blocks_is_the_same(block: int, monkeypatch: pytest.MonkeyPatch):
     """Logits of so many columns at a time on each of two devices."""

@@ -86,6 +86,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("budget", [5, 12])
 def test_log_probabilities_are_those_of_the_sampler(policy: str, budget: int):
@@ -99,6 +100,7 @@ def test_log_probabilities_are_those_of_the_sampler(policy: str, budget: int):
         assert float(abs(dense - again)[mask].max()) > 0.01, "nothing that matters was evicted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments"])
 @pytest.mark.parametrize("windows", [(), (4, None)])
 def test_every_attention(impl, windows):
@@ -155,11 +157,13 @@ def assert_equal_steps(got, expected):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_step_is_the_same(name: str):
     assert_equal_steps(stepped(replace(CONFIGS[name], rows_per_prompt=GROUP)), stepped(CONFIGS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("microbatch", "rows"), [(8, 4), (4, 2)])
 def test_microbatches(microbatch: int, rows: int):
     """Of two prompts, and of half of one."""
@@ -168,6 +172,7 @@ def test_microbatches(microbatch: int, rows: int):
     assert_equal_steps(stepped(shared), stepped(config))
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """Four devices with a prompt each, and two of them halved by the tensor axis."""
     expected = stepped(CONFIGS["grpo"])
@@ -175,6 +180,7 @@ def test_on_a_mesh():
         assert_equal_steps(stepped(replace(CONFIGS["grpo"], rows_per_prompt=GROUP), make_mesh(*sizes)), expected)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same():
     """Two rollouts of a loop with minibatches, whose old policy is replayed."""
     config = replace(toy_loop.CONFIG, minibatches=2, update=UpdateConfig("dense", correction=TIS()))

@@ -97,6 +97,7 @@ def test_gradient_and_metrics_against_the_definition():
     np.testing.assert_allclose(metrics["entropy"], entropy[mask].mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_old_log_probabilities_the_ratio_is_one():
     # And the weights of a microbatch are those of the whole batch: a mean over eight rows, empty or not.
     config = UpdateConfig(loss=grpo(), microbatch_size=2)
@@ -148,6 +149,7 @@ def test_masks_may_be_stored_as_booleans():
     assert distance(boolean[1], compact[1]) < 1e-5  # the one attends to T × T scores, the other to gathered keys
 
 
+@pytest.mark.slow
 def test_recomputing_layers_changes_nothing():
     kept, again = metrics_and_gradients(), metrics_and_gradients(model=Decoder(MODEL.config, remat=True))
     np.testing.assert_allclose(again[0]["loss"], kept[0]["loss"], rtol=1e-6)
@@ -183,6 +185,7 @@ def test_a_missing_reference(config):
 # --- distillation
 
 
+@pytest.mark.slow
 def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
     """Values and gradients of every direction: `test_distill`."""
     config = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))

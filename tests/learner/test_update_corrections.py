@@ -123,6 +123,7 @@ def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now():
     assert distance(found, gradients) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [SparseRL(), Chain((DPPOTV(), OPSM()))])
 def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     """One that is made before the forward pass, and one after it."""
@@ -163,6 +164,7 @@ def test_advantages_of_single_tokens():
 # --- rows that do not count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [grpo(), bnpo(), dr_grpo(), gspo()], ids=["grpo", "bnpo", "dr_grpo", "gspo"])
 def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
     config = UpdateConfig(loss=loss)

@@ -50,6 +50,7 @@ def on_policy():
     return bigram_update.batch().replace(old_logprobs=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_the_bonus_has_its_exact_gradient(narrow_blocks, microbatch_size):
     update = UpdateConfig(entropy_coef=COEF, microbatch_size=microbatch_size)

@@ -78,6 +78,7 @@ def test_the_bias_correction_makes_k3_an_estimate_of_the_same_gradient_as_k1():
     assert tiny_update.distance(other, one) < 1e-5 < 0.1 < tiny_update.distance(plain, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_an_update_with_each_estimate(estimator):
     update = UpdateConfig(loss=LossConfig(beta=0.5, kl_estimator=estimator))
@@ -118,6 +119,7 @@ def reference_of(scale: float) -> Any:
     return jax.tree.map(lambda x: x + jnp.asarray(scale * rng.normal(size=x.shape), x.dtype), warm_params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
     """As TRL's RLOOTrainer: rewards - beta * sum over the response of (old - reference), before the group's mean."""

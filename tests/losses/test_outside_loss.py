@@ -131,6 +131,7 @@ def test_the_update_takes_the_gradient_of_the_formula(size):
     assert 0 < metrics["gate_mean"] < 1 and "clip_ratio/low_mean" not in metrics
 
 
+@pytest.mark.slow
 def test_the_loop_takes_them():
     update = UpdateConfig("dense", LOSS, correction=Chain((RootRatio(), WithoutFirst())))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(new_state())

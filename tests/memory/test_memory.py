@@ -130,6 +130,7 @@ WIDE = replace(WORK, model=Decoder(replace(SHAPE, vocab_size=4096, num_layers=1)
 ANCHOR = DistillConfig("anchor", fraction=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "options"),
     [
@@ -154,6 +155,7 @@ def test_an_update_needs_what_was_planned(work: Workload, options: Any):
     assert planned.update == named + worked
 
 
+@pytest.mark.slow
 def test_an_update_of_narrow_parameters_needs_what_was_planned():
     """In bfloat16 without masters: half as many bytes for them, as many for the optimizer, and gradients in float32."""
     work = replace(WORK, microbatch_size=2)
@@ -230,6 +232,7 @@ def keys(rows: int) -> Any:
     return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "width", "config"),
     [

@@ -21,6 +21,7 @@ from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import new_loop
 
 
+@pytest.mark.slow
 def test_as_many_rows_as_fit():
     work = Workload(MODEL, RKV(window=4), SIZES, 64, rows=100, prefill_rows=8)
     params = param_shapes(MODEL)

@@ -191,6 +191,7 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
 # --- one policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_identity(name: str):
     """With the drawable tokens, the learner gives the sampler's numbers again; without, it is another policy."""
@@ -209,6 +210,7 @@ def test_identity(name: str):
     np.testing.assert_allclose(np.asarray(trajectory.logprobs)[mask], np.asarray(explicit)[mask], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_minimum_length_delays_the_end():
     """Where the end token is likely, rows end as soon as they may; and not before, in no row."""
     params = with_loud_end(PARAMS)
@@ -250,6 +252,7 @@ def policy_update(config: UpdateConfig) -> Any:
     return make_update(MODEL, RECORD, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "visibility"), [("all", "shadow"), ("top-p", "dense")])
 def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     """Against the plain definition over the drawable tokens, in parts and as a whole: policy, old policy, reference."""
@@ -280,6 +283,7 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     assert metrics["kl"] == pytest.approx(kl.sum() / np.asarray(inside).sum(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "direction"),
     [("all", "forward"), ("all", "published"), ("top-p", "reverse"), ("minimum length", "anchor")],
@@ -320,6 +324,7 @@ def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> 
     return result
 
 
+@pytest.mark.slow
 def test_gradients_of_distillation_are_finite():
     """By the estimator that looks at the drawn token alone; the exact one's are looked at above."""
     config = UpdateConfig(distill=DistillConfig("reverse", estimator="k3"), microbatch_size=2)
@@ -374,6 +379,7 @@ def loop_of(kind: str) -> tuple[Any, TrainState]:
     return toy_loop.new_loop(config, sizes=(2, 1, 1)), toy_loop.new_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "dpo"])
 def test_loops(kind: str):
     """Filters, minibatches, microbatches, groups from several rollouts, on two devices: still one policy."""

@@ -93,6 +93,7 @@ def differences(model: Decoder, params: Any, trajectory: Any) -> tuple[float, fl
     return float(tokens[np.asarray(trajectory.response_mask)].max()), float(draws.max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_identity(case: str):
     """Both parts, in float32: unequal prompts, rows that end early, compressions of prompts and responses."""
@@ -256,6 +257,7 @@ def batch(group_size: int = 2) -> tuple[dict[str, Any], TrainBatch]:
     return params, TrainBatch(trajectory, advantages, trajectory.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_gradient_is_that_of_reinforce(group_size: int):
     """Of the update, against one taken of the definition: A log p of every draw of the row's own, over the number of
@@ -275,6 +277,7 @@ def test_gradient_is_that_of_reinforce(group_size: int):
     assert np.linalg.norm(gradient[EVICTION_GATE]["layers_0"]["kernel"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_prompts_that_are_read_once():
     """Draws of a prompt's keys, which its responses share, and of theirs: the same gradients, of tokens and gates."""
     params, data = batch()
@@ -297,6 +300,7 @@ def test_rows_of_a_group_share_the_draw_of_their_prompt():
     assert (own[::2, ..., 0] != own[1::2, ..., 0]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_shared_draw_has_no_gradient(seed: int, truncated: bool):

@@ -360,6 +360,7 @@ def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
     return jnp.sum(attend(q, k, v, mask, impl) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["interval", "segments"])
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 4), (3, 1, 1)], ids=str)
 def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):

@@ -199,6 +199,7 @@ CONFIGS = [
 ROWS = 4
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -336,6 +337,7 @@ def test_a_row_depends_on_its_own_number_and_logits_alone(config: SamplingConfig
         np.testing.assert_allclose(alone.logprobs[0], drawn.logprobs[row], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_wide_logits_stay_wide():
     with jax.enable_x64(True):
         logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 50)))

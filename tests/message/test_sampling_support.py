@@ -28,6 +28,7 @@ def test_by_hand():
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first call compiles
 @given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=6), st.booleans())
 def test_sets_come_back(sets, as_bits):
@@ -39,6 +40,7 @@ def test_sets_come_back(sets, as_bits):
     assert [set(np.flatnonzero(row).tolist()) for row in boolean] == sets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [smd.SamplingConfig(top_k=5), smd.SamplingConfig(0.8, top_p=0.9)], ids=str)
 def test_a_foreign_record_with_support_is_exact(sampling):
     """A rollout of ours, reported as vLLM reports it. Without its support the learner is another policy."""

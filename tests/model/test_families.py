@@ -256,6 +256,7 @@ def gap(model: Decoder, params: Any, trajectory: Trajectory, mask: Any = None) -
     return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "H2O"), ("gemma3", "Dense"), ("mistral", "SnapKV")])
 def test_identity_under_windows(family: str, policy: str):
     config = WINDOWED[family]
@@ -285,6 +286,7 @@ def test_a_decoder_over_eight_devices():
 # --- files onto a mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_parameters_are_read_onto_the_mesh(tmp_path: Path, stored: FloatName, dtype: FloatName):
     config = FAMILY_CONFIGS["qwen3-bias-window"]

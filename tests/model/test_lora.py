@@ -172,6 +172,7 @@ def gradients() -> Any:
     return metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_merged_weights_chained_by_hand():
     metrics, grads = gradients()
     assert grads.keys() == {LORA, VALUE_HEAD}, "nothing else has a gradient"
@@ -187,12 +188,14 @@ def test_gradients_are_those_of_merged_weights_chained_by_hand():
     assert np.linalg.norm(grads[VALUE_HEAD]["kernel"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_recomputed_layers_give_the_same_gradients():
     model = Decoder(MODEL.config, remat=True)
     _, again = metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED, model=model)
     assert distance(again, gradients()[1]) < 1e-6
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_same_gradients():
     mesh = make_mesh(2, 2, 2)
     params = jax.tree.map(jnp.copy, ADAPTED)
@@ -237,6 +240,7 @@ def test_the_optimizer_has_moments_of_the_adapters_alone():
     assert min(np.abs(new - old).max() for new, old in pairs) > 1e-3, "every adapter is trained"
 
 
+@pytest.mark.slow
 def test_the_plan_counts_adapters():
     config = LoraConfig(rank=8, alpha=8.0)
     shapes = param_shapes(WIDE_MODEL)
@@ -306,6 +310,7 @@ def test_a_reference_that_follows_adapters():
             synchronised(init_state(ADAPTED, RECORD, jax.random.key(0), reference=reference), sync)
 
 
+@pytest.mark.slow
 def test_online_dpo_trains_adapters_against_their_base():
     params = adapted(dpo.PARAMS)
     grads = {}

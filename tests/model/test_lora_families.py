@@ -56,6 +56,7 @@ def logprobs(family: str, params: Any) -> np.ndarray:
 jitted_replay = jax.jit(replay, static_argnums=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merging_is_what_the_adapters_compute(family: str):
     params = params_of(family)
@@ -66,6 +67,7 @@ def test_merging_is_what_the_adapters_compute(family: str):
     assert np.abs(with_adapters - logprobs(family, base_params(params))).max() > 0.05, "the adapters must do something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_trains_adapters_alone(family: str):
     params = jax.tree.map(jnp.copy, params_of(family))

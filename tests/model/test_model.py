@@ -94,6 +94,7 @@ def test_logits_against_numpy(config: Any, kind: str):
         np.testing.assert_allclose(got[b], expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_both_forms_of_a_mask_are_the_same(config: Any, impl: Any):

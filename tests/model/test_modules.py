@@ -26,6 +26,7 @@ def example(request):
     return runpy.run_path(str(EXPERIMENTS / f"{request.param}.py"))
 
 
+@pytest.mark.slow
 def test_the_example_is_short_and_exact(example):
     assert len(Path(example["__file__"]).read_text(encoding="utf-8").splitlines()) <= 80
     trajectory = example["trajectory"]
@@ -33,6 +34,7 @@ def test_the_example_is_short_and_exact(example):
     assert example["off"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_model_without_evictions_is_the_module(example):
     """Against jax.nn.dot_product_attention with a causal mask, in place of the library's attention."""
     model, params = example["model"], example["params"]
@@ -49,6 +51,7 @@ def test_the_model_without_evictions_is_the_module(example):
     np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_our_update_trains_it(example):
     model, params, trajectory = example["model"], example["params"], example["trajectory"]
     params = jax.tree.map(jnp.copy, params)
@@ -125,6 +128,7 @@ def test_a_mask_for_every_query_head():
         head_mask(recorded_mask(), 0, num_heads=3)
 
 
+@pytest.mark.slow
 def test_other_attentions_take_the_mask():
     """jax.nn, flax.nnx and Equinox give what `attend` gives."""
     mask = recorded_mask()

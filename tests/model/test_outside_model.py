@@ -97,6 +97,7 @@ def test_it_is_static():
 # --- sampler and learner are one policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Dense", "StreamingLLM", "H2O", "RKV", "Pyramid of H2O"])
 def test_identity(name: str):
     """One policy of every kind: by position, by attention, by recent queries and keys, with budgets of its own. (SnapKV
@@ -157,6 +158,7 @@ def test_keys_outside_the_window_go_first():
 # --- every implementation of attention honours windows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
 def test_every_implementation_gives_the_same(impl: Any):
     trajectory = rolled("H2O", model=TWO_LAYERS)
@@ -191,6 +193,7 @@ def loss_and_gradients(trajectory: Trajectory) -> tuple[Any, Any]:
     return metrics, state.opt_state
 
 
+@pytest.mark.slow
 def test_the_update_is_the_same_under_intervals_and_booleans():
     trajectory = rolled("H2O", model=TWO_LAYERS)
     one, gradient = loss_and_gradients(trajectory)
@@ -217,6 +220,7 @@ def test_its_parameters_are_sharded_by_a_rule_for_names_that_nobody_knows():
     assert param_spec(("value_head", "kernel"), (32, 1), mesh) == P()
 
 
+@pytest.mark.slow
 def test_sharded_over_eight_devices():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     whole, model = rolled("H2O", model=TWO_LAYERS), TWO_LAYERS

@@ -44,6 +44,7 @@ def ends_of(folder: Path) -> list[Any]:
     return [read(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "written"), [((256, 258), [258, 256]), ((258,), 258), ((257, 258), [257, 258]), ((256,), 256)]
 )
@@ -71,6 +72,7 @@ def test_a_tokenizer_alone_is_its_own_source(tmp_path: Path, source: Path):
     assert read(tmp_path / "out" / "config.json")["pad_token_id"] == 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [True, False])
 def test_named_chat_templates_survive_and_a_second_export_replaces_the_first(source: Path, copied: bool):
     templates = {"default": "one", "tool_use": "two {{ messages }}"}
@@ -90,6 +92,7 @@ def test_named_chat_templates_survive_and_a_second_export_replaces_the_first(sou
         exported(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [True, False])
 def test_transformers_4_can_open_the_tokenizer(source: Path, copied: bool):
     """It knows neither the class TokenizersBackend nor extra_special_tokens as a list: both are transformers 5's."""

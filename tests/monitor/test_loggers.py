@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from smd_jax.monitor.loggers import Loggers, dashboard_name
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MEMORY_METRICS
@@ -81,6 +83,7 @@ def test_names_are_those_of_transformers_trainer():
     assert dashboard_name("eval/sparse") == "eval/sparse"
 
 
+@pytest.mark.slow
 def test_missing_extras_are_named():
     for module, called, package, extra in (
         ("tensorboard", "TensorBoardLogger", "tensorboardX", "train"),
@@ -180,6 +183,7 @@ with Loggers([WandbLogger(directory, config={"seed": 1}, mode="offline", resume=
 """
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path):
     """A run that resumes is another process: within one, wandb may not write out a second run of the same id."""
     ids = []

@@ -29,6 +29,7 @@ with checkpoint.Writer(sys.argv[1]) as writer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "said"), [("size", "File too large"), ("files", "expected 32 free file handles")])
 def test_a_failing_save_prints_nothing_but_its_error(tmp_path, limit, said):
     words = [sys.executable, "-c", FAILING_SAVE, str(tmp_path), limit]

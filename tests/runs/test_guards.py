@@ -46,6 +46,7 @@ from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 # --- gradients that are no numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
     optimizer = optax.adamw(0.1, weight_decay=0.5)
@@ -208,6 +209,7 @@ def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
     return tamper
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
     state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(4, checkpoint_every=1), tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
@@ -247,6 +249,7 @@ def without_evictions(index: int, samples: Samples) -> Samples:
     return samples._replace(trajectory=with_mask(samples.trajectory, lambda x: never_evicted(x, 0, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [{}, {"minibatches": 2}, {"num_iterations": 2}])
 def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
     loop = tampered(without_evictions, config=replace(CONFIG, **steps))

@@ -47,6 +47,7 @@ def start(directory: Path, steps: int, state: TrainState | None = None, resume: 
     return train(new_loop(HELD), state, RunConfig(steps), directory, config=HELD, resume=resume)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_last_bit_without_the_base_in_its_checkpoints(tmp_path: Path):
     start(tmp_path, 2)
     meta = (tmp_path / "checkpoints" / "2").rglob("metadata")
@@ -93,6 +94,7 @@ def test_what_is_saved(tmp_path: Path):
     assert_bitwise_equal(jax.device_get(with_base(restored, state)), jax.device_get(state))
 
 
+@pytest.mark.slow
 def test_ppo_trains_adapters_and_the_critic():
     loop = PPOLoop(MODEL, TASK, TOKENIZER, optimizer(), PPO)
     share_programs(loop)

@@ -129,6 +129,7 @@ def loop_of(*functions, **options):
     return loop
 
 
+@pytest.mark.slow
 def test_two_steps_with_a_row_that_raises():
     samples, row = drawn()
     loop = loop_of(raising_on({samples.completions[row]}))

@@ -37,6 +37,7 @@ def of_config(folder: Path, **values: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
 def test_each_of_them_ends_a_response(engine: bool):
     """One of them pads, too, as in checkpoints whose list has the padding token."""

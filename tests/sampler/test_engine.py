@@ -82,6 +82,7 @@ def mismatch(trajectory: Trajectory, model: Decoder = MODEL) -> float:
     return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SnapKV", "Random", "Pyramid of H2O"])
 def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     """In the order of the prompts, with their evictions; and the learner finds the sampler's probabilities. Segments
@@ -105,6 +106,7 @@ FILTERED = replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_
 BY_BITS = replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5, prefill_chunk=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [(H2O(), QUANTISED), (Dense(), QUANTISED), (H2O(), FILTERED), (Dense(), BY_BITS)],
@@ -122,6 +124,7 @@ def test_whatever_else_is_asked_for(policy: EvictionPolicy, sizes: RolloutConfig
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, WIDTH), min_size=4, max_size=4),
     limits=st.lists(st.integers(1, 30), min_size=8, max_size=8),
@@ -146,6 +149,7 @@ NOTHING = jnp.zeros((3, SHAPE.vocab_size), jnp.uint8)
 STOP = StopTable(NOTHING.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shortest", [0, 5])
 def test_stop_strings(shortest: int):
     """A 9, and one of 0 to 4 behind it, but not before the minimum length. Where another row was, it begins anew."""
@@ -186,6 +190,7 @@ def _prefilled() -> Prefilled:
     return engine_module._prefill(Sampler(MODEL, H2O(), SIZES, WIDTH), params, batch, rng)
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """Rows over four devices, KV heads over two."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

@@ -97,6 +97,7 @@ IN_MHA = {"StreamingLLM", "SnapKV", "Random", "Pyramid of H2O"}
 FAR_BELOW = [(name, "MHA", ODD) if name in IN_MHA else (name, "GQA", SMALL) for name in POLICIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "config"), FAR_BELOW, ids=[f"{name}-{shape}" for name, shape, _ in FAR_BELOW]
 )
@@ -116,6 +117,7 @@ def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfi
 ROOMY = ["H2O", "Pyramid"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROOMY)
 def test_budget_above_the_length(name: str):
     run = roll(SHAPES["MHA"], POLICIES[name], LONG)
@@ -155,6 +157,7 @@ def test_compiled_as_for_users():
 ONE_LAYER = dataclasses.replace(SHAPES["GQA"], num_layers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["H2O", "RKV", "KeyDiff", "Random"])
 def test_float64(name: str):
     """One of every kind of statistic. (What layers do to masks is the same in every precision.)"""

@@ -52,6 +52,7 @@ def gap(trajectory: Trajectory, mask: Any = None, model: Decoder = MODEL) -> flo
     return float(np.abs(difference)[np.asarray(trajectory.response_mask)].max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunk"), [("H2O", 3), ("SnapKV", 8), ("Pyramid of H2O", 4), ("H2O", 64), ("TOVA", 1)]
 )
@@ -131,6 +132,7 @@ def test_a_row_does_not_know_its_padding():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Dense(), KeyDiff()], ids=["Dense", "KeyDiff"])
 def test_chunks_alone_change_nothing(policy: EvictionPolicy):
     """With room for everything, chunks give what a whole prompt gives, whatever the policy."""
@@ -193,6 +195,7 @@ def test_short_prompts_are_read_in_few_columns():
     assert read == [([0, 5], 16), ([1], 200), ([2], 32), ([3], 64), ([4], 200)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Dense(), H2O(), SnapKV(4)], ids=["Dense", "H2O", "SnapKV"])
 def test_prompts_in_fewer_columns_than_a_chunk(policy: EvictionPolicy):
     """A batch of short prompts has the same cache in eight columns as in all 37, which hold one chunk of 32 of them."""

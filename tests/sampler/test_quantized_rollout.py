@@ -96,6 +96,7 @@ def spoiled(mask: Any) -> dict[str, Any]:
 EVERY_WIDTH = [("H2O", 8), ("H2O", 2), ("Dense", 8), ("RKV", 4), ("Pyramid of H2O", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), EVERY_WIDTH)
 def test_identity(name: str, bits: Any):
     """Two layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
@@ -113,17 +114,20 @@ def test_the_learner_notices():
         assert gap(run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
 
 
+@pytest.mark.slow
 def test_identity_compiled_in_earnest():
     """With the compiler's polish, in MHA and with groups that the head does not fill."""
     assert gap(roll("H2O", QuantConfig(2, group=8), MHA, polished_rollout)).max() <= 2e-5
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         difference = gap(roll("H2O", quantised(2), replace(GQA, dtype="float64", num_layers=1)))
     assert difference.dtype == np.float64 and difference.max() <= 1e-10
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """Its rounding moves quotients by hundredths: without parities many codes flip, with them the mismatch is what
     bfloat16 makes of an unquantised cache."""
@@ -137,6 +141,7 @@ def test_bfloat16():
     assert with_bits <= 2e-2 and 1.4 * with_bits < without and 10 * with_bits < full
 
 
+@pytest.mark.slow
 def test_without_parities():
     """Nothing is recorded, nothing else is different; in float32 few codes lie where it matters."""
     run, other = (roll("Dense", quantised(8, bits)) for bits in (False, True))
@@ -156,6 +161,7 @@ def test_a_quantised_cache_that_evicts_nothing():
     assert quantized.parity.keys.dtype == np.uint8
 
 
+@pytest.mark.slow
 def test_a_row_does_not_know_its_batch():
     """A row padded among others, and without padding among copies of itself: same tokens, evictions and bits. (Without
     evictions: tests/sampler/test_engine.py.)"""
@@ -251,6 +257,7 @@ def batch_of(trajectory: Trajectory) -> TrainBatch:
     return TrainBatch(trajectory, jnp.asarray(np.random.default_rng(0).normal(size=len(LENGTHS)), jnp.float32), None)
 
 
+@pytest.mark.slow
 def test_the_update_replays():
     """Ratio 1 and no mismatch; microbatches change nothing; a dense learner is the full-precision policy."""
     model, params, trajectory = roll("H2O", quantised(2))

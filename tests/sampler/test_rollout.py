@@ -56,6 +56,7 @@ def visible(trajectory: Trajectory) -> np.ndarray:
 # A row on its own.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [RKV(window=4, kernel=3), Pyramid(H2O(), beta=2.0), Random()],
@@ -187,6 +188,7 @@ def test_dense_sees_everything():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "budget", "buffer"),
     [(H2O(), 33, 5), (Protect(KeyDiff(), sinks=2, recent=2), 32, 64), (TOVA(), 40, 1)],
@@ -274,6 +276,7 @@ def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_the_cache_does_not_depend_on_the_length():
     """960 more tokens cost a few integers each, and no keys or values; a dense cache grows by all of them."""
     more = 1024 - 64

@@ -49,6 +49,7 @@ def test_chat_and_what_a_function_prints(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().out == "rewarding 2\n", "at once, not when its process ends"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [reward_cases.sleeps, reward_cases.spins_in_c], ids=lambda f: f.__name__)
 def test_a_hang_costs_its_row(function):
     rewards = Rewards((function,), seconds=1.0, max_failed=0.5)

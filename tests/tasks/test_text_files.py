@@ -227,6 +227,7 @@ def test_a_small_file_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.M
     refused(path, "rows.* expected [0-9,]+ bytes to unpack to at most [0-9,]+; got more")
 
 
+@pytest.mark.slow
 def test_many_rows_that_repeat_themselves_are_data(tmp_path: Path):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "Count to 3.", "answer": "1 2 3"}\n' * 100_000))

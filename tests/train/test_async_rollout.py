@@ -34,6 +34,7 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
+@pytest.mark.slow
 def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     loop = toy_loop.own_loop(AHEAD)
     state, rows, kept = one_behind(toy_loop.new_state()), [], list[TrainState]()

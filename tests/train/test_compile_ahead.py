@@ -68,6 +68,7 @@ def test_pairs_too():
     assert counts["update"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_rows", [None, 4])
 def test_the_compilers_figures_lie_beside_the_plan(decode_rows: int | None):
     """How near the plan comes is the matter of tests/memory/test_memory.py; here, that both speak of the same."""

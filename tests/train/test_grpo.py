@@ -105,6 +105,7 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
         assert metrics["clip_ratio/region_mean"] == 0, "the ratio of the first step is 1"
 
 
+@pytest.mark.slow
 def test_every_metric_has_its_line_in_the_table():
     """With all terms of the loss; evaluations and memory are the run's."""
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
@@ -325,6 +326,7 @@ def test_dynamic_sampling_draws_until_the_batch_is_full():
     assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "of all that was drawn"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_without_further_rollouts_drops_only():
     class OneInThree(Uneven):
         def __getitem__(self, index: int) -> Row:
@@ -381,6 +383,7 @@ def test_a_teacher_needs_no_signal():
     assert max(jax.tree.leaves(moved)) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_minibatch_of_truncated_completions_alone_leaves_the_parameters_alone():
     update = dataclasses.replace(CONFIG.update, mask_truncated_completions=True)
     loop = new_loop(dataclasses.replace(CONFIG, update=update))
@@ -405,6 +408,7 @@ def test_who_the_old_policy_is():
     assert jnp.abs(difference).max() > 1e-3, "the dense learner must be another policy than the sampler"
 
 
+@pytest.mark.slow
 def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
     class Recording(Letters):
         def __getitem__(self, index: int) -> Row:
@@ -424,6 +428,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
     assert (first.tokens != second.tokens).any()
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_step():
     one, one_rows = run(new_loop(DISTILLED), new_state(), 1)
     many, many_rows = run(new_loop(DISTILLED, sizes=(2, 2, 2)), new_state(), 1)
@@ -441,6 +446,7 @@ def test_a_mesh_gives_the_same_step():
 # --- it repeats itself
 
 
+@pytest.mark.slow
 def test_rollout_and_update_compile_once():
     # A size of its own: `rollout` would find what another test has compiled.
     config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4))

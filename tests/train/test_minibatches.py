@@ -75,6 +75,7 @@ def test_the_least_width_that_holds_the_longest_response():
     assert shortened(trajectory, (LONG,)) is trajectory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"mask_storage": "boolean"}, {"quant": QuantConfig(4, group=8), "sampling": SamplingConfig()}],
@@ -94,6 +95,7 @@ def test_the_same_log_probabilities(changes: dict):
     np.testing.assert_allclose(np.asarray(part.logprobs)[mask], np.asarray(short.logprobs)[mask], atol=5e-5)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_over_fewer_columns():
     """Dr. GRPO, whose denominator is the longest response allowed: it must not become the longest one drawn."""
     config = dataclasses.replace(CONFIG, rollout=SIZES, group_size=2, update=UpdateConfig(loss=dr_grpo()))

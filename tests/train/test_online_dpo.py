@@ -78,6 +78,7 @@ def most_of(symbol: str) -> Judge:
 # --- it runs
 
 
+@pytest.mark.slow
 def test_a_step_with_shadow_masks():
     state, metrics = plain_loop().step(new_state())
     assert DPO_METRICS.keys() | {"mismatch_kl", "kl", "entropy", "grad_norm", "loss", "reward"} <= metrics.keys()
@@ -128,6 +129,7 @@ def test_the_minibatches_of_a_rollout():
         np.testing.assert_array_equal(part.signal, np.asarray(pairs.signal)[groups])
 
 
+@pytest.mark.slow
 def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
     """With one step the update makes the log-probabilities itself; with two the loop does, before the first."""
     once, twice = (new_loop(dataclasses.replace(CONFIG, update=DENSE, minibatches=n)) for n in (1, 2))
@@ -146,12 +148,14 @@ def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] < 1
 
 
+@pytest.mark.slow
 def test_a_step_depends_on_the_state_alone():
     (one, first), (other, second) = (run(plain_loop(), new_state(), 2) for _ in range(2))
     assert first == second
     assert_bitwise_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_step():
     """One pair two devices, and a reference that is not the policy."""
 
@@ -205,6 +209,7 @@ def test_a_judge_chooses():
 # --- it learns
 
 
+@pytest.mark.slow
 def test_what_the_judge_likes_becomes_frequent():
     """The task's own reward plays no part."""
     loop, state = new_loop(judge=most_of("7")), new_state()

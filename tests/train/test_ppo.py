@@ -134,6 +134,7 @@ def explicit_loss(params, visibility, old_logprobs, old_values, advantages, retu
     return policy + 0.5 * critic, (critic, clipped, ratio)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_a_step_against_the_definition(visibility):
     batch, of_critic = train_batch(config_of(visibility))
@@ -217,6 +218,7 @@ def test_every_correction_takes_advantages_of_tokens(name):
     jax.tree.map(np.testing.assert_array_equal, *(CORRECTIONS[name].terms(x) for x in (inputs, tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Sparse-RL", "DPPO-TV"])
 def test_with_shadow_masks_corrections_have_nothing_to_do(name):
     """At the first step, where the learner is the sampler."""
@@ -276,6 +278,7 @@ def new_state(seed: int = 0) -> TrainState:
 DENSE = dataclasses.replace(LOOP, update=config_of("dense", microbatch_size=4).update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("visibility", "config"), [("shadow", TWICE), ("dense", DENSE)], ids=["shadow", "dense"])
 def test_steps(visibility, config):
     state, metrics = new_loop(config).step(new_state())
@@ -319,6 +322,7 @@ def test_a_step_is_compiled_once():
     assert (counts["train_batch"], counts["update"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_step():
     one, many = (run(new_loop(sizes=sizes), new_state(), 1) for sizes in ((1, 1, 1), (1, 2, 2, 2)))
     for name in ("loss", "reward", "grad_norm", "loss/value_avg", "critic/returns/mean"):
@@ -326,6 +330,7 @@ def test_a_mesh_gives_the_same_step():
     np.testing.assert_allclose(many[0].params[VALUE_HEAD]["bias"], one[0].params[VALUE_HEAD]["bias"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_with_its_critic(tmp_path):
     whole, rows = run(new_loop(TWICE), new_state(), 4)
     half, first = run(new_loop(TWICE), new_state(), 2)

@@ -57,6 +57,7 @@ def test_loss_against_numpy():
     np.testing.assert_allclose(cross_entropy(MODEL, params, batch), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_padding_changes_nothing():
     params = random_params(MODEL.config)
     narrow, wide = (cross_entropy(MODEL, params, examples(width)) for width in (6, 9))

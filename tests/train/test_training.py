@@ -88,6 +88,7 @@ def assert_same_run(directory: Path, state: TrainState, whole: tuple[TrainState,
 # --- what it writes
 
 
+@pytest.mark.slow
 def test_rows_and_checkpoints(tmp_path, capsys):
     state = start(tmp_path, 5, checkpoint_every=2, label="toy")
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
@@ -197,6 +198,7 @@ def test_times_are_parts_of_a_step(tmp_path):
 # --- it resumes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DISTILLED, TWICE], ids=["distilled", "two minibatches"])
 def test_six_rollouts_equal_three_and_three(tmp_path, config):
     whole = whole_run(tmp_path / "whole", config)
