@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,4 +85,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    # A script in the background starts its processes with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(tyro.cli(Args))

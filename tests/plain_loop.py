@@ -81,6 +81,7 @@ def main(directory: str, steps: str) -> None:
 
 
 if __name__ == "__main__":
-    # Tests may run under nohup, which has it ignored.
+    # Tests may run in the background, where a shell ignores SIGINT, or under nohup, which ignores SIGHUP.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     main(*sys.argv[1:])
