@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -17,8 +17,8 @@ def parse_bytes(text: str) -> int:
       ValueError: for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    # Decimal, because 0.1TB is a whole number of bytes and no float.
-    count = 0 if match is None else int(Decimal(match[1]) * UNITS.get(match[2], 0))
+    # Exact: 0.1TB is a whole number of bytes and no float. Decimal rounds by a context that others change.
+    count = 0 if match is None else int(Fraction(match[1]) * UNITS.get(match[2], 0))
     if count < 1:
         units = ", ".join(unit for unit in UNITS if unit)
         raise ValueError(
