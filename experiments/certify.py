@@ -171,12 +171,9 @@ def case_of(name: str, record: Record, facts: PromptFacts, number: int) -> Condi
 def sampler_logprobs(
     models: Models, record: Record, conditions: Conditions, params: Any, model: Any, temperature: float
 ) -> np.ndarray:
-    responses = int(record.response_lengths.max())
+    columns, inside = record.response_columns
     params = models.params if params is None else params
-    logits = replay_logits(models.model if model is None else model, params, conditions, responses)
-    columns = record.prompt_lengths[:, None] + np.arange(responses)
-    inside = columns < record.lengths[:, None]
-    columns = np.minimum(columns, record.tokens.shape[1] - 1)
+    logits = replay_logits(models.model if model is None else model, params, conditions, columns.shape[1])
     response = np.take_along_axis(record.tokens, columns, axis=1)
     logprobs = np.asarray(token_logprobs(logits, jnp.asarray(response), jnp.float32(temperature)))
     out = record.logprobs.copy()

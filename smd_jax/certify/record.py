@@ -74,6 +74,12 @@ class Record:
         return self.lengths - self.prompt_lengths
 
     @property
+    def response_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of the response tokens, `[rows, tokens of the longest response]`, and which of them a row has."""
+        columns = self.prompt_lengths[:, None] + np.arange(self.response_lengths.max())
+        return np.minimum(columns, self.tokens.shape[1] - 1), columns < self.lengths[:, None]
+
+    @property
     def has_evictions(self) -> bool:
         return bool((self.evicted_at < self.lengths[:, None, None, None]).any())
 

@@ -133,10 +133,8 @@ class _Replays:
     def __init__(self, models: Models, record: Record):
         self.models = models
         self.record = record
-        self.rows, self.responses = len(record.lengths), int(record.response_lengths.max())
-        columns = record.prompt_lengths[:, None] + np.arange(self.responses)
-        self.inside = columns < record.lengths[:, None]
-        columns = np.minimum(columns, record.tokens.shape[1] - 1)
+        columns, self.inside = record.response_columns
+        self.responses = columns.shape[1]
         self.response = np.take_along_axis(record.tokens, columns, axis=1)
         self.sampled = np.take_along_axis(record.logprobs, columns, axis=1)
         self.support = None if record.support is None else _padded(record.support, self.inside)
@@ -178,17 +176,20 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     stated = Conditions.of(record)
     logits = replays.logits(stated)
     difference = replays.difference(logits)
+    base = _mean(np.abs(difference))
+    low = models.model.shape.dtype == "bfloat16"
+    if not low and base <= TOLERANCE:
+        return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
         other = replays.difference(replay_logits(*models.other, stated, replays.responses))
         rounding = other - difference
     tolerance = TOLERANCE
-    if models.model.shape.dtype == "bfloat16":
+    if low:
         # Of another dtype's rounding our own is the measure; without it, what bfloat16 costs models of this size.
         tolerance = ROUNDING * (_mean(np.abs(rounding)) if rounding is not None else 0.02)
-    base = _mean(np.abs(difference))
-    if base <= tolerance:
-        return Verdict(difference, tolerance, None, ())
+        if base <= tolerance:
+            return Verdict(difference, tolerance, None, ())
     findings = [*_of_softmax(replays, logits), *_of_alignment(replays, logits), *_of_conditions(replays, facts)]
     if models.previous is not None:
         left = _mean(np.abs(replays.difference(replays.logits(stated, models.previous))))
@@ -274,7 +275,7 @@ def _by_elimination(
     if rounding is not None:
         # Recorded differences that follow the other dtype's are its rounding.
         inside = replays.inside
-        follows = float(np.corrcoef(-rounding[inside], -difference[inside])[0, 1])
+        follows = float(np.corrcoef(rounding[inside], difference[inside])[0, 1])
         if follows < -0.5 or follows > 0.5:
             said = f"the sampler computed in {replays.models.other_dtype}"
             return Finding(DTYPE, said, DTYPE_MEND, base), ()

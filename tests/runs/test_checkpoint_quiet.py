@@ -9,24 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from breaking.surroundings import FAILING_SAVE
 from smd_jax.runs.checkpoint import errors
-
-FAILING_SAVE = """
-import os, resource, sys
-import jax.numpy as jnp, numpy as np
-from smd_jax.runs import checkpoint
-state = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=20_000)) for i in range(30)}
-with checkpoint.Writer(sys.argv[1]) as writer:
-    writer.save(1, state, data_position={}, config=None)
-    writer.wait()
-    limit, value = {"size": (resource.RLIMIT_FSIZE, 20_000), "files": (resource.RLIMIT_NOFILE, 8)}[sys.argv[2]]
-    resource.setrlimit(limit, (value + len(os.listdir("/proc/self/fd")), resource.getrlimit(limit)[1]))
-    try:
-        writer.save(2, state, data_position={}, config=None)
-        writer.wait()
-    except OSError as error:
-        print(error)
-"""
 
 
 @pytest.mark.slow
