@@ -67,7 +67,7 @@ class GateArm(Arm):
     @property
     def update(self) -> smd.UpdateConfig:
         return smd.UpdateConfig(
-            self.visibility,
+            visibility=self.visibility,
             policy_coef=1.0 if self.trains_tokens else 0.0,
             eviction_coef=1.0 if self.trains_gate else 0.0,
             correction=self.correction,

@@ -138,7 +138,7 @@ def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
 
 def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig | None:
     """With groups as long as the buffer, up to KIVI's 32."""
-    return None if bits is None else smd.QuantConfig(bits, group=math.gcd(args.buffer, 32))
+    return None if bits is None else smd.QuantConfig(bits=bits, group=math.gcd(args.buffer, 32))
 
 
 def main(args: Args) -> None:

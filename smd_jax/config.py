@@ -122,7 +122,7 @@ class YarnRope:
 RopeScaling = LinearRope | Llama3Rope | YarnRope
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder of the Llama 2/3, Mistral, Qwen2/2.5, Qwen3 or Gemma 3 family: a field for each difference.
 

@@ -133,7 +133,7 @@ def grpo() -> dict[str, np.ndarray]:
 
 def taught() -> dict[str, np.ndarray]:
     """With a frozen dense teacher, the default of smd-train, and responses that evict many keys."""
-    update = UpdateConfig(distill=DistillConfig("anchor", 0.1))
+    update = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.1))
     rollout = dataclasses.replace(ROLLOUT, max_new_tokens=20)
     config = dataclasses.replace(CONFIG, rollout=rollout, update=update)
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
@@ -176,14 +176,25 @@ def first_is_odd(completion_ids: Any, **columns: Any) -> list[float]:
 def ppo_with_adapters() -> dict[str, np.ndarray]:
     """Two minibatches in two passes, a critic, and a KL to the base below the adapters, taken off the rewards."""
     update = UpdateConfig(value=ValueConfig(), loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
-    config = PPOConfig(4, 2, 8, H2O(), ROLLOUT, minibatches=2, num_iterations=2, update=update)
+    config = PPOConfig(
+        prompts_per_step=4,
+        group_size=2,
+        prompt_width=8,
+        policy=H2O(),
+        rollout=ROLLOUT,
+        minibatches=2,
+        num_iterations=2,
+        update=update,
+    )
     loop = PPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
-    return steps_of(loop, add_value_head(add_lora(params(), LoraConfig(2), jax.random.key(5)), MODEL.config), steps=1)
+    return steps_of(
+        loop, add_value_head(add_lora(params(), LoraConfig(rank=2), jax.random.key(5)), MODEL.config), steps=1
+    )
 
 
 def judged_pairs() -> dict[str, np.ndarray]:
     """Online DPO by a judge, that puts the completion with fewer letters first."""
-    config = OnlineDPOConfig(4, 2, 8, H2O(), ROLLOUT)
+    config = OnlineDPOConfig(prompts_per_step=4, group_size=2, prompt_width=8, policy=H2O(), rollout=ROLLOUT)
     loop = OnlineDPOLoop(
         MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards(), judge=shorter_is_better
     )
@@ -228,7 +239,7 @@ def refused_rollout(folder: Path) -> dict[str, np.ndarray]:
         state = init_state(shard_tree(random_params(model.config), loop.mesh), loop.optimizer, jax.random.key(3))
         try:
             with disk:
-                run.train(loop, state, RunConfig(2), folder / name)
+                run.train(loop, state, RunConfig(steps=2), folder / name)
         except (RefusedRolloutError, OtherProcessError, OSError) as error:
             said[f"{name}: said"] = np.array(processes.gather_texts(f"{type(error).__name__}: {error}"))
     return said
@@ -265,7 +276,9 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
 
 def _evaluator(rows: int = 4, prompts: int = 12) -> Evaluator:
     """As one of a host with less memory would be."""
-    config = EvaluationConfig((Decode("h2o", H2O()),), ROLLOUT, CONFIG.prompt_width, rows=rows)
+    config = EvaluationConfig(
+        decodes=(Decode("h2o", H2O()),), rollout=ROLLOUT, prompt_width=CONFIG.prompt_width, rows=rows
+    )
     return Evaluator(MODEL, Words(prompts), TOKENIZER, config, mesh())
 
 
@@ -289,7 +302,9 @@ def _trains_with_fewer_checkpoints(index: int, out: Path) -> None:
 
 def _resumes_under(guard: MismatchGuard, out: Path) -> None:
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards(), guard=guard)
-    run.train(loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(3), out, config=1, resume=True)
+    run.train(
+        loop, init_state(params(), optimizer(), jax.random.key(3)), RunConfig(steps=3), out, config=1, resume=True
+    )
 
 
 def _without_rewards() -> None:
@@ -299,7 +314,7 @@ def _without_rewards() -> None:
 
 def _evaluates_without_rewards() -> None:
     few = Rewards((of_the_first_process,), seconds=None)
-    config = EvaluationConfig((Decode("sampler", H2O()),), ROLLOUT, prompt_width=8, rows=12)
+    config = EvaluationConfig(decodes=(Decode("sampler", H2O()),), rollout=ROLLOUT, prompt_width=8, rows=12)
     Evaluator(MODEL, Words(), TOKENIZER, config, mesh(), rewards=few).run(params())
 
 

@@ -28,7 +28,14 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 
-CONFIG = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4), minibatches=1)
+CONFIG = LoopConfig(
+    prompts_per_step=1,
+    group_size=2,
+    prompt_width=4,
+    policy=Dense(),
+    rollout=RolloutConfig(max_new_tokens=4, budget=4, buffer=4),
+    minibatches=1,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def main(directory: str, steps: str) -> None:
 
     loop = PlainLoop(begins=begins)
     try:
-        train(loop, new_state(), RunConfig(int(steps)), Path(directory), config=CONFIG, resume=True)
+        train(loop, new_state(), RunConfig(steps=int(steps)), Path(directory), config=CONFIG, resume=True)
     except RunStoppedError as error:
         print(error, flush=True)
         raise SystemExit(error.exit_code) from error

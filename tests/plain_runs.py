@@ -20,7 +20,7 @@ DENSE = "eval/dense/reward"
 def start(directory: Path, steps: int, loop: PlainLoop | None = None, state: Any = None, **options: Any):
     """`train` on the plain loop; `options` are RunConfig's and train's."""
     names = ("checkpoint_every", "evaluate_every", "keep", "objective")
-    run = RunConfig(steps, **{name: options.pop(name) for name in names if name in options})
+    run = RunConfig(steps=steps, **{name: options.pop(name) for name in names if name in options})
     state = new_state() if state is None else state
     return train(loop or PlainLoop(), state, run, directory, **{"config": CONFIG, **options})
 

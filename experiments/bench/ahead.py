@@ -67,7 +67,7 @@ def loop_of(seconds: float, ahead: int) -> GRPOLoop:
         group_size=2,
         prompt_width=128,
         policy=smd.eviction.H2O(),
-        rollout=smd.RolloutConfig(32, 16, 8, NO_TOKEN, 256),
+        rollout=smd.RolloutConfig(max_new_tokens=32, budget=16, buffer=8, eos_token_id=NO_TOKEN, pad_token_id=256),
         rollouts_ahead=ahead,
     )
     task = ReasoningGymTask("chain_sum", seed=0, size=400)

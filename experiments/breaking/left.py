@@ -28,7 +28,7 @@ def start(
     loop: Loop, state: TrainState, directory: Path, steps: int, resume: bool = True, **options: Any
 ) -> TrainState:
     """`train` with the settings that all runs here share."""
-    run = RunConfig(steps, checkpoint_every=EVERY, keep=KEEP)
+    run = RunConfig(steps=steps, checkpoint_every=EVERY, keep=KEEP)
     config = options.pop("config", split_settings(loop.config)[0])
     return train(loop, state, run, directory, config=config, resume=resume, **options)
 

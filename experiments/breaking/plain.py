@@ -22,7 +22,13 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 
 PLAIN_ROLLOUTS = 8
-PLAIN = LoopConfig(1, 2, 4, Dense(), RolloutConfig(max_new_tokens=4, budget=4, buffer=4))
+PLAIN = LoopConfig(
+    prompts_per_step=1,
+    group_size=2,
+    prompt_width=4,
+    policy=Dense(),
+    rollout=RolloutConfig(max_new_tokens=4, budget=4, buffer=4),
+)
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,9 @@ class Arm:
     def update(self) -> smd.UpdateConfig:
         distill = None
         if self.teacher is not None:
-            distill = smd.DistillConfig(self.teacher, self.teacher_coef, self.teacher_rows)
+            distill = smd.DistillConfig(direction=self.teacher, coef=self.teacher_coef, fraction=self.teacher_rows)
         return smd.UpdateConfig(
-            self.visibility,
+            visibility=self.visibility,
             loss=self.loss,
             policy_coef=self.policy_coef,
             correction=self.correction,

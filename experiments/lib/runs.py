@@ -222,7 +222,7 @@ def make_loop(job: Job) -> smd.GRPOLoop:
     tokens = tokenizer()
     rollout = job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens))
     if job.arm.cache_bits is not None:
-        quant = smd.QuantConfig(job.arm.cache_bits, group=QUANT_GROUP)
+        quant = smd.QuantConfig(bits=job.arm.cache_bits, group=QUANT_GROUP)
         rollout = replace(rollout, buffer=QUANT_GROUP, quant=quant)
     config = smd.GRPOConfig(
         prompts_per_step=sizes.prompts,
@@ -262,7 +262,9 @@ def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split
     if isinstance(sampler.eviction, LearnedGate):
         # Tokens and evictions without chance; only in the curve.
         decodes += (Decode("sparse_decided", replace(sampler.eviction, greedy=True), sampling=greedy),)
-    config = EvaluationConfig(decodes, loop.config.rollout, problem.prompt_width, rows=rows, seed=7)
+    config = EvaluationConfig(
+        decodes=decodes, rollout=loop.config.rollout, prompt_width=problem.prompt_width, rows=rows, seed=7
+    )
     return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
 
 

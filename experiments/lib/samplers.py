@@ -43,7 +43,9 @@ class Sampler:
         return f"{self.policy}:{self.budget}+{self.buffer}"
 
     def config(self, response_width: int, eos: int, pad: int) -> smd.RolloutConfig:
-        return smd.RolloutConfig(response_width, self.budget, self.buffer, eos, pad)
+        return smd.RolloutConfig(
+            max_new_tokens=response_width, budget=self.budget, buffer=self.buffer, eos_token_id=eos, pad_token_id=pad
+        )
 
 
 FULL_CACHE = Dense()

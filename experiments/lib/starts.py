@@ -182,9 +182,17 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
 
 def _evaluator(model: smd.Decoder, problem: Problem, level: StartLevel, tokens: Tokenizer) -> Evaluator:
     """On validation rows, with the full cache."""
-    rollout = smd.RolloutConfig(problem.response_width, 1, 1, eos_token_id(tokens), pad_token_id(tokens))
+    rollout = smd.RolloutConfig(
+        max_new_tokens=problem.response_width,
+        budget=1,
+        buffer=1,
+        eos_token_id=eos_token_id(tokens),
+        pad_token_id=pad_token_id(tokens),
+    )
     decode = Decode("dense", FULL_CACHE, sampling=SamplingConfig(temperature=0.0) if level.greedy else None)
-    config = EvaluationConfig((decode,), rollout, problem.prompt_width, rows=level.rows, seed=7)
+    config = EvaluationConfig(
+        decodes=(decode,), rollout=rollout, prompt_width=problem.prompt_width, rows=level.rows, seed=7
+    )
     return Evaluator(model, problem.rows("validation", level.rows), tokens, config)
 
 

@@ -62,7 +62,7 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
         state = train(
             loop,
             state,
-            RunConfig(end, keep=1),
+            RunConfig(steps=end, keep=1),
             folder / "train",
             config={"loop": compared, "job": job.settings(base)},
             noted=noted,
@@ -87,7 +87,11 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
         prompt_width=width,
         policy=FULL_CACHE if job.arm.full_cache else job.policy,
         rollout=smd.RolloutConfig(
-            sizes.response, sizes.budget, sizes.buffer, eos_token_id(base.tokenizer), pad_token_id(base.tokenizer)
+            max_new_tokens=sizes.response,
+            budget=sizes.budget,
+            buffer=sizes.buffer,
+            eos_token_id=eos_token_id(base.tokenizer),
+            pad_token_id=pad_token_id(base.tokenizer),
         ),
         update=replace(job.arm.update, microbatch_size=sizes.microbatch, rows_per_prompt=sizes.group),
         seed=job.seed,
@@ -101,7 +105,7 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
 def first_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
     """The state with zero adapters, the same for all arms of a seed. The frozen weights are the teacher."""
     key = jax.random.key(job.seed)
-    params = add_lora(base.load(), LoraConfig(job.sizes.rank), jax.random.fold_in(key, 1))
+    params = add_lora(base.load(), LoraConfig(rank=job.sizes.rank), jax.random.fold_in(key, 1))
     return smd.init_state(params, loop.optimizer, key)
 
 
@@ -114,7 +118,9 @@ def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -
         Decode("sparse", job.policy),
         Decode("sparse_greedy", job.policy, sampling=greedy),
     )
-    config = EvaluationConfig(ways, loop.config.rollout, loop.config.prompt_width, rows=48, seed=7)
+    config = EvaluationConfig(
+        decodes=ways, rollout=loop.config.rollout, prompt_width=loop.config.prompt_width, rows=48, seed=7
+    )
     row: Row = {}
     for result in Evaluator(loop.model, job.held_out, base.tokenizer, config).run(loop.policy_params(state.params)):
         row[result.name] = number(result.reward)

@@ -124,16 +124,16 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
 
 def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> RolloutConfig:
     return RolloutConfig(
-        args.max_completion_length,
-        args.budget,
-        args.buffer,
+        max_new_tokens=args.max_completion_length,
+        budget=args.budget,
+        buffer=args.buffer,
         # A single one as ever, so that runs which were begun with it go on.
-        eos[0] if len(eos) == 1 else eos,
-        pad,
-        args.min_completion_length,
-        args.prefill_chunk,
-        SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p),
-        quant=None if args.quant_bits is None else QuantConfig(args.quant_bits),
+        eos_token_id=eos[0] if len(eos) == 1 else eos,
+        pad_token_id=pad,
+        min_new_tokens=args.min_completion_length,
+        prefill_chunk=args.prefill_chunk,
+        sampling=SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+        quant=None if args.quant_bits is None else QuantConfig(bits=args.quant_bits),
     )
 
 
@@ -148,7 +148,11 @@ def update_config(
       evicts: whether any key is lost in this run.
     """
     direction = distillation(loss, reference, evicts)
-    distill = None if direction is None else DistillConfig(direction, loss.distill_coef, loss.distill_fraction)
+    distill = (
+        None
+        if direction is None
+        else DistillConfig(direction=direction, coef=loss.distill_coef, fraction=loss.distill_fraction)
+    )
     # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
     together = math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1
     if device.share_prompts and together == 1:
@@ -160,8 +164,8 @@ def update_config(
     if reference.sync_ref_model:
         sync = ReferenceSync(reference.ref_model_mixup_alpha, reference.ref_model_sync_steps)
     return UpdateConfig(
-        "shadow" if loss.correction == "shadow" else "dense",
-        loss_config(loss, reference),
+        visibility="shadow" if loss.correction == "shadow" else "dense",
+        loss=loss_config(loss, reference),
         correction=CORRECTIONS[loss.correction](),
         distill=distill,
         dense_learner=DenseLearner(loss.dense_share) if loss.dense_share else None,

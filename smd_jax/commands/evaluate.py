@@ -269,7 +269,13 @@ def make_evaluator(
         decodes.append(replace(decode, policy=with_trained(decode.policy, gate)))
     check_names(tuple(decodes))
     config = EvaluationConfig(
-        tuple(decodes), rollout, width, command.num_generations, command.decode_rows, sampler.stop, command.seed
+        decodes=tuple(decodes),
+        rollout=rollout,
+        prompt_width=width,
+        group_size=command.num_generations,
+        rows=command.decode_rows,
+        stop_strings=sampler.stop,
+        seed=command.seed,
     )
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
     check_devices(mesh.size, jax.device_count(), ("--data-parallel", "--fsdp", "--tensor"))

@@ -167,7 +167,9 @@ def lora_config(args: ModelArgs) -> LoraConfig | None:
     """The adapters, None without a rank."""
     if args.lora_r is None:
         return None
-    return LoraConfig(args.lora_r, args.lora_alpha, args.lora_target_modules, args.use_rslora)
+    return LoraConfig(
+        rank=args.lora_r, alpha=args.lora_alpha, targets=args.lora_target_modules, rank_stabilised=args.use_rslora
+    )
 
 
 def check_platform(wanted: str) -> None:
@@ -235,7 +237,7 @@ def loop_config(
             raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
         if device.share_prompts:
             raise UserError("expected no --share-prompts with online-dpo, whose update has two rows of a prompt")
-        loss = DPOConfig(args.pairs.dpo_beta, args.pairs.dpo_loss)
+        loss = DPOConfig(beta=args.pairs.dpo_beta, loss_type=args.pairs.dpo_loss)
         update = DPOUpdateConfig(loss=loss, microbatch_size=device.microbatch)
         penalty = args.pairs.missing_eos_penalty
         return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)
@@ -288,11 +290,16 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     ways = [decoding(text, args.sampler, config.policy, config.rollout, loop.model.shape) for text in texts]
     temperature = args.evaluation.eval_temperature
     if temperature is not None:
-        ways = [replace(way, sampling=SamplingConfig(temperature)) for way in ways]
+        ways = [replace(way, sampling=SamplingConfig(temperature=temperature)) for way in ways]
     length = args.sampler.max_completion_length
     name = args.evaluation.eval_dataset or args.data.dataset
     settings = EvaluationConfig(
-        tuple(ways), config.rollout, config.prompt_width, rows=rows, stop_strings=config.stop_strings, seed=config.seed
+        decodes=tuple(ways),
+        rollout=config.rollout,
+        prompt_width=config.prompt_width,
+        rows=rows,
+        stop_strings=config.stop_strings,
+        seed=config.seed,
     )
     # The held-out rows may be another dataset's, with a reward of its own.
     rewards = loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name)

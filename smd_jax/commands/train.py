@@ -230,7 +230,13 @@ def run_config(args: Common) -> RunConfig:
         raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
     objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
     run = args.run
-    return RunConfig(run.max_steps, run.save_steps, evaluation.eval_steps, run.save_total_limit, objective)
+    return RunConfig(
+        steps=run.max_steps,
+        checkpoint_every=run.save_steps,
+        evaluate_every=evaluation.eval_steps,
+        keep=run.save_total_limit,
+        objective=objective,
+    )
 
 
 def kept_config(algorithm: str, args: Common) -> str:

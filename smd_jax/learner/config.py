@@ -35,7 +35,7 @@ TERMS: Mapping[str, type[Term]] = {
 """The terms of the library, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
     """One optimizer step. Fields make the terms of the objective; each term checks its own.
 

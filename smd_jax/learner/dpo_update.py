@@ -56,7 +56,7 @@ from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPOUpdateConfig:
     """One optimizer step.
 

@@ -27,7 +27,7 @@ Estimator = Literal["exact", "k1", "k2", "k3"]
 REFERENCE_TEACHERS: tuple[Direction, ...] = ("anchor", "ema")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig:
     """Distillation between dense and masked policy, `loss = policy_loss(masked) + coef * D`.
 

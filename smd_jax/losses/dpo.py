@@ -38,7 +38,7 @@ DPO_METRICS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPOConfig:
     """The preference loss, with the names and defaults of TRL's OnlineDPOConfig.
 

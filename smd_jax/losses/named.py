@@ -27,21 +27,21 @@ def grpo(
     epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
     """GRPO (arXiv:2402.03300 eq. 3): every response weighs the same."""
-    return LossConfig(SequenceMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+    return LossConfig(weighting=SequenceMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def bnpo(
     epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
     """TRL's bnpo: every token of the minibatch weighs the same. The default, `LossConfig()`."""
-    return LossConfig(TokenMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+    return LossConfig(weighting=TokenMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def dapo(
     epsilon: float = 0.2, epsilon_high: float | None = 0.28, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
     """DAPO (arXiv:2503.14476 eq. 8): every token weighs the same, and rare tokens may grow further (clip higher)."""
-    return LossConfig(TokenMean(), Clip(epsilon, epsilon_high, delta), beta=beta)
+    return LossConfig(weighting=TokenMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def dr_grpo(
@@ -52,29 +52,33 @@ def dr_grpo(
     max_length: int | None = None,
 ) -> LossConfig:
     """Dr. GRPO (arXiv:2503.20783): the denominator is a constant. It goes with `scale_rewards="none"`."""
-    return LossConfig(FixedLength(max_length), Clip(epsilon, epsilon_high, delta), beta=beta)
+    return LossConfig(weighting=FixedLength(max_length), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def gspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float = 0.0) -> LossConfig:
     """GSPO (arXiv:2507.18071 eq. 7): all tokens of a response have the geometric mean of their ratios."""
-    return LossConfig(SequenceMean(), Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta)
+    return LossConfig(
+        weighting=SequenceMean(), surrogate=Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta
+    )
 
 
 def cispo(epsilon_high: float = 0.2, beta: float = 0.0) -> LossConfig:
     """CISPO (arXiv:2506.13585): the clipped ratio is a weight, so that no token loses its gradient."""
-    return LossConfig(TokenMean(), ClipWeight(epsilon_high), beta=beta)
+    return LossConfig(weighting=TokenMean(), surrogate=ClipWeight(epsilon_high), beta=beta)
 
 
 def sapo(temperature_pos: float = 1.0, temperature_neg: float = 1.05, beta: float = 0.0) -> LossConfig:
     """SAPO (arXiv:2511.20347): a sigmoid of the ratio in the place of clipping."""
-    return LossConfig(SequenceMean(), SoftGate(temperature_pos, temperature_neg), beta=beta)
+    return LossConfig(weighting=SequenceMean(), surrogate=SoftGate(temperature_pos, temperature_neg), beta=beta)
 
 
 def luspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float = 0.0) -> LossConfig:
     """LUSPO (arXiv:2602.05261): GSPO with every response times its length, so that short ones are not preferred; the
     bounds are GSPO's."""
     # The sum over all tokens / sequences: a denominator of one token each.
-    return LossConfig(FixedLength(1), Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta)
+    return LossConfig(
+        weighting=FixedLength(1), surrogate=Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta
+    )
 
 
 LOSSES: Mapping[str, Callable[..., LossConfig]] = {

@@ -36,7 +36,7 @@ from smd_jax.typed_fields import check_types
 RATIO_LEVELS: tuple[Level, ...] = ("token", "geometric")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """The policy-gradient loss; the default is TRL's bnpo.
 

@@ -19,7 +19,7 @@ VALUE_METRICS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueConfig:
     """The critic's part of the loss; defaults as TRL's PPOConfig (1.12).
 

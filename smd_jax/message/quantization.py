@@ -37,7 +37,7 @@ from smd_kernels.segments import Segments
 Bits = Literal[8, 4, 2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """A quantised KV cache; static.
 

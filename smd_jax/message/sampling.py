@@ -40,7 +40,7 @@ BLOCK = 128
 ID_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How tokens are drawn.
 

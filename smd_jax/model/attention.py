@@ -52,7 +52,7 @@ GATHERED_SCORE = 1.6
 Implementation = Literal["reference", "xla", "interval", "segments", "portable", "mosaic_gpu", "mosaic_tpu"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """How to attend, where there is a choice; static.
 

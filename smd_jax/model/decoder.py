@@ -303,7 +303,7 @@ class Decoder(nn.Module):
             max_positions=c.max_positions,
             dtype=c.dtype,
             windows=c.sliding_windows,
-            attention=AttentionConfig(self.impl, self.sizes, self.decode_impl),
+            attention=AttentionConfig(impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl),
         )
 
     @nn.nowrap

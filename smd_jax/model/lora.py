@@ -18,7 +18,7 @@ most of what a small adapter adds is rounded away, and a second copy of the mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 from zlib import crc32
 
@@ -52,6 +52,7 @@ class LoraConfig:
 
     rank: int = 16
     alpha: float = 32.0
+    _: KW_ONLY
     targets: tuple[Target, ...] = TARGETS
     rank_stabilised: bool = False
 

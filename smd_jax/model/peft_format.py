@@ -215,7 +215,7 @@ def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], 
         raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
     try:
         rank, alpha = whole(content, "r"), number(content, "lora_alpha")
-        return LoraConfig(rank, alpha, targets, flag(content, "use_rslora", False))
+        return LoraConfig(rank=rank, alpha=alpha, targets=targets, rank_stabilised=flag(content, "use_rslora", False))
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
 

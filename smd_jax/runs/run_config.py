@@ -9,7 +9,7 @@ from smd_jax.runs.objective import Objective
 from smd_jax.typed_fields import check_types
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Length, checkpoints and evaluations of a run.
 

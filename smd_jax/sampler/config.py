@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class RolloutConfig:
     max_new_tokens: int
     budget: int
     buffer: int
+    _: KW_ONLY
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int = 0
     min_new_tokens: int = 0

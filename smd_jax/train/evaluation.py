@@ -46,7 +46,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.responder import sampler_copy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Configuration of an evaluation.
 

@@ -29,7 +29,7 @@ from smd_jax.train.samples import Samples
 Estimator = Literal["group_relative", "leave_one_out"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GRPOConfig(PolicyConfig):
     """Configuration of a GRPO or RLOO run; the other attributes are those of PolicyConfig.
 

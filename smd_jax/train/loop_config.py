@@ -10,7 +10,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.typed_fields import check_types
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """One training run, as far as all algorithms share it.
 

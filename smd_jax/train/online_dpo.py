@@ -38,7 +38,7 @@ from smd_jax.train.minibatches import minibatches, over_steps, response_widths
 from smd_jax.train.samples import Samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OnlineDPOConfig(LoopConfig):
     """Configuration of an online DPO run; the other attributes are those of LoopConfig. TRL has group_size 2.
 

@@ -41,7 +41,7 @@ LEAST_FACTORED = 128  # smallest sides of a matrix whose second moment is factor
 UNDECAYED = ("bias", "scale")  # names of leaves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and the learning rate.
 

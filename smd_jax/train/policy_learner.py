@@ -40,7 +40,7 @@ from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import minibatches, over_steps, response_widths
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig(LoopConfig):
     """Configuration of an algorithm with a policy loss; the other attributes are those of LoopConfig.
 

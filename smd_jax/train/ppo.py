@@ -40,7 +40,7 @@ from smd_jax.train.samples import Samples
 MakeTrainBatch = Callable[..., tuple[TrainBatch, Metrics]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOConfig(PolicyConfig):
     """Configuration of a PPO run; the other attributes are those of LoopConfig.
 

@@ -283,12 +283,14 @@ def test_a_stopped_run_is_a_short_box_and_a_command(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (RunConfig(100, 20), "the newest 3, 2.00 GiB each, 6.00 GiB in all"),
-        (RunConfig(100, 20, keep=1), "the newest one, 2.00 GiB each, 2.00 GiB in all"),
-        (RunConfig(30, 20), "the newest 2, 2.00 GiB each, 4.00 GiB in all"),
-        (RunConfig(100), "the newest one, 2.00 GiB each"),
+        (RunConfig(steps=100, checkpoint_every=20), "the newest 3, 2.00 GiB each, 6.00 GiB in all"),
+        (RunConfig(steps=100, checkpoint_every=20, keep=1), "the newest one, 2.00 GiB each, 2.00 GiB in all"),
+        (RunConfig(steps=30, checkpoint_every=20), "the newest 2, 2.00 GiB each, 4.00 GiB in all"),
+        (RunConfig(steps=100), "the newest one, 2.00 GiB each"),
         (
-            RunConfig(100, 20, 20, 2, Objective("eval/dense/reward")),
+            RunConfig(
+                steps=100, checkpoint_every=20, evaluate_every=20, keep=2, objective=Objective("eval/dense/reward")
+            ),
             "the newest 2, and the best one, 2.00 GiB each",
         ),
     ],

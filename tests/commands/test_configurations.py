@@ -80,7 +80,13 @@ POLICIES = [
     *(Pyramid(policies.SnapKV(2)), Pyramid(policies.Knorm(), 2.0), Pyramid(LearnedGate())),
     Pyramid(Protect(policies.TOVA(), 1, 2), 1.5),
 ]
-QUANTS = [QuantConfig(8, 2), QuantConfig(4, 1, 4), QuantConfig(2, 2, 8, False), QuantConfig(8, 3), QuantConfig(4, 2, 3)]
+QUANTS = [
+    QuantConfig(bits=8, group=2),
+    QuantConfig(bits=4, group=1, value_group=4),
+    QuantConfig(bits=2, group=2, value_group=8, record_parity=False),
+    QuantConfig(bits=8, group=3),
+    QuantConfig(bits=4, group=2, value_group=3),
+]
 CORRECTIONS = [
     *(corrections.Shadow(), corrections.Naive(), corrections.Bypass(), corrections.TIS(), corrections.MIS()),
     *(corrections.TIS("sequence", batch_normalize=True), corrections.IcePop(), corrections.QuRL(), corrections.OPSM()),
@@ -90,9 +96,14 @@ CORRECTIONS = [
     corrections.Chain((corrections.Shadow(), corrections.OPSM())),
 ]
 DISTILLS = [
-    *(DistillConfig(), DistillConfig("reverse", estimator="k2"), DistillConfig("published"), DistillConfig("anchor")),
-    *(DistillConfig("ema"), DistillConfig(fraction=0.5), DistillConfig(position_fraction=0.5)),
-    DistillConfig("forward", CoefSchedule(0.0, 1.0, 5, "cosine"), 0.25, 0.2),
+    *(
+        DistillConfig(),
+        DistillConfig(direction="reverse", estimator="k2"),
+        DistillConfig(direction="published"),
+        DistillConfig(direction="anchor"),
+    ),
+    *(DistillConfig(direction="ema"), DistillConfig(fraction=0.5), DistillConfig(position_fraction=0.5)),
+    DistillConfig(direction="forward", coef=CoefSchedule(0.0, 1.0, 5, "cosine"), fraction=0.25, position_fraction=0.2),
 ]
 MODELS = {
     "plain": MODEL,
@@ -159,13 +170,13 @@ OF_PPO: Fields = {
     "gamma": several(1.0, 0.0, rare=(1.5,)),
     "lam": several(0.95, 1.0, rare=(-1.0,)),
     "whiten_advantages": st.booleans(),
-    "update.value": several(ValueConfig(), ValueConfig(1.0, None), rare=(None,)),
+    "update.value": several(ValueConfig(), ValueConfig(coef=1.0, clip_range=None), rare=(None,)),
 }
 OF_DPO: Fields = {
     "missing_eos_penalty": several(None, 1.0, rare=(0.0,)),
     "update.visibility": several("shadow", "dense"),
     "update.reference_visibility": several(None, "shadow", "dense"),
-    "update.loss": st.sampled_from([DPOConfig(), DPOConfig(0.5, "ipo")]),
+    "update.loss": st.sampled_from([DPOConfig(), DPOConfig(beta=0.5, loss_type="ipo")]),
     "update.correction": st.sampled_from(CORRECTIONS),
     "update.microbatch_size": several(None, 1, 2, rare=(3, 0)),
     "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
@@ -190,13 +201,28 @@ AROUND: Fields = {
 }
 ROLLOUT = RolloutConfig(8, 6, 2)
 LOOPS: dict[str, tuple[Any, type, Fields]] = {
-    "grpo": (GRPOConfig(2, 4, 9, policies.H2O(), ROLLOUT), GRPOLoop, LOOP | OF_UPDATE | OF_GRPO),
+    "grpo": (
+        GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=policies.H2O(), rollout=ROLLOUT),
+        GRPOLoop,
+        LOOP | OF_UPDATE | OF_GRPO,
+    ),
     "ppo": (
-        PPOConfig(2, 4, 9, policies.H2O(), ROLLOUT, update=UpdateConfig(value=ValueConfig())),
+        PPOConfig(
+            prompts_per_step=2,
+            group_size=4,
+            prompt_width=9,
+            policy=policies.H2O(),
+            rollout=ROLLOUT,
+            update=UpdateConfig(value=ValueConfig()),
+        ),
         PPOLoop,
         LOOP | OF_UPDATE | OF_PPO,
     ),
-    "dpo": (OnlineDPOConfig(2, 4, 9, policies.H2O(), ROLLOUT), OnlineDPOLoop, LOOP | OF_DPO),
+    "dpo": (
+        OnlineDPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=policies.H2O(), rollout=ROLLOUT),
+        OnlineDPOLoop,
+        LOOP | OF_DPO,
+    ),
 }
 
 
@@ -344,7 +370,11 @@ def check_names(error: Exception, values: Mapping[str, Any]) -> None:
         ("grpo", {"prefill_rows": 0}, "expected prefill_rows >= 1; got 0"),
         ("grpo", {"prompt_width": 60}, r"expected prompt_width \+ max_new_tokens within .* 32 tokens; got 60 \+ 8"),
         ("grpo", {"rollout.budget": 1, "policy": policies.SnapKV(2)}, "expected a budget of at least 2 keys .*; got 1"),
-        ("grpo", {"rollout.quant": QuantConfig(4, 2, 3)}, "expected a value_group that divides head_dim .*; got 3"),
+        (
+            "grpo",
+            {"rollout.quant": QuantConfig(bits=4, group=2, value_group=3)},
+            "expected a value_group that divides head_dim .*; got 3",
+        ),
         ("grpo", {"stop_strings": ("",)}, "expected stop strings of at least one character of Unicode; got ''"),
         ("grpo", {"update.eviction_coef": 1.0}, r"expected an eviction policy that records its draws.*; got H2O\("),
         ("ppo", {"update.eviction_coef": 1.0}, "expected eviction_coef 0 with PPO, .*; got 1.0"),

@@ -213,7 +213,15 @@ def test_a_gate_is_planned():
 
     def loop_of(policy: Any, update: UpdateConfig) -> GRPOLoop:
         tokens = byte_tokenizer(chat=False)
-        settings = GRPOConfig(2, 4, 64, policy, RolloutConfig(256, 64, 32, 258, 256), update=update, update_widths=1)
+        settings = GRPOConfig(
+            prompts_per_step=2,
+            group_size=4,
+            prompt_width=64,
+            policy=policy,
+            rollout=RolloutConfig(max_new_tokens=256, budget=64, buffer=32, eos_token_id=258, pad_token_id=256),
+            update=update,
+            update_widths=1,
+        )
         task = ReasoningGymTask("chain_sum", seed=0, size=9)
         return GRPOLoop(Decoder(config), task, tokens, optax.adam(1e-3), settings)
 

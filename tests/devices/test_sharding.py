@@ -44,7 +44,7 @@ MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1,
 ONE = (1, 1, 1)
 
 PLAIN = UpdateConfig()
-FULL = UpdateConfig(distill=DistillConfig("forward", fraction=0.5), microbatch_size=4)
+FULL = UpdateConfig(distill=DistillConfig(direction="forward", fraction=0.5), microbatch_size=4)
 
 # An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
 RECORD = optax.GradientTransformation(
@@ -65,7 +65,7 @@ def mesh_of(sizes):
 def sampled(sizes) -> Trajectory:
     """A rollout on a mesh of these sizes."""
     mesh = mesh_of(sizes)
-    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(0.9))
+    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9))
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         return rollout(MODEL, shard_tree(params(), mesh), prompts, jax.random.key(2), policy=H2O(), config=config)

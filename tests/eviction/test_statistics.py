@@ -261,7 +261,7 @@ SIZES = RolloutConfig(max_new_tokens=30, budget=8, buffer=4, eos_token_id=7)
 FORMS = {
     "whole prompts": SIZES,
     "in chunks": replace(SIZES, prefill_chunk=5),
-    "quantised": replace(SIZES, quant=QuantConfig(4, group=2)),
+    "quantised": replace(SIZES, quant=QuantConfig(bits=4, group=2)),
 }
 # Every statistic and every form of reading: Protect has the expected attention, Pyramid the age. More: above.
 EVERYWHERE = [
@@ -320,10 +320,10 @@ def test_on_a_mesh():
 
 PLANNED = [
     ("expected attention", None),
-    ("age", QuantConfig(4, group=2)),
+    ("age", QuantConfig(bits=4, group=2)),
     ("running norm", None),
-    ("running norm", QuantConfig(4, group=2)),
-    ("Protect", QuantConfig(4, group=2)),
+    ("running norm", QuantConfig(bits=4, group=2)),
+    ("Protect", QuantConfig(bits=4, group=2)),
     ("Pyramid", None),
 ]
 

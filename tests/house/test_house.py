@@ -268,6 +268,19 @@ def test_no_function_takes_any_keyword():
     assert not catch_alls, f"expected named arguments; got {catch_alls}"
 
 
+def test_configurations_are_keyword_only():
+    """A `*Config` names its values, but for the sizes of a rollout and a rank, which a KW_ONLY ends."""
+    positional = [
+        f"{label(path)}:{node.lineno}: {node.name}"
+        for path in sources(LIBRARY)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        if "kw_only=True" not in " ".join(map(ast.unparse, node.decorator_list))
+        if not any(isinstance(line, ast.AnnAssign) and ast.unparse(line.annotation) == "KW_ONLY" for line in node.body)
+    ]
+    assert not positional, f"expected keyword-only fields; got positional ones in {positional}"
+
+
 @pytest.mark.parametrize("package", [LIBRARY, KERNELS], ids=label)
 def test_the_wheel_has_every_file_that_is_no_module(package: Path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -61,11 +61,22 @@ from tests.drawn_cases import TIMES, cases, without_jaxtyping  # noqa: F401 - a 
 H2O = policies.H2O()
 ROLLOUT = RolloutConfig(8, 6, 2)
 CONFIGS: list[Any] = [
-    *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(8), LoraConfig()),
+    *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(bits=8), LoraConfig()),
     *(UpdateConfig(), DPOUpdateConfig(), LossConfig(), ValueConfig(), DPOConfig(), DistillConfig()),
-    *(MismatchGuard(), ReferenceSync(0.5, 2), OptimizerConfig(), RunConfig(3), Objective("x"), Decode("x", H2O)),
-    *(LoopConfig(2, 4, 9, H2O, ROLLOUT), GRPOConfig(2, 4, 9, H2O, ROLLOUT), OnlineDPOConfig(2, 2, 9, H2O, ROLLOUT)),
-    PPOConfig(2, 4, 9, H2O, ROLLOUT, update=UpdateConfig(value=ValueConfig())),
+    *(MismatchGuard(), ReferenceSync(0.5, 2), OptimizerConfig(), RunConfig(steps=3), Objective("x"), Decode("x", H2O)),
+    *(
+        LoopConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O, rollout=ROLLOUT),
+        GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O, rollout=ROLLOUT),
+        OnlineDPOConfig(prompts_per_step=2, group_size=2, prompt_width=9, policy=H2O, rollout=ROLLOUT),
+    ),
+    PPOConfig(
+        prompts_per_step=2,
+        group_size=4,
+        prompt_width=9,
+        policy=H2O,
+        rollout=ROLLOUT,
+        update=UpdateConfig(value=ValueConfig()),
+    ),
     *(policies.StreamingLLM(), policies.SnapKV(), policies.RKV(), policies.TOVA(), H2O),
     *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O), LearnedGate(), LinearGate()),
     *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),

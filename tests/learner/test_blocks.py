@@ -84,7 +84,9 @@ def test_each_device_counts_its_own_part(monkeypatch: pytest.MonkeyPatch):
         assert columns_at_once(MODEL.shape, ROWS, LENGTH) == 5  # 8 would fit: two blocks, as equal as they can be
 
 
-EVERYTHING = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig("published", 0.3), microbatch_size=4)
+EVERYTHING = UpdateConfig(
+    loss=LossConfig(beta=0.1), distill=DistillConfig(direction="published", coef=0.3), microbatch_size=4
+)
 
 
 @pytest.mark.slow
@@ -92,8 +94,8 @@ EVERYTHING = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig("publ
     "config",
     [
         EVERYTHING,
-        UpdateConfig(distill=DistillConfig("anchor", 0.3, position_fraction=0.6)),
-        UpdateConfig(distill=DistillConfig("reverse", 0.3, fraction=0.5, estimator="k1")),
+        UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3, position_fraction=0.6)),
+        UpdateConfig(distill=DistillConfig(direction="reverse", coef=0.3, fraction=0.5, estimator="k1")),
     ],
     ids=["policy and published", "anchor", "sampled"],
 )

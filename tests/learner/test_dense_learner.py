@@ -24,7 +24,7 @@ from smd_jax.text.prompts import eos_token_id, pad_token_id
 MODEL = tiny_model_config(num_layers=2)
 TIS = smd.corrections.TIS()
 SHADOW = smd.UpdateConfig()
-DENSE = smd.UpdateConfig("dense", correction=TIS)
+DENSE = smd.UpdateConfig(visibility="dense", correction=TIS)
 
 
 class Lengths(ReasoningGymTask):
@@ -39,9 +39,22 @@ class Lengths(ReasoningGymTask):
 def make_loop(update: smd.UpdateConfig, minibatches: int) -> smd.GRPOLoop:
     tokenizer = byte_tokenizer(chat=False)
     model = smd.Decoder(MODEL)
-    rollout = smd.RolloutConfig(10, 6, 2, eos_token_id(tokenizer), pad_token_id(tokenizer))
+    rollout = smd.RolloutConfig(
+        max_new_tokens=10,
+        budget=6,
+        buffer=2,
+        eos_token_id=eos_token_id(tokenizer),
+        pad_token_id=pad_token_id(tokenizer),
+    )
     config = smd.GRPOConfig(
-        4, 4, 24, smd.eviction.H2O(), rollout, update=update, minibatches=minibatches, update_widths=1
+        prompts_per_step=4,
+        group_size=4,
+        prompt_width=24,
+        policy=smd.eviction.H2O(),
+        rollout=rollout,
+        update=update,
+        minibatches=minibatches,
+        update_widths=1,
     )
     task = Lengths("distractor_sort", seed=0, size=16, parameters=(("num_digits", 3), ("num_distractors", 4)))
     return smd.GRPOLoop(model, task, tokenizer, optax.sgd(1.0), config)
@@ -98,7 +111,7 @@ def test_the_plan_has_room_for_it():
 def test_what_does_not_go_together():
     both = smd.learner.DenseLearner(0.5)
     with pytest.raises(ValueError, match="expected visibility 'shadow'.*got 'dense'"):
-        smd.UpdateConfig("dense", correction=TIS, dense_learner=both)
+        smd.UpdateConfig(visibility="dense", correction=TIS, dense_learner=both)
     with pytest.raises(ValueError, match="a policy_coef > 0.*got 'shadow', 0.0"):
         smd.UpdateConfig(policy_coef=0.0, distill=smd.DistillConfig(), dense_learner=both)
     with pytest.raises(ValueError, match="no critic with a dense_learner"):

@@ -32,7 +32,7 @@ def weights() -> np.ndarray:
 
 def half(direction: Direction = "forward", estimator: Estimator = "exact") -> DistillConfig:
     """Half of the rows and half of the positions."""
-    return DistillConfig(direction, fraction=0.5, position_fraction=0.5, estimator=estimator)
+    return DistillConfig(direction=direction, fraction=0.5, position_fraction=0.5, estimator=estimator)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def parts(rows, columns) -> np.ndarray:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_all_rows_and_positions(direction):
-    value, grads = run(DistillConfig(direction))
+    value, grads = run(DistillConfig(direction=direction))
     each, slopes = exact(direction)
     np.testing.assert_allclose(value, (weights() * each).sum(), rtol=1e-4)
     assert distance(grads, expected(direction, weights()[..., None] * slopes)) < 1e-4
@@ -160,7 +160,7 @@ def test_estimates_look_at_the_sampled_tokens(direction, estimator, value, slope
 def test_a_dense_student_of_the_anchor():
     """What a learner without masks is held to: the divergence of two dense policies."""
 
-    t, part, config = trajectory(), jnp.asarray(weights(), jnp.float32), DistillConfig("anchor")
+    t, part, config = trajectory(), jnp.asarray(weights(), jnp.float32), DistillConfig(direction="anchor")
 
     def value(params):
         hidden = response_hidden(MODEL, params, t, t.dense_mask())
@@ -170,9 +170,9 @@ def test_a_dense_student_of_the_anchor():
     student = np.asarray(plain_logprobs(PARAMS, trajectory().dense_mask()), np.float64)
     each = (np.exp(teacher) * (teacher - student)).sum(-1)
     np.testing.assert_allclose(jax.jit(value)(PARAMS), (weights() * each).sum(), rtol=1e-4)
-    UpdateConfig("dense", correction=Naive(), distill=DistillConfig("anchor"))
+    UpdateConfig(visibility="dense", correction=Naive(), distill=DistillConfig(direction="anchor"))
     with pytest.raises(ValueError, match="whose teacher is the dense policy itself.*got 'dense' with"):
-        UpdateConfig("dense", correction=Naive(), distill=DistillConfig("forward"))
+        UpdateConfig(visibility="dense", correction=Naive(), distill=DistillConfig(direction="forward"))
 
 
 # No other array is as wide as this vocabulary, and this attention has as many products under every mask.
@@ -192,7 +192,9 @@ def test_only_chosen_positions_are_projected_to_the_vocabulary():
 
 
 def test_one_of_the_two_forward_passes_has_a_backward_pass():
-    anchor, *others = (program(DistillConfig(d)).count("dot_general") for d in ("anchor", "forward", "published"))
+    anchor, *others = (
+        program(DistillConfig(direction=d)).count("dot_general") for d in ("anchor", "forward", "published")
+    )
     assert others == [anchor, anchor], "the reference's parameters cannot have one, the live teacher must not"
 
 

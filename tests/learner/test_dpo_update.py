@@ -42,7 +42,7 @@ def trajectory() -> Any:
         valid = jnp.asarray(np.arange(WIDTH)[None] >= rng.integers(0, WIDTH - 1, 2 * PAIRS)[:, None])
         tokens = jnp.asarray(rng.integers(0, 16, (2 * PAIRS, WIDTH)), jnp.int32)
         prompts = PromptBatch(jnp.where(valid, tokens, 0), valid)
-        config = RolloutConfig(LENGTH, 4, 2, eos_token_id=5, sampling=SamplingConfig(TEMPERATURE))
+        config = RolloutConfig(LENGTH, 4, 2, eos_token_id=5, sampling=SamplingConfig(temperature=TEMPERATURE))
         return rollout(MODEL, PARAMS, prompts, jax.random.key(2), policy=H2O(), config=config)
 
 
@@ -59,7 +59,7 @@ def batch(chosen=CHOSEN, rejected=REJECTED, signal=SIGNAL) -> PairBatch:
 
 
 def config_of(**options: Any) -> DPOUpdateConfig:
-    return DPOUpdateConfig(loss=DPOConfig(BETA), **options)
+    return DPOUpdateConfig(loss=DPOConfig(beta=BETA), **options)
 
 
 SHADOW = config_of()
@@ -134,7 +134,15 @@ def test_the_trajectory_is_a_hard_one():
 )
 def test_loss_and_gradient_against_the_definition(visibility, seen, loss_type):
     correction = Shadow() if visibility == "shadow" else Naive()
-    assert_plain(DPOUpdateConfig(visibility, seen, DPOConfig(BETA, loss_type), correction), SIGNAL / 5)
+    assert_plain(
+        DPOUpdateConfig(
+            visibility=visibility,
+            reference_visibility=seen,
+            loss=DPOConfig(beta=BETA, loss_type=loss_type),
+            correction=correction,
+        ),
+        SIGNAL / 5,
+    )
 
 
 TRUNCATED = config_of(

@@ -42,7 +42,7 @@ CASES = {
     "TIS": UpdateConfig(visibility="dense", correction=TIS()),
     "OPSM": UpdateConfig(visibility="dense", correction=Chain((TIS(), OPSM()))),
     "Bypass": UpdateConfig(visibility="dense", correction=Bypass()),
-    "distill": UpdateConfig(distill=DistillConfig("forward")),
+    "distill": UpdateConfig(distill=DistillConfig(direction="forward")),
     "critic": UpdateConfig(value=ValueConfig()),
 }
 
@@ -99,7 +99,7 @@ def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distill", [None, DistillConfig("forward")])
+@pytest.mark.parametrize("distill", [None, DistillConfig(direction="forward")])
 def test_empty_responses_move_nothing(distill: DistillConfig | None):
     """Neither does weight decay; and it is no skipped update."""
     update = make_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), UpdateConfig(distill=distill))

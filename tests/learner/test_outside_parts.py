@@ -57,8 +57,10 @@ class Digits:
 
 @pytest.mark.slow
 def test_every_part_may_come_from_outside():
-    update = smd.UpdateConfig("dense", correction=Halved(), terms=(Imitation(),))
-    config = smd.GRPOConfig(2, 4, 9, Oldest(), toy_loop.ROLLOUT, update=update)
+    update = smd.UpdateConfig(visibility="dense", correction=Halved(), terms=(Imitation(),))
+    config = smd.GRPOConfig(
+        prompts_per_step=2, group_size=4, prompt_width=9, policy=Oldest(), rollout=toy_loop.ROLLOUT, update=update
+    )
     _, metrics = toy_loop.own_loop(config, Digits()).step(toy_loop.new_state())
     assert 0 <= metrics["reward"] <= 1 and metrics["grad_norm"] > 0
     assert metrics["loss/imitation"] > 0 and metrics["rollout_corr/rollout_is_mean"] == 0.5

@@ -146,7 +146,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"expected the loss of PerToken of shape \[\]; got \[8, 10\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(PerToken(),)))
     with pytest.raises(ValueError, match="expected visibility 'shadow' with .* term that needs evictions.*got 'dense'"):
-        smd.UpdateConfig("dense", correction=smd.corrections.Naive(), terms=(OfEvictions(),))
+        smd.UpdateConfig(visibility="dense", correction=smd.corrections.Naive(), terms=(OfEvictions(),))
     with pytest.raises(ValueError, match=r"metrics from Imitation that no other term logs; got \['loss/imitation'\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Imitation(), Imitation())))
     with pytest.raises(TypeError, match="Term has no evaluate"):

@@ -77,8 +77,8 @@ LOSS = LossConfig()
 CONFIGS: dict[str, UpdateConfig] = {
     "grpo": UpdateConfig(loss=LOSS),
     "kl, entropy": UpdateConfig(loss=replace(LOSS, beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5),
-    "tis, dense": UpdateConfig("dense", LOSS, correction=TIS()),
-    "anchor": UpdateConfig(loss=LOSS, distill=DistillConfig("anchor", 0.5)),
+    "tis, dense": UpdateConfig(visibility="dense", loss=LOSS, correction=TIS()),
+    "anchor": UpdateConfig(loss=LOSS, distill=DistillConfig(direction="anchor", coef=0.5)),
 }
 
 
@@ -169,7 +169,7 @@ def test_a_run_with_a_critic_is_the_same():
 
 def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
     update = UpdateConfig(microbatch_size=1, pack_columns=28)
-    for options in ({"min_new_tokens": 2}, {"mask_storage": "boolean"}, {"quant": QuantConfig(8, group=2)}):
+    for options in ({"min_new_tokens": 2}, {"mask_storage": "boolean"}, {"quant": QuantConfig(bits=8, group=2)}):
         config = replace(toy_loop.CONFIG, rollout=replace(toy_loop.ROLLOUT, **options), update=update)
         with pytest.raises(ValueError, match="expected rollouts without quant and min_new_tokens, .* with pack_colu"):
             toy_loop.own_loop(config)
@@ -201,7 +201,11 @@ def test_columns_that_do_not_fit():
             "expected pack_columns None with .* a correction that judges them, .*; got 24 with .* and OPSM",
         ),
         (
-            {"pack_columns": 24, "microbatch_size": 2, "distill": DistillConfig("forward", 0.5, fraction=0.5)},
+            {
+                "pack_columns": 24,
+                "microbatch_size": 2,
+                "distill": DistillConfig(direction="forward", coef=0.5, fraction=0.5),
+            },
             "expected distillation of all rows and columns",
         ),
     ],

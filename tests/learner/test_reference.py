@@ -117,8 +117,8 @@ def test_an_update_moves_the_reference_after_its_step(every):
 
 def test_a_moving_teacher():
     """The divergence and its gradient are the anchor's, from wherever the reference is."""
-    moving = UpdateConfig(distill=DistillConfig("ema", coef=0.5), reference_sync=ReferenceSync.ema(0.9))
-    frozen = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))
+    moving = UpdateConfig(distill=DistillConfig(direction="ema", coef=0.5), reference_sync=ReferenceSync.ema(0.9))
+    frozen = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5))
     one, other = (
         bigram_update.metrics_and_gradients(config, reference=bigram_update.REFERENCE) for config in (moving, frozen)
     )
@@ -174,11 +174,11 @@ def test_a_run_resumes_bitwise(tmp_path):
         (lambda: ReferenceSync.ema(1.0), "expected 0 <= decay < 1.*; got 1.0"),
         (lambda: UpdateConfig(reference_sync=ReferenceSync()), "expected beta > 0 or distillation in direction 'ema'"),
         (
-            lambda: UpdateConfig(distill=DistillConfig("anchor"), reference_sync=ReferenceSync()),
+            lambda: UpdateConfig(distill=DistillConfig(direction="anchor"), reference_sync=ReferenceSync()),
             "expected reference_sync None with distillation from the 'anchor', which is frozen",
         ),
         (
-            lambda: UpdateConfig(distill=DistillConfig("ema")),
+            lambda: UpdateConfig(distill=DistillConfig(direction="ema")),
             "expected a reference_sync with direction 'ema'.*got None",
         ),
     ],

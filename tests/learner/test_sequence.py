@@ -49,8 +49,8 @@ def assert_same_gradients(got, expected, at_most: float = 1e-5):
         (HALVES, PLAIN),
         (OVER_ALL, FULL),
         ((2, 1, 1, 4), PLAIN),  # of which 18 columns are no multiple: they stay whole
-        (HALVES, UpdateConfig("dense", correction=TIS(), entropy_coef=0.1)),
-        (HALVES, UpdateConfig(distill=DistillConfig("forward", position_fraction=0.6))),
+        (HALVES, UpdateConfig(visibility="dense", correction=TIS(), entropy_coef=0.1)),
+        (HALVES, UpdateConfig(distill=DistillConfig(direction="forward", position_fraction=0.6))),
     ],
     ids=["halves", "every axis", "not divided", "dense learner", "some positions"],
 )
@@ -157,7 +157,7 @@ def test_the_sampler_has_a_row_where_the_learner_has_columns():
 
 @pytest.mark.slow
 def test_an_evaluation_is_the_same():
-    config = EvaluationConfig((Decode("short", CONFIG.policy),), CONFIG.rollout, 9, rows=4)
+    config = EvaluationConfig(decodes=(Decode("short", CONFIG.policy),), rollout=CONFIG.rollout, prompt_width=9, rows=4)
     tokens = [
         Evaluator(loop.model, TASK, TOKENIZER, config, mesh=loop.mesh).run(warm_params())[0].completions
         for loop in (new_loop(), new_loop(sizes=(2, 1, 1, 2)))

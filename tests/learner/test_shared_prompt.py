@@ -40,7 +40,7 @@ def rolled_out(policy=smd.eviction.H2O(), budget: int = 5, model: Decoder = MODE
     rng = np.random.default_rng(0)
     valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 7])[:, None])
     prompts = PromptBatch(jnp.where(valid, jnp.asarray(rng.integers(0, 32, valid.shape), jnp.int32), 0), valid)
-    config = smd.RolloutConfig(LENGTH, budget, 2, eos_token_id=5, sampling=SamplingConfig(0.9), quant=quant)
+    config = smd.RolloutConfig(LENGTH, budget, 2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9), quant=quant)
     return smd.rollout(model, params, prompts, jax.random.key(54), policy=policy, config=config, group_size=GROUP)
 
 
@@ -113,7 +113,7 @@ def test_every_attention(impl, windows):
 
 
 def test_a_quantised_cache():
-    one = rolled_out(quant=QuantConfig(8, group=2))
+    one = rolled_out(quant=QuantConfig(bits=8, group=2))
     again = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs
     np.testing.assert_allclose(again[one.response_mask], one.logprobs[one.response_mask], atol=1e-5)
 
@@ -124,9 +124,9 @@ CONFIGS: dict[str, UpdateConfig] = {
     "grpo": UpdateConfig(),
     "gspo": UpdateConfig(loss=LossConfig(ratio_level="geometric")),
     "kl, entropy": UpdateConfig(loss=LossConfig(beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5),
-    "tis, dense": UpdateConfig("dense", correction=TIS()),
-    "anchor": UpdateConfig(distill=DistillConfig("anchor", 0.5)),
-    "published": UpdateConfig(distill=DistillConfig("published", 0.5, position_fraction=0.5)),
+    "tis, dense": UpdateConfig(visibility="dense", correction=TIS()),
+    "anchor": UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5)),
+    "published": UpdateConfig(distill=DistillConfig(direction="published", coef=0.5, position_fraction=0.5)),
     "both learners": UpdateConfig(dense_learner=DenseLearner(0.5)),
 }
 ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32)
@@ -183,7 +183,7 @@ def test_on_a_mesh():
 @pytest.mark.slow
 def test_a_run_is_the_same():
     """Two rollouts of a loop with minibatches, whose old policy is replayed."""
-    config = replace(toy_loop.CONFIG, minibatches=2, update=UpdateConfig("dense", correction=TIS()))
+    config = replace(toy_loop.CONFIG, minibatches=2, update=UpdateConfig(visibility="dense", correction=TIS()))
     shared = replace(config, update=replace(config.update, microbatch_size=4, rows_per_prompt=4))
     told = [toy_loop.run(toy_loop.own_loop(of), toy_loop.new_state(), 2)[1] for of in (config, shared)]
     for plain, once in zip(*told, strict=True):

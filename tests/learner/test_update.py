@@ -176,7 +176,7 @@ def test_the_kl_to_another_reference():
     np.testing.assert_allclose(metrics["loss"], metrics_and_gradients()[0]["loss"] + 0.5 * kl, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [BETA, UpdateConfig(distill=DistillConfig("anchor"))])
+@pytest.mark.parametrize("config", [BETA, UpdateConfig(distill=DistillConfig(direction="anchor"))])
 def test_a_missing_reference(config):
     with pytest.raises(ValueError, match=r"expected reference parameters in the train state .*; got None"):
         metrics_and_gradients(config)
@@ -188,7 +188,7 @@ def test_a_missing_reference(config):
 @pytest.mark.slow
 def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
     """Values and gradients of every direction: `test_distill`."""
-    config = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))
+    config = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5))
     metrics, grads = metrics_and_gradients(config, without_advantages(), reference=REFERENCE)
     mask = np.asarray(trajectory().response_mask)
     dense = np.asarray(explicit_logprobs(REFERENCE, trajectory().dense_mask()), np.float64)
@@ -198,13 +198,13 @@ def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
     np.testing.assert_allclose(metrics["loss"], 0.5 * value, rtol=1e-4)
     agreement = np.minimum(np.exp(dense), np.exp(shadow)).sum(-1)[mask]
     np.testing.assert_allclose(metrics["distill/agreement_p5"], np.percentile(agreement, 5), rtol=1e-4)
-    twice = UpdateConfig(distill=DistillConfig("anchor", coef=1.0))
+    twice = UpdateConfig(distill=DistillConfig(direction="anchor", coef=1.0))
     doubled = metrics_and_gradients(twice, without_advantages(), reference=REFERENCE)[1]
     assert distance(doubled, jax.tree.map(lambda x: 2 * x, grads)) < 1e-5
 
 
 def test_the_rows_of_a_teacher_follow_the_step():
-    config = UpdateConfig(distill=DistillConfig("forward", coef=1.0, fraction=0.5))
+    config = UpdateConfig(distill=DistillConfig(direction="forward", coef=1.0, fraction=0.5))
     first, second, ninth = (
         metrics_and_gradients(config, without_advantages(), step=n)[0]["distill"] for n in (0, 1, 8)
     )
@@ -220,7 +220,7 @@ def test_the_coefficient_follows_its_schedule(step, coef):
 
 
 def test_distillation_is_added_to_the_policy_loss():
-    config = UpdateConfig(distill=DistillConfig("forward", coef=1.0, fraction=0.5))
+    config = UpdateConfig(distill=DistillConfig(direction="forward", coef=1.0, fraction=0.5))
     (plain, plain_grads), (both, both_grads) = metrics_and_gradients(), metrics_and_gradients(config)
     alone = metrics_and_gradients(config, without_advantages())
     np.testing.assert_allclose(both["loss"], plain["loss"] + alone[0]["loss"], rtol=1e-5)

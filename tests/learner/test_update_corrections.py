@@ -100,7 +100,7 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
 def test_every_correction_in_any_split_and_order(correction):
     loss = grpo()
-    config = UpdateConfig("dense", loss, correction=correction, microbatch_size=2)
+    config = UpdateConfig(visibility="dense", loss=loss, correction=correction, microbatch_size=2)
     expected, gradients, terms = explicit(correction, stale(), loss)
     metrics, found = metrics_and_gradients(config, stale())
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
@@ -116,7 +116,7 @@ def test_every_correction_in_any_split_and_order(correction):
 
 
 def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now():
-    config = UpdateConfig("dense", correction=SparseRL(), microbatch_size=4)
+    config = UpdateConfig(visibility="dense", correction=SparseRL(), microbatch_size=4)
     expected, gradients, _ = explicit(SparseRL(), batch().replace(old_logprobs=present_logprobs()[0]), LossConfig())
     metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
@@ -143,7 +143,10 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
 
 def test_a_wider_range_clips_less():
     """QuRL is TIS but for the upper bound of the ratio."""
-    configs = [UpdateConfig("dense", correction=correction) for correction in (TIS("token", clip_max=0.8), QuRL(0.8))]
+    configs = [
+        UpdateConfig(visibility="dense", correction=correction)
+        for correction in (TIS("token", clip_max=0.8), QuRL(0.8))
+    ]
     data = stale(0.3)  # so that many ratios are clipped
     tis, qurl = (metrics_and_gradients(config, data)[0] for config in configs)
     assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
@@ -216,7 +219,9 @@ def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
 def test_padding_changes_nothing(kind):
     """To attention under shadow masks, and to a correction that looks at whole responses and the whole batch."""
     step = metrics_and_gradients if kind == "corrected" else tiny_update.metrics_and_gradients
-    config = UpdateConfig("dense", grpo(), correction=SparseRL()) if kind == "corrected" else UpdateConfig()
+    config = (
+        UpdateConfig(visibility="dense", loss=grpo(), correction=SparseRL()) if kind == "corrected" else UpdateConfig()
+    )
     data = stale() if kind == "corrected" else tiny_update.batch()
     one, expected = step(config, data)
     other, found = step(config, padded(data, 3, 2))
@@ -235,7 +240,7 @@ def test_the_reference_sees_what_it_is_told_to():
 
 
 def test_distillation_alone():
-    both = UpdateConfig(distill=DistillConfig("anchor", coef=0.5))
+    both = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5))
     alone = dataclasses.replace(both, policy_coef=0.0)
     metrics, found = metrics_and_gradients(alone, reference=REFERENCE)
     np.testing.assert_allclose(metrics["loss"], 0.5 * metrics["distill"], rtol=1e-6)
@@ -262,7 +267,7 @@ def test_what_is_rejected_late_weighs_nothing():
     mask = np.asarray(trajectory().response_mask)
     kept = mask & (np.asarray(logprobs) > -3.0)
     assert mask.sum() > kept.sum() > 0
-    config = UpdateConfig("dense", correction=KeepLikely(), microbatch_size=4)
+    config = UpdateConfig(visibility="dense", correction=KeepLikely(), microbatch_size=4)
     metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
     assert distance(found, pull(jnp.float32(-(kept / mask.sum()) * np.asarray(ADVANTAGES)[:, None]))[0]) < 1e-5
     lost = 1 - kept.sum() / mask.sum()
@@ -303,7 +308,9 @@ def test_combinations_that_make_no_sense(options, message):
 
 def test_a_reference_elsewhere_than_the_policy():
     """The frozen reference under the sampler's mask, the policy dense: both are combinations that can be asked for."""
-    config = UpdateConfig("dense", LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow")
+    config = UpdateConfig(
+        visibility="dense", loss=LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow"
+    )
     kl = tiny_update.metrics_and_gradients(config, reference=tiny_update.PARAMS)[0]["kl"]
     assert kl > 0.01, "the same policy with what the sampler saw"
 
@@ -311,4 +318,4 @@ def test_a_reference_elsewhere_than_the_policy():
 def test_a_trajectory_without_the_samplers_log_probabilities():
     data = batch().replace(trajectory=trajectory().replace(logprobs=None))
     with pytest.raises(ValueError, match="expected the sampler's log-probabilities in the trajectory.*got None"):
-        metrics_and_gradients(UpdateConfig("dense", correction=TIS("sequence")), data)
+        metrics_and_gradients(UpdateConfig(visibility="dense", correction=TIS("sequence")), data)

@@ -36,7 +36,9 @@ from smd_jax.losses.dpo import (
     sequence_logprobs,
 )
 
-LOSSES = pytest.mark.parametrize("config", [DPOConfig(0.5), DPOConfig(0.5, "ipo")], ids=lambda c: c.loss_type)
+LOSSES = pytest.mark.parametrize(
+    "config", [DPOConfig(beta=0.5), DPOConfig(beta=0.5, loss_type="ipo")], ids=lambda c: c.loss_type
+)
 
 
 def inputs_of(chosen, rejected, reference_chosen, reference_rejected, weights, correction=None) -> DPOInputs:
@@ -59,29 +61,29 @@ ONE_PAIR = inputs_of(-4.0, -6.0, -5.0, -5.0, 1.0)
 
 
 def test_sigmoid_by_hand():
-    loss, terms = dpo_loss(ONE_PAIR, DPOConfig(0.5))
+    loss, terms = dpo_loss(ONE_PAIR, DPOConfig(beta=0.5))
     np.testing.assert_allclose(loss, 0.31326168751822286, rtol=1e-6)  # log(1 + e^-1)
     np.testing.assert_allclose([terms.chosen_rewards[0], terms.rejected_rewards[0]], [0.5, -0.5], rtol=1e-6)
 
 
 def test_ipo_by_hand():
     """(2 - 1 / (2 * 0.5))^2 = 1, and at the target 1 / (2 beta) = h nothing is left."""
-    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(0.5, "ipo"))[0], 1.0, rtol=1e-6)
-    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(0.25, "ipo"))[0], 0.0, atol=1e-6)
+    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(beta=0.5, loss_type="ipo"))[0], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(beta=0.25, loss_type="ipo"))[0], 0.0, atol=1e-6)
 
 
 def test_the_policy_is_its_reference():
     """-log sigmoid(0) = log 2 whatever beta, and IPO's squared target."""
     inputs = inputs_of(-3.0, -9.0, -3.0, -9.0, 1.0)
     np.testing.assert_allclose(dpo_loss(inputs, DPOConfig())[0], np.log(2), rtol=1e-6)
-    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(0.1, "ipo"))[0], 25.0, rtol=1e-6)
+    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.1, loss_type="ipo"))[0], 25.0, rtol=1e-6)
 
 
 def test_weights_and_corrections_multiply():
     """0.25 * 2 * log(1 + e^-1) + 0.75 * 0.5 * log(1 + e^1)."""
     inputs = inputs_of([-4, -6], [-6, -4], [-5, -5], [-5, -5], [0.25, 0.75], jnp.array([2.0, 0.5]))
     expected = 0.25 * 2 * 0.31326168751822286 + 0.75 * 0.5 * 1.3132616875182228
-    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(0.5))[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.5))[0], expected, rtol=1e-6)
 
 
 def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
@@ -169,7 +171,7 @@ def test_padding_changes_nothing(junk):
 def test_metrics_by_hand():
     """Margins 1, -1 and, of a pair that weighs nothing, 0."""
     inputs = inputs_of([-4, -6, -1], [-6, -4, -2], [-5, -5, -9], [-5, -4, -9], [0.5, 0.5, 0.0])
-    terms = dpo_loss(inputs, DPOConfig(0.5))[1]
+    terms = dpo_loss(inputs, DPOConfig(beta=0.5))[1]
     metrics = dpo_metrics(terms, inputs.weights)
     expected = {"rewards/chosen": 0.0, "rewards/rejected": -0.25, "rewards/margins": 0.25, "rewards/accuracies": 0.5}
     expected |= {"logps/chosen": -5.0, "logps/rejected": -5.0}
@@ -181,7 +183,7 @@ def test_metrics_by_hand():
 @pytest.mark.parametrize("beta", [0.0, -0.1, float("nan")])
 def test_a_beta_that_means_nothing(beta):
     with pytest.raises(ValueError, match=f"expected beta > 0; got {beta}"):
-        DPOConfig(beta)
+        DPOConfig(beta=beta)
 
 
 def test_an_unknown_loss():

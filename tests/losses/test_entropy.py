@@ -111,7 +111,7 @@ def test_the_sampler_s_entropies_stand_for_the_learner_s():
     lowest = MASK & (np.asarray(-recorded) >= np.quantile(-np.asarray(recorded)[MASK], 0.5) - 1e-6)
     assert distance(gradients(shadow, -recorded), plain_loss(PARAMS, lowest, COEF)[1]) < 1e-5
     assert distance(highest, plain_loss(PARAMS, lowest, COEF)[1]) > 0.1
-    dense = UpdateConfig("dense", correction=Naive(), entropy_coef=COEF, top_entropy_quantile=0.5)
+    dense = UpdateConfig(visibility="dense", correction=Naive(), entropy_coef=COEF, top_entropy_quantile=0.5)
     assert distance(gradients(dense, -recorded), highest) < 1e-5
 
 

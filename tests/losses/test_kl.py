@@ -161,7 +161,16 @@ def test_a_step_with_the_kl_in_the_reward():
 def test_ppo_loses_the_kl_at_every_token():
     """Without decay and with a critic that says 0, an advantage is the reward that is still to come."""
     update = dataclasses.replace(IN_REWARD, value=ValueConfig())
-    config = PPOConfig(2, 4, 9, CONFIG.policy, ROLLOUT, update=update, lam=1.0, whiten_advantages=False)
+    config = PPOConfig(
+        prompts_per_step=2,
+        group_size=4,
+        prompt_width=9,
+        policy=CONFIG.policy,
+        rollout=ROLLOUT,
+        update=update,
+        lam=1.0,
+        whiten_advantages=False,
+    )
     state = new_state()
     trajectory = new_loop().collect(state, 0).trajectory
     rng = np.random.default_rng(0)

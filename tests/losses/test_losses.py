@@ -106,7 +106,7 @@ def test_the_ratio_of_a_sequence_by_hand():
     old = jnp.log(jnp.array([[0.2, 0.1, 0.5]]))
     new = old + jnp.log(jnp.array([[0.5, 4.5, 7.0]]))
     inputs = LossInputs(new, old, None, jnp.array([-2.0]), jnp.array([[0.5, 0.5, 0.0]]))
-    config = LossConfig(SequenceMean(), ratio_level="geometric")
+    config = LossConfig(weighting=SequenceMean(), ratio_level="geometric")
     value, terms = policy_loss(inputs, config)
     np.testing.assert_allclose(terms.ratio, [[1.5, 1.5, 1.0]], rtol=1e-6)
     np.testing.assert_allclose(value, 1.5 * 2, rtol=1e-6)
@@ -211,7 +211,7 @@ def test_delta_bounds_bad_tokens_alone():
     np.testing.assert_allclose(policy_loss(bad, config)[0], 2.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("config", [cispo(), LossConfig(SequenceMean(), ratio_level="geometric")])
+@pytest.mark.parametrize("config", [cispo(), LossConfig(weighting=SequenceMean(), ratio_level="geometric")])
 def test_only_the_ratio_of_a_token_has_a_scaled_bound(config):
     inputs = one_token(1.0, 1.0).replace(high_scale=jnp.ones((1, 1)))
     with pytest.raises(ValueError, match="expected a loss that clips the ratio of single tokens.*got"):

@@ -71,7 +71,7 @@ class WithoutFirst(Correction):
         return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (jnp.cumsum(inputs.mask, axis=1) > 1))
 
 
-LOSS = LossConfig(RootLength(), Gate())
+LOSS = LossConfig(weighting=RootLength(), surrogate=Gate())
 
 
 def test_loss_and_gradient_by_hand():
@@ -123,7 +123,9 @@ def written_out(params, old):
 def test_the_update_takes_the_gradient_of_the_formula(size):
     noise = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
     old = jax.jit(explicit_token_logprobs)(PARAMS) + 0.1 * noise
-    config = UpdateConfig("dense", LOSS, correction=Chain((RootRatio(), WithoutFirst())), microbatch_size=size)
+    config = UpdateConfig(
+        visibility="dense", loss=LOSS, correction=Chain((RootRatio(), WithoutFirst())), microbatch_size=size
+    )
     metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=old))
     loss, expected = written_out(PARAMS, old)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -133,7 +135,7 @@ def test_the_update_takes_the_gradient_of_the_formula(size):
 
 @pytest.mark.slow
 def test_the_loop_takes_them():
-    update = UpdateConfig("dense", LOSS, correction=Chain((RootRatio(), WithoutFirst())))
+    update = UpdateConfig(visibility="dense", loss=LOSS, correction=Chain((RootRatio(), WithoutFirst())))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(new_state())
     assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and 0 < metrics["gate_mean"] < 1
 
@@ -142,7 +144,7 @@ def test_the_loop_takes_them():
 def test_what_a_surrogate_does_not_claim_is_not_asked_of_it(correction):
     """Scaled bounds, or a trust region in the place of its own."""
     with pytest.raises(ValueError, match=f"expected .* with {type(correction).__name__}.*Gate"):
-        UpdateConfig("dense", LOSS, correction=correction)
+        UpdateConfig(visibility="dense", loss=LOSS, correction=correction)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def compiled_update(work: Workload, options: Any = None, params: Any = None) -> 
 WORK = Workload(MODEL, Dense(), SIZES, prompt_width=64, rows=4, optimizer=OPTIMIZER)
 EVICTING = replace(WORK, policy=StreamingLLM(), config=replace(SIZES, max_new_tokens=1984), rows=2)
 WIDE = replace(WORK, model=Decoder(replace(SHAPE, vocab_size=4096, num_layers=1)))
-ANCHOR = DistillConfig("anchor", fraction=0.5)
+ANCHOR = DistillConfig(direction="anchor", fraction=0.5)
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def seats(policy: EvictionPolicy, config: RolloutConfig, width: int, rows: int) 
 
 
 @pytest.mark.parametrize("policy", [Dense(), H2O(), RKV(window=4), StreamingLLM()], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("quant", [None, QuantConfig(4)], ids=["", "quantised"])
+@pytest.mark.parametrize("quant", [None, QuantConfig(bits=4)], ids=["", "quantised"])
 def test_a_cache_is_as_large_as_planned(policy: EvictionPolicy, quant: QuantConfig | None):
     config = replace(SIZES, quant=quant)
     _, _, state = seats(policy, config, 64, 16)
@@ -286,7 +286,7 @@ def test_a_cache_is_as_large_as_planned(policy: EvictionPolicy, quant: QuantConf
         SIZES,
         replace(SIZES, sampling=SamplingConfig(top_k=20)),
         replace(SIZES, sampling=SamplingConfig(top_p=0.9)),
-        replace(SIZES, quant=QuantConfig(4)),
+        replace(SIZES, quant=QuantConfig(bits=4)),
         RolloutConfig(20, 8, 4, mask_storage="boolean"),
     ],
     ids=["", "top-k", "top-p", "quantised", "boolean"],

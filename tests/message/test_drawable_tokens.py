@@ -46,12 +46,12 @@ PARAMS, REFERENCE = spread_params(0, MODEL.config), spread_params(1, MODEL.confi
 
 # Name -> the sampler, and whether ids or bits travel.
 SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
-    "top-k": (SamplingConfig(0.9, top_k=9), 0, jnp.int32),
-    "top-k as bits": (SamplingConfig(0.9, top_k=60), 0, jnp.uint8),
-    "top-p": (SamplingConfig(0.9, top_p=0.7), 0, jnp.uint8),
-    "min-p": (SamplingConfig(0.9, min_p=0.1), 0, jnp.uint8),
-    "minimum length": (SamplingConfig(0.9), MINIMUM, None),
-    "all": (SamplingConfig(0.9, top_k=9, top_p=0.95, min_p=0.05), MINIMUM, jnp.int32),
+    "top-k": (SamplingConfig(temperature=0.9, top_k=9), 0, jnp.int32),
+    "top-k as bits": (SamplingConfig(temperature=0.9, top_k=60), 0, jnp.uint8),
+    "top-p": (SamplingConfig(temperature=0.9, top_p=0.7), 0, jnp.uint8),
+    "min-p": (SamplingConfig(temperature=0.9, min_p=0.1), 0, jnp.uint8),
+    "minimum length": (SamplingConfig(temperature=0.9), MINIMUM, None),
+    "all": (SamplingConfig(temperature=0.9, top_k=9, top_p=0.95, min_p=0.05), MINIMUM, jnp.int32),
 }
 
 
@@ -258,7 +258,9 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     """Against the plain definition over the drawable tokens, in parts and as a whole: policy, old policy, reference."""
     trajectory = sampled(name)
     loss = LossConfig(beta=0.2)
-    config = UpdateConfig(visibility, loss, correction=Shadow() if visibility == "shadow" else TIS(clip_max=2.0))
+    config = UpdateConfig(
+        visibility=visibility, loss=loss, correction=Shadow() if visibility == "shadow" else TIS(clip_max=2.0)
+    )
     if name == "all":
         config = replace(config, microbatch_size=2)
     batch = TrainBatch(trajectory, ADVANTAGES, trajectory.logprobs if visibility == "shadow" else None)
@@ -296,14 +298,14 @@ def test_distillation(name: str, direction: Any):
     of_shadow = plain_logprobs(name, PARAMS, "shadow")
     dense, shadow = (jnp.where(jnp.isfinite(x), x, -1e30) for x in (of_dense, of_shadow))
     each = divergence(dense, shadow, direction)
-    value, agreement = distilled(name, DistillConfig(direction), weights)
+    value, agreement = distilled(name, DistillConfig(direction=direction), weights)
     np.testing.assert_allclose(value, (weights * each).sum(), rtol=1e-4)
     shared = np.minimum(np.exp(of_dense), np.exp(of_shadow)).sum(-1)
     inside = np.asarray(agreement.inside)
     np.testing.assert_allclose(np.asarray(agreement.overlap)[inside], shared[inside], rtol=1e-4)
     if direction in ("published", "reverse"):
         return  # the halves are those of the other directions
-    half = DistillConfig(direction, fraction=0.5, position_fraction=0.5)
+    half = DistillConfig(direction=direction, fraction=0.5, position_fraction=0.5)
     part = jnp.zeros((ROWS, LENGTH)).at[np.ix_([1, 3], [1, 3, 5, 7, 9])].set(4.0)
     value, _ = distilled(name, half, weights, step=1)
     np.testing.assert_allclose(value, (part * weights * each).sum(), rtol=1e-4)
@@ -327,7 +329,7 @@ def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> 
 @pytest.mark.slow
 def test_gradients_of_distillation_are_finite():
     """By the estimator that looks at the drawn token alone; the exact one's are looked at above."""
-    config = UpdateConfig(distill=DistillConfig("reverse", estimator="k3"), microbatch_size=2)
+    config = UpdateConfig(distill=DistillConfig(direction="reverse", estimator="k3"), microbatch_size=2)
     metrics, grads = one_step(policy_update(config), TrainBatch(sampled("all"), ADVANTAGES, sampled("all").logprobs))
     assert all(np.isfinite(value).all() for value in metrics.values())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
@@ -352,8 +354,10 @@ def test_old_log_probabilities():
     expected = np.asarray(plain_token_logprobs("all", PARAMS, "dense"))[inside]
     got = make_replay(MODEL, "dense", 2)(PARAMS, trajectory)
     np.testing.assert_allclose(np.asarray(got)[inside], expected, atol=1e-4)
-    update = UpdateConfig("dense", correction=TIS(), value=ValueConfig())
-    config = PPOConfig(4, 1, WIDTH, H2O(), toy_loop.ROLLOUT, update=update)
+    update = UpdateConfig(visibility="dense", correction=TIS(), value=ValueConfig())
+    config = PPOConfig(
+        prompts_per_step=4, group_size=1, prompt_width=WIDTH, policy=H2O(), rollout=toy_loop.ROLLOUT, update=update
+    )
     params = add_value_head(PARAMS, MODEL.config)
     batch, _ = make_train_batch(MODEL, config)(params, trajectory, jnp.ones(ROWS), None)
     np.testing.assert_allclose(np.asarray(batch.old_logprobs)[inside], expected, atol=1e-4)
@@ -362,7 +366,7 @@ def test_old_log_probabilities():
 # --- whole loops, sharded
 
 LOOP_ROLLOUT = replace(
-    toy_loop.ROLLOUT, sampling=SamplingConfig(1.1, top_k=6, top_p=0.95, min_p=0.01), min_new_tokens=2
+    toy_loop.ROLLOUT, sampling=SamplingConfig(temperature=1.1, top_k=6, top_p=0.95, min_p=0.01), min_new_tokens=2
 )
 
 

@@ -350,14 +350,14 @@ def test_what_does_not_go(tmp_path: Any):
         rollout(
             MODEL, drop_gate(params), prompts, jax.random.key(0), policy=LearnedGate(), config=RolloutConfig(4, 5, 2)
         )
-    quant = QuantConfig(4, group=2)
+    quant = QuantConfig(bits=4, group=2)
     refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"mask_storage": "boolean"}, {"quant": quant}]
     for options in refused:
         with pytest.raises(ValueError, match=r"expected .* with LearnedGate, whose draws the learner recomputes"):
             config = RolloutConfig(4, 5, 2, **options)
             rollout(MODEL, params, prompts, jax.random.key(0), policy=LearnedGate(), config=config)
     with pytest.raises(ValueError, match="expected visibility 'shadow' with an eviction_coef"):
-        UpdateConfig("dense", eviction_coef=1.0, correction=Naive())
+        UpdateConfig(visibility="dense", eviction_coef=1.0, correction=Naive())
     with pytest.raises(ValueError, match="expected a finite eviction_coef >= 0; got -1"):
         UpdateConfig(eviction_coef=-1.0)
     with pytest.raises(ValueError, match="expected a trajectory with recorded draws of evictions"):

@@ -247,7 +247,7 @@ def test_rounding_is_no_positive_log_probability():
 # ---------------------------------------------------------------- our own rollouts, told as another's
 
 # Prompts are read in chunks, so that there are compressions in them, too; some rows end early.
-OURS = RolloutConfig(12, 6, 3, eos_token_id=5, prefill_chunk=4, sampling=SamplingConfig(TEMPERATURE))
+OURS = RolloutConfig(12, 6, 3, eos_token_id=5, prefill_chunk=4, sampling=SamplingConfig(temperature=TEMPERATURE))
 WIDTH, ROWS = 10, 4
 
 

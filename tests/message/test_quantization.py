@@ -127,7 +127,7 @@ KIVI: list[tuple[Any, int, int, int]] = [
 def test_against_kivi(sizes: tuple[Any, int, int, int], padding: int, seed: int):
     """Exactly, in float64; padding is as large as it can be, and must not widen a range."""
     bits, group, first, columns = sizes
-    rng, config = np.random.default_rng(seed), QuantConfig(bits, group, 4)
+    rng, config = np.random.default_rng(seed), QuantConfig(bits=bits, group=group, value_group=4)
     x = rng.normal(size=(2, 2, columns, 8)) * 10.0 ** rng.integers(-3, 4, (2, 2, 1, 8))
     valid = np.arange(columns) >= np.array([padding, 0])[:, None]
     with jax.enable_x64(True):
@@ -147,11 +147,11 @@ def test_against_kivi(sizes: tuple[Any, int, int, int], padding: int, seed: int)
 def test_by_hand():
     """A prompt of 3, groups of 2: columns {0}, {1, 2}, {3, 4}. One channel is constant, one has its range."""
     keys = jnp.array([[7.0, 5.0], [5.0, 0.0], [5.0, 3.0], [5.0, -1.0], [5.0, 8.0]])[None, None]
-    codes, numbers = quantized_keys(keys, jnp.ones((1, 1, 5), bool), 3, QuantConfig(2, 2))
+    codes, numbers = quantized_keys(keys, jnp.ones((1, 1, 5), bool), 3, QuantConfig(bits=2, group=2))
     assert codes[0, 0, :, 1].tolist() == [0, 0, 3, 0, 3] and codes[0, 0, :, 0].tolist() == [0] * 5
     np.testing.assert_array_equal(numbers, keys)
     values = jnp.array([0.0, 1.0, 2.0, 3.0, 10.0, 10.0, 16.0, 11.9])[None, None, None]
-    codes, numbers = quantized_values(values, QuantConfig(2, 1, 4))
+    codes, numbers = quantized_values(values, QuantConfig(bits=2, group=1, value_group=4))
     assert codes.tolist() == [[[[0, 1, 2, 3, 0, 0, 3, 1]]]]
     assert numbers.tolist() == [[[[0, 1, 2, 3, 10, 10, 16, 12]]]]
 
@@ -160,7 +160,7 @@ def test_by_hand():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_error_is_within_half_a_step(bits: Any, dtype: str):
     """Also of numbers whose range is far smaller than they are; in bfloat16 up to its own rounding."""
-    config = QuantConfig(bits, 8, 8)
+    config = QuantConfig(bits=bits, group=8, value_group=8)
     x = (100 + np.random.default_rng(0).normal(size=(1, 2, 16, 8))).astype(dtype)
 
     @jax.jit
@@ -178,7 +178,7 @@ def test_nothing_to_round():
     """Groups without a key, with one, with equal keys, and with a range that vanishes in float32."""
     keys = jnp.array([9.0, 9.0, 3.0, 9.0, 4.0, 4.0, 1e-40, 0.0])[None, None, :, None]
     valid = jnp.array([False, False, True, False, True, True, True, True])[None, None]
-    codes, numbers = quantized_keys(keys, valid, 0, QuantConfig(2, 2))
+    codes, numbers = quantized_keys(keys, valid, 0, QuantConfig(bits=2, group=2))
     assert np.isfinite(np.asarray(numbers)).all()
     np.testing.assert_allclose(numbers[0, 0, np.array([2, 4, 5, 6, 7]), 0], [3.0, 4.0, 4.0, 0.0, 0.0], atol=1e-39)
 
@@ -190,7 +190,7 @@ def test_nothing_to_round():
 @pytest.mark.parametrize("off", [0.0, 0.3, 0.49])
 def test_parity_finds_the_sampler_s_code(bits: Any, off: float):
     """As long as the learner's quotient is off by less than a half; at 8 bits as at 2."""
-    rng, config = np.random.default_rng(0), QuantConfig(bits)
+    rng, config = np.random.default_rng(0), QuantConfig(bits=bits)
     quotient = np.concatenate([rng.uniform(0, config.highest, 4000), np.arange(config.highest) + 0.5])
     sampler = jnp.asarray(quotient, jnp.float32)[None, None, None]
     unit = Ranges(jnp.zeros_like(sampler), jnp.ones_like(sampler))
@@ -206,7 +206,7 @@ def test_parity_finds_the_sampler_s_code(bits: Any, off: float):
 @EVERY_BITS
 def test_parity_keeps_codes_in_range(bits: Any):
     """Far outside, the nearest end of that parity."""
-    config, far = QuantConfig(bits), jnp.array([-1e9, -1e9, 1e9, 1e9])[None, None, None]
+    config, far = QuantConfig(bits=bits), jnp.array([-1e9, -1e9, 1e9, 1e9])[None, None, None]
     unit = Ranges(jnp.zeros_like(far), jnp.ones_like(far))
     codes = to_codes(far, unit, config, jnp.array([0, 1, 0, 1], jnp.uint8)[None, None, None])
     assert codes.tolist() == [[[[0, 1, config.highest - 1, config.highest]]]]
@@ -215,7 +215,7 @@ def test_parity_keeps_codes_in_range(bits: Any):
 # The cache.
 
 PROMPT, BUFFER, BUDGET, COLUMNS, HEAD_DIM = 7, 6, 5, 25, 8
-CACHE_QUANT = QuantConfig(2, group=3, value_group=4)
+CACHE_QUANT = QuantConfig(bits=2, group=3, value_group=4)
 
 
 @EVERY_BITS
@@ -277,7 +277,7 @@ def check_reads(
 
 T, LENGTH, FIRST = 23, 6, 5
 SEGMENTS = Segments(FIRST, LENGTH, budget=7)
-QUANT = QuantConfig(2, group=3, value_group=4)
+QUANT = QuantConfig(bits=2, group=3, value_group=4)
 
 
 @cache
@@ -386,17 +386,19 @@ def test_attention_with_parities_of_another():
 
 
 def test_bad_configs():
-    config = QuantConfig(4)
+    config = QuantConfig(bits=4)
     object.__setattr__(config, "bits", 3)  # behind the type checker, which users do not have
     with pytest.raises(TypeError, match=r"expected bits of QuantConfig to be Literal\[8, 4, 2\]; got 3"):
         config.__post_init__()
     with pytest.raises(ValueError, match="expected group >= 1; got 0"):
-        QuantConfig(4, group=0)
+        QuantConfig(bits=4, group=0)
     with pytest.raises(ValueError, match="expected value_group >= 1; got 0"):
-        QuantConfig(4, value_group=0)
+        QuantConfig(bits=4, value_group=0)
 
 
 def test_value_groups_divide_the_head():
-    assert QuantConfig(4, value_group=32).channels(8) == 8 and QuantConfig(4, value_group=32).channels(64) == 32
+    assert (
+        QuantConfig(bits=4, value_group=32).channels(8) == 8 and QuantConfig(bits=4, value_group=32).channels(64) == 32
+    )
     with pytest.raises(ValueError, match="value_group that divides head_dim 80; got 32"):
-        QuantConfig(4).channels(80)
+        QuantConfig(bits=4).channels(80)

@@ -171,7 +171,7 @@ def test_equally_likely_tokens(options: dict[str, Any], expected: set[int]):
 def test_filters_of_transformers(top_p: float):
     """The formulas of its warpers one after another, on tokens of which no two are equally likely."""
     x = np.random.default_rng(3).normal(size=(16, 40)) * 3
-    config = SamplingConfig(0.8, top_k=20, top_p=top_p, min_p=0.02)
+    config = SamplingConfig(temperature=0.8, top_k=20, top_p=top_p, min_p=0.02)
     scores = x / config.temperature
     scores = np.where(scores < np.sort(scores, axis=1)[:, -20, None], -np.inf, scores)
     order = np.argsort(scores, axis=1)
@@ -188,12 +188,12 @@ def test_filters_of_transformers(top_p: float):
 
 CONFIGS = [
     SamplingConfig(),
-    SamplingConfig(0.7, top_k=3),
-    SamplingConfig(1.3, top_k=9, top_p=0.8),
+    SamplingConfig(temperature=0.7, top_k=3),
+    SamplingConfig(temperature=1.3, top_k=9, top_p=0.8),
     SamplingConfig(top_p=0.9),
-    SamplingConfig(0.5, min_p=0.05),
+    SamplingConfig(temperature=0.5, min_p=0.05),
     SamplingConfig(top_p=0.5, min_p=0.2),
-    SamplingConfig(2.0, top_k=20, top_p=0.95, min_p=0.01),
+    SamplingConfig(temperature=2.0, top_k=20, top_p=0.95, min_p=0.01),
     SamplingConfig(top_p=0.999, min_p=1e-4),
 ]
 ROWS = 4
@@ -244,10 +244,10 @@ def test_frequencies(config: SamplingConfig):
     "config",
     [
         SamplingConfig(),
-        SamplingConfig(0.9, top_k=50),
-        SamplingConfig(0.9, top_k=50, top_p=0.9, min_p=0.01),
+        SamplingConfig(temperature=0.9, top_k=50),
+        SamplingConfig(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01),
         SamplingConfig(top_p=0.9),
-        SamplingConfig(0.7, min_p=0.02),
+        SamplingConfig(temperature=0.7, min_p=0.02),
     ],
     ids=str,
 )
@@ -318,13 +318,13 @@ def test_running_sums_that_move_where_nothing_is_added():
 
 def test_greedy():
     """The likeliest token whatever the number and the filters; log-probability and entropy at temperature 1."""
-    drawn = draw(np.stack([LOGITS, LOGITS]), [0.0, 0.99], SamplingConfig(0.0, top_k=3, min_p=0.1))
+    drawn = draw(np.stack([LOGITS, LOGITS]), [0.0, 0.99], SamplingConfig(temperature=0.0, top_k=3, min_p=0.1))
     assert drawn.tokens.tolist() == [1, 1] and drawn.drawable is None
     np.testing.assert_allclose(drawn.logprobs, np.log(0.4), rtol=1e-5)
     np.testing.assert_allclose(drawn.entropy, -(PROBABILITIES * np.log(PROBABILITIES)).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS[:5], SamplingConfig(0.0)], ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS[:5], SamplingConfig(temperature=0.0)], ids=str)
 def test_a_row_depends_on_its_own_number_and_logits_alone(config: SamplingConfig):
     rng = np.random.default_rng(0)
     logits, uniforms = rng.normal(size=(6, 40)), rng.random(6)
@@ -363,7 +363,7 @@ def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] |
     ("config", "vocab", "expected"),
     [
         (SamplingConfig(), 100, None),
-        (SamplingConfig(0.0, top_k=5, top_p=0.9), 100, None),  # greedy
+        (SamplingConfig(temperature=0.0, top_k=5, top_p=0.9), 100, None),  # greedy
         (SamplingConfig(top_k=100), 100, None),  # all
         (SamplingConfig(top_k=3), 100, ((3,), jnp.int32)),  # 12 bytes of 13
         (SamplingConfig(top_k=4, min_p=0.1), 100, ((13,), jnp.uint8)),  # 16 bytes
@@ -412,7 +412,7 @@ def test_token_logprobs():
 def test_what_a_learner_can_replay():
     for config in CONFIGS:
         assert config.trainable
-    assert not SamplingConfig(0.0).trainable and not SamplingConfig(0.0, top_k=5).trainable
+    assert not SamplingConfig(temperature=0.0).trainable and not SamplingConfig(temperature=0.0, top_k=5).trainable
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_sets_come_back(sets, as_bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [smd.SamplingConfig(top_k=5), smd.SamplingConfig(0.8, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [smd.SamplingConfig(top_k=5), smd.SamplingConfig(temperature=0.8, top_p=0.9)], ids=str
+)
 def test_a_foreign_record_with_support_is_exact(sampling):
     """A rollout of ours, reported as vLLM reports it. Without its support the learner is another policy."""
     params = jax.tree.map(lambda x: 2 * x, random_params(CONFIG))

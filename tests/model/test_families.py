@@ -94,10 +94,25 @@ GEMMA = {
 }
 
 
+def sizes_of(*sizes: int) -> dict[str, Any]:
+    """The first eight fields of a ModelConfig by name."""
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "max_positions",
+    )
+    return dict(zip(names, sizes, strict=True))
+
+
 def test_mistral():
     config = model_config_from_hf(MISTRAL)
-    sizes = (32000, 4096, 14336, 32, 32, 8, 128, 32768)
-    assert config == ModelConfig(*sizes, norm_eps=1e-5, sliding_windows=(4096,) * 32)
+    sizes = sizes_of(32000, 4096, 14336, 32, 32, 8, 128, 32768)
+    assert config == ModelConfig(**sizes, norm_eps=1e-5, sliding_windows=(4096,) * 32)
     # Since v0.2, null; an absent key is transformers' default.
     assert model_config_from_hf(MISTRAL | {"sliding_window": None}).sliding_windows == ()
     absent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
@@ -117,7 +132,7 @@ def test_qwen2():
 def test_gemma3():
     config = model_config_from_hf(GEMMA)
     assert config == ModelConfig(
-        *(262144, 1152, 6912, 26, 4, 1, 256, 32768),
+        **sizes_of(262144, 1152, 6912, 26, 4, 1, 256, 32768),
         rope_theta=1e6,
         local_rope_theta=1e4,
         qk_norm=True,

@@ -25,7 +25,18 @@ def test_config_round_trip(config: ModelConfig):
 
 
 def test_defaults_are_those_of_transformers():
-    assert model_config_from_hf(SMALL) == ModelConfig(96, 32, 48, 2, 4, 4, 8, 64, rope_theta=1e4, norm_eps=1e-6)
+    assert model_config_from_hf(SMALL) == ModelConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        max_positions=64,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+    )
     qwen3 = model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2})
     assert qwen3.head_dim == 128
 

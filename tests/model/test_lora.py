@@ -55,9 +55,9 @@ from tests.under_test import left_padded
 
 ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))
 # KL to the reference and the anchor's divergence, at once.
-HELD = UpdateConfig(loss=LossConfig(beta=0.2), distill=DistillConfig("anchor", coef=0.5))
+HELD = UpdateConfig(loss=LossConfig(beta=0.2), distill=DistillConfig(direction="anchor", coef=0.5))
 # Every other term whose gradient reaches the layers: the policy's, the dense policy's, the critic's.
-EVERYTHING = UpdateConfig(distill=DistillConfig("published"), value=ValueConfig(), microbatch_size=4)
+EVERYTHING = UpdateConfig(distill=DistillConfig(direction="published"), value=ValueConfig(), microbatch_size=4)
 
 
 def judged_batch() -> TrainBatch:
@@ -95,7 +95,7 @@ def test_the_forward_pass_is_that_of_merged_weights():
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",)])
 def test_some_targets(targets: Any):
-    params = adapted(PARAMS, LoraConfig(2, 4.0, targets), size=1.0)
+    params = adapted(PARAMS, LoraConfig(rank=2, alpha=4.0, targets=targets), size=1.0)
     assert {path[-1] for path in by_module(params[LORA])} == set(targets)
     expected = logprobs(merged_in_float64(params))
     np.testing.assert_allclose(logprobs(params), expected, atol=2e-5)
@@ -103,7 +103,8 @@ def test_some_targets(targets: Any):
 
 
 @pytest.mark.parametrize(
-    ("config", "scale"), [(LoraConfig(4, 8.0), 2.0), (LoraConfig(4, 8.0, rank_stabilised=True), 4.0)]
+    ("config", "scale"),
+    [(LoraConfig(rank=4, alpha=8.0), 2.0), (LoraConfig(rank=4, alpha=8.0, rank_stabilised=True), 4.0)],
 )
 def test_the_scale(config: LoraConfig, scale: float):
     assert config.scale == scale
@@ -117,7 +118,7 @@ def test_what_the_sampler_converts_is_the_same_to_the_last_bit():
     assert logprobs(converted, model).tobytes() == logprobs(ADAPTED, model).tobytes()
 
 
-SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(0.9))
+SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
 
 
 @functools.cache
@@ -384,8 +385,8 @@ def test_a_checkpoint_takes_merged_weights(tmp_path: Any):
 
 def test_a_matrix_starts_alike_whatever_else_has_adapters():
     shallow, deep = (random_params(tiny_model_config(num_layers=layers)) for layers in (1, 2))
-    one = add_lora(shallow, LoraConfig(4, targets=("up_proj",)), jax.random.key(4))
-    all_of_them = add_lora(deep, LoraConfig(4), jax.random.key(4))
+    one = add_lora(shallow, LoraConfig(rank=4, targets=("up_proj",)), jax.random.key(4))
+    all_of_them = add_lora(deep, LoraConfig(rank=4), jax.random.key(4))
     first, second = (params[LORA].matrices["layers_0"]["mlp"]["up_proj"] for params in (one, all_of_them))
     assert_bitwise_equal(jax.device_get(first), jax.device_get(second))
     other = all_of_them[LORA].matrices["layers_0"]["mlp"]["gate_proj"]

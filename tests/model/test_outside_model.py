@@ -122,7 +122,7 @@ def test_identity_with_prompts_read_in_chunks(name: str, chunk: int):
 
 @pytest.mark.parametrize("name", ["Dense", "H2O"])
 def test_identity_with_a_quantised_cache(name: str):
-    quantised = replace(SIZES, quant=QuantConfig(4, group=4))
+    quantised = replace(SIZES, quant=QuantConfig(bits=4, group=4))
     assert gap(rolled(name, quantised, TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
 
 
@@ -162,7 +162,7 @@ def test_keys_outside_the_window_go_first():
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
 def test_every_implementation_gives_the_same(impl: Any):
     trajectory = rolled("H2O", model=TWO_LAYERS)
-    model = replace(TWO_LAYERS, attention=AttentionConfig(impl))
+    model = replace(TWO_LAYERS, attention=AttentionConfig(impl=impl))
     assert gap(trajectory, model=model) <= 2e-5
     if impl in ("interval", "portable"):
         plain = recorded(trajectory).replace(segments=())  # says nothing of the segments, nor of windows

@@ -50,7 +50,9 @@ def test_names_shapes_and_fields_are_pefts(tmp_path: Path):
     assert (config["bias"], config["lora_dropout"], config["fan_in_fan_out"]) == ("none", 0.0, False)
 
 
-@pytest.mark.parametrize("config", [SMALL, LoraConfig(2, 3.5, ("q_proj", "down_proj"))], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "config", [SMALL, LoraConfig(rank=2, alpha=3.5, targets=("q_proj", "down_proj"))], ids=["all", "some"]
+)
 def test_a_round_trip(tmp_path: Path, config: LoraConfig):
     params = adapted(base_params(PARAMS), config)
     (tmp_path / "README.md").write_text("mine")

@@ -211,7 +211,7 @@ def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
-    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(4, checkpoint_every=1), tmp_path)
+    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(steps=4, checkpoint_every=1), tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert [line.split(":")[1] for line in said] == [" rollout 1", " rollout 2"]
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -229,7 +229,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     with pytest.raises(
         RefusedRolloutError, match="rollout 2: expected a finite loss .*; got loss nan .* 2 rollouts"
     ) as e:
-        train(loop, new_state(), RunConfig(9, checkpoint_every=1), tmp_path)
+        train(loop, new_state(), RunConfig(steps=9, checkpoint_every=1), tmp_path)
     assert e.value.file == tmp_path / "refused_2.safetensors" and str(e.value.file) in str(e.value)
     arrays = safetensors.numpy.load_file(str(e.value.file))
     assert arrays["tokens"].shape == (8, 14) and np.isinf(arrays["rewards"]).all()
@@ -238,7 +238,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
     assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     # What made the numbers infinite is mended: the run goes on.
-    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(4), tmp_path, resume=True)
+    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(steps=4), tmp_path, resume=True)
     assert int(state.step) == 4
 
 
@@ -277,7 +277,7 @@ def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
 def test_an_objective_that_a_refused_rollout_does_not_have_hides_no_refusal(tmp_path):
     loop = tampered(lambda index, samples: without_evictions(1, samples), config=replace(CONFIG, minibatches=2))
     with pytest.raises(RefusedRolloutError, match="expected sampler and learner within"):
-        train(loop, new_state(), RunConfig(2, objective=Objective("entropy")), tmp_path)
+        train(loop, new_state(), RunConfig(steps=2, objective=Objective("entropy")), tmp_path)
     assert (tmp_path / "refused_0.safetensors").is_file()
     assert "entropy" not in read_metrics(tmp_path / "metrics.jsonl")[0]
 
@@ -291,11 +291,11 @@ def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
 
 def test_the_file_is_where_the_run_is(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
-        train(tampered(without_evictions), new_state(), RunConfig(3), tmp_path)
+        train(tampered(without_evictions), new_state(), RunConfig(steps=3), tmp_path)
     # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
     assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; the run goes on with resume"]
     kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
-    one = train(new_loop(), new_state(), RunConfig(1), tmp_path / "one")
+    one = train(new_loop(), new_state(), RunConfig(steps=1), tmp_path / "one")
     assert_bitwise_equal(kept, one.replace(step=one.step + 1))
     arrays = safetensors.numpy.load_file(tmp_path / "refused_1.safetensors")
     assert arrays["evicted_at"].shape == (8, 1, 2, 14) and (arrays["evicted_at"][:, 0, 1] == NEVER).any()

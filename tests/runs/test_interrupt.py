@@ -23,7 +23,7 @@ DENSE = "eval/dense/reward"
 
 def start(directory: Path, steps: int, loop: PlainLoop | None = None, state: Any = None, **options: Any):
     """`train` on the plain loop; `options` are train's."""
-    run = RunConfig(steps, evaluate_every=2 if "evaluate" in options else 0)
+    run = RunConfig(steps=steps, evaluate_every=2 if "evaluate" in options else 0)
     return train(loop or PlainLoop(), new_state() if state is None else state, run, directory, **options)
 
 
@@ -101,7 +101,7 @@ def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
 @pytest.mark.usefixtures("collected")
 def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
     with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
-        train(PlainLoop(), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
+        train(PlainLoop(), new_state(size=100_000), RunConfig(steps=6, checkpoint_every=2), tmp_path)
     assert re.match("the last [23] rollouts could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
@@ -110,6 +110,6 @@ def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
 @pytest.mark.usefixtures("collected")
 def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
-        train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(6, checkpoint_every=2), tmp_path)
+        train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(steps=6, checkpoint_every=2), tmp_path)
     assert re.match("the last 2 rollouts could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []

@@ -44,7 +44,7 @@ def undisturbed() -> TrainState:
 
 def start(directory: Path, steps: int, state: TrainState | None = None, resume: bool = False) -> TrainState:
     state = new_state() if state is None else state
-    return train(new_loop(HELD), state, RunConfig(steps), directory, config=HELD, resume=resume)
+    return train(new_loop(HELD), state, RunConfig(steps=steps), directory, config=HELD, resume=resume)
 
 
 @pytest.mark.slow

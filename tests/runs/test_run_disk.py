@@ -67,9 +67,9 @@ def test_half_a_checkpoint_gives_its_room_back(tmp_path, monkeypatch):
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "d").write_bytes(bytes(size))
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 10))
-    check_room(tmp_path, 100, RunConfig(4))
+    check_room(tmp_path, 100, RunConfig(steps=4))
     with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
-        check_room(tmp_path, 101, RunConfig(4))
+        check_room(tmp_path, 101, RunConfig(steps=4))
     monkeypatch.undo()
     start(tmp_path, 4, resume=True)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
@@ -78,10 +78,10 @@ def test_half_a_checkpoint_gives_its_room_back(tmp_path, monkeypatch):
 def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
     start(tmp_path, 5, checkpoint_every=1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 100))
-    check_room(tmp_path, 100, RunConfig(9, checkpoint_every=1))
+    check_room(tmp_path, 100, RunConfig(steps=9, checkpoint_every=1))
     with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
-        check_room(tmp_path, 101, RunConfig(9, checkpoint_every=1))
-    check_room(tmp_path, 101, RunConfig(5))  # that run is over
+        check_room(tmp_path, 101, RunConfig(steps=9, checkpoint_every=1))
+    check_room(tmp_path, 101, RunConfig(steps=5))  # that run is over
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -151,7 +151,7 @@ def test_exported_files_have_the_mode_of_the_umask(tmp_path, trained, umask, mod
     before = os.umask(umask)
     try:
         save_checkpoint(tmp_path / "model", params, config)
-        save_peft(tmp_path / "adapter", add_lora(params, LoraConfig(2), jax.random.key(0)), config)
+        save_peft(tmp_path / "adapter", add_lora(params, LoraConfig(rank=2), jax.random.key(0)), config)
         save_gate(tmp_path / "gate", add_gate(params, gate, **sizes), gate)
         write_safetensors(tmp_path / "gate" / "refused_0.safetensors", {"x": np.zeros(2)}, {})
     finally:

@@ -25,7 +25,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
 from tests.plain_runs import CURVE, DENSE, DiedError, Evaluations, dies_at, never, rows, saved, start
 
-GRPO = GRPOConfig(2, 4, 9, CONFIG.policy, CONFIG.rollout)
+GRPO = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=CONFIG.rollout)
 
 
 # --- evaluations
@@ -332,7 +332,7 @@ def test_settings_that_plan_memory_are_noted():
 def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
     def go(steps: int, **changed: Any) -> Any:
         loop = replace(PlainLoop(), config=replace(CONFIG, **changed))
-        return train(loop, new_state(), RunConfig(steps), tmp_path, resume=True)
+        return train(loop, new_state(), RunConfig(steps=steps), tmp_path, resume=True)
 
     go(1)
     assert checkpoint.saved_config(tmp_path / "checkpoints") == split_settings(CONFIG)[0]

@@ -25,11 +25,11 @@ ROLLOUT = RolloutConfig(4, 6, 2)
 
 
 def evaluation(seed: Any) -> EvaluationConfig:
-    return EvaluationConfig((Decode("h2o", H2O()),), ROLLOUT, prompt_width=4, seed=seed)
+    return EvaluationConfig(decodes=(Decode("h2o", H2O()),), rollout=ROLLOUT, prompt_width=4, seed=seed)
 
 
 def loop(seed: Any) -> GRPOConfig:
-    return GRPOConfig(2, 2, 4, H2O(), ROLLOUT, seed=seed)
+    return GRPOConfig(prompts_per_step=2, group_size=2, prompt_width=4, policy=H2O(), rollout=ROLLOUT, seed=seed)
 
 
 TAKEN = {

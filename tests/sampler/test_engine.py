@@ -100,9 +100,11 @@ def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     mask.with_segments(mask.segments)  # raises otherwise
 
 
-QUANTISED = replace(SIZES, quant=QuantConfig(4, group=2))
+QUANTISED = replace(SIZES, quant=QuantConfig(bits=4, group=2))
 # Prompts in chunks and filters have nothing to do with each other: two of both, together.
-FILTERED = replace(SIZES, sampling=SamplingConfig(0.8, top_k=6, top_p=0.9), min_new_tokens=6, prefill_chunk=5)
+FILTERED = replace(
+    SIZES, sampling=SamplingConfig(temperature=0.8, top_k=6, top_p=0.9), min_new_tokens=6, prefill_chunk=5
+)
 BY_BITS = replace(SIZES, sampling=SamplingConfig(top_p=0.7, min_p=0.02), buffer=5, prefill_chunk=5)
 
 

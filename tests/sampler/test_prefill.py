@@ -222,4 +222,4 @@ def test_bad_chunks():
     with pytest.raises(ValueError, match=r"prefill_chunk >= 1, a whole number \(columns, or None\); got 0"):
         replace(SIZES, prefill_chunk=0)
     with pytest.raises(ValueError, match="prefill_chunk None with a quantised cache.* got 8"):
-        replace(SIZES, quant=QuantConfig(8, group=4))
+        replace(SIZES, quant=QuantConfig(bits=8, group=4))

@@ -46,7 +46,7 @@ replay_jitted = jax.jit(replay, static_argnums=0)
 
 def quantised(bits: Any, record_parity: bool = True) -> QuantConfig:
     """Two groups of keys in a segment, two of values in a head."""
-    return QuantConfig(bits, 4, 4, record_parity)
+    return QuantConfig(bits=bits, group=4, value_group=4, record_parity=record_parity)
 
 
 @cache
@@ -117,7 +117,7 @@ def test_the_learner_notices():
 @pytest.mark.slow
 def test_identity_compiled_in_earnest():
     """With the compiler's polish, in MHA and with groups that the head does not fill."""
-    assert gap(roll("H2O", QuantConfig(2, group=8), MHA, polished_rollout)).max() <= 2e-5
+    assert gap(roll("H2O", QuantConfig(bits=2, group=8), MHA, polished_rollout)).max() <= 2e-5
 
 
 @pytest.mark.slow
@@ -205,14 +205,14 @@ def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: i
     ("policy", "quant", "dtype"),
     [  # every two of them together, but for one policy and one width
         (Dense(), None, "float32"),
-        (Dense(), QuantConfig(8), "bfloat16"),
-        (Dense(), QuantConfig(4, 16, 64), "float32"),
+        (Dense(), QuantConfig(bits=8), "bfloat16"),
+        (Dense(), QuantConfig(bits=4, group=16, value_group=64), "float32"),
         (H2O(), None, "bfloat16"),
-        (H2O(), QuantConfig(4, 16, 64), "bfloat16"),
-        (H2O(), QuantConfig(2), "float32"),
+        (H2O(), QuantConfig(bits=4, group=16, value_group=64), "bfloat16"),
+        (H2O(), QuantConfig(bits=2), "float32"),
         (POLICIES["Pyramid"], None, "float32"),
-        (POLICIES["Pyramid"], QuantConfig(8), "float32"),
-        (POLICIES["Pyramid"], QuantConfig(2), "bfloat16"),
+        (POLICIES["Pyramid"], QuantConfig(bits=8), "float32"),
+        (POLICIES["Pyramid"], QuantConfig(bits=2), "bfloat16"),
     ],
 )
 def test_cache_bytes(policy: Any, quant: QuantConfig | None, dtype: Any):
@@ -224,12 +224,15 @@ def test_cache_bytes(policy: Any, quant: QuantConfig | None, dtype: Any):
 
 def test_the_cache_is_small():
     """Codes are bytes: at 2 bits a sixteenth of float32, and with all that belongs to them 4 times less."""
-    quantised = cache_arrays(Dense(), replace(LONG, quant=QuantConfig(2)), WIDE, 1)
+    quantised = cache_arrays(Dense(), replace(LONG, quant=QuantConfig(bits=2)), WIDE, 1)
     codes = [x for x in quantised if x.dtype == np.uint8]
     assert len(codes) == 2 * WIDE.num_layers and codes[0].shape == (1, 2, 40 + 256, 64 // 4)
-    small, full = (cache_bytes(WIDE, Dense(), replace(LONG, quant=q), 40, 1) for q in (QuantConfig(2), None))
+    small, full = (cache_bytes(WIDE, Dense(), replace(LONG, quant=q), 40, 1) for q in (QuantConfig(bits=2), None))
     assert 4 * small < full
-    evicting = [cache_bytes(WIDE, H2O(), replace(LONG, quant=q), 40, 1) for q in (QuantConfig(2), QuantConfig(8), None)]
+    evicting = [
+        cache_bytes(WIDE, H2O(), replace(LONG, quant=q), 40, 1)
+        for q in (QuantConfig(bits=2), QuantConfig(bits=8), None)
+    ]
     assert evicting == sorted(evicting) and 1.8 * evicting[0] < evicting[-1]
 
 
@@ -245,7 +248,7 @@ def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
 
 def test_layers_are_not_in_full_precision_all_at_once():
     """The compiler would read codes once for a whole segment and keep what it read, of all layers."""
-    full, small = (temporary_bytes(quant, 2) - temporary_bytes(quant, 1) for quant in (None, QuantConfig(2)))
+    full, small = (temporary_bytes(quant, 2) - temporary_bytes(quant, 1) for quant in (None, QuantConfig(bits=2)))
     print(f"bytes of a layer: {full}, at 2 bits {small}")
     assert full >= 2 * small
 
@@ -280,11 +283,11 @@ def test_the_update_replays():
 
 def test_refusals():
     with pytest.raises(ValueError, match="group that divides the buffer.* got group 32 and buffer 8"):
-        replace(SIZES, quant=QuantConfig(4))
+        replace(SIZES, quant=QuantConfig(bits=4))
     with pytest.raises(ValueError, match="booleans cannot say which keys a query sees quantised"):
         replace(SIZES, quant=quantised(4), mask_storage="boolean")
     with pytest.raises(ValueError, match="value_group that divides head_dim 8; got 3"):
-        roll("Knorm", QuantConfig(4, group=4, value_group=3))
+        roll("Knorm", QuantConfig(bits=4, group=4, value_group=3))
 
 
 def test_the_mask_and_its_bits_belong_together():

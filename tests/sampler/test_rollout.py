@@ -255,7 +255,7 @@ def test_what_the_learner_is_told():
     filtered = told(SamplingConfig(top_k=5))
     assert filtered.replayable and filtered.drawable is not None
     assert [leaf.shape for leaf in jax.tree.leaves(filtered.drawable)] == [(3, 24, 5)]
-    assert not told(SamplingConfig(0.0)).replayable
+    assert not told(SamplingConfig(temperature=0.0)).replayable
 
 
 # Memory.

@@ -94,7 +94,7 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
         return {"eval/sparse": 0.0}
 
     state = one_behind(toy_loop.new_state())
-    train(toy_loop.own_loop(AHEAD), state, RunConfig(2, evaluate_every=1), tmp_path, evaluate=evaluate)
+    train(toy_loop.own_loop(AHEAD), state, RunConfig(steps=2, evaluate_every=1), tmp_path, evaluate=evaluate)
     assert told == ["evaluated", *["settled", "evaluated"] * 2, "settled"]
 
 
@@ -117,7 +117,7 @@ def test_a_run_draws_no_rollout_that_nobody_learns_from(tmp_path, monkeypatch):
     loop = toy_loop.new_loop(AHEAD)
 
     def start(steps, directory, resume=False):
-        state = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps), directory, resume=resume)
+        state = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=steps), directory, resume=resume)
         loop.settle()  # what is begun in the last step would end after the run
         return state
 
@@ -171,10 +171,10 @@ def test_a_run_that_was_told_to_stop_begins_no_rollout(tmp_path, monkeypatch):
     drawn = counted_draws(monkeypatch, stop_the_first)
     loop = toy_loop.new_loop(AHEAD)
     with pytest.raises(RunStoppedError, match="after 1 of 3"):
-        train(loop, one_behind(toy_loop.new_state()), RunConfig(STEPS), tmp_path)
+        train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path)
     loop.settle()
     assert drawn == [0]
-    stopped = train(loop, one_behind(toy_loop.new_state()), RunConfig(STEPS), tmp_path, resume=True)
+    stopped = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path, resume=True)
     assert drawn == [0, 1, 2]
     assert_bitwise_equal(stopped, toy_loop.run(loop, one_behind(toy_loop.new_state()), STEPS)[0])
 
@@ -183,7 +183,7 @@ def test_a_run_that_ends_early_waits_for_the_rollout_that_was_begun(tmp_path, mo
     """Whoever called it may evaluate next."""
     told = []
     monkeypatch.setattr(GRPOLoop, "settle", lambda self: told.append("settled"))
-    run = RunConfig(STEPS, objective=Objective("step_time", patience=1, min_gain=1e9))
+    run = RunConfig(steps=STEPS, objective=Objective("step_time", patience=1, min_gain=1e9))
     train(toy_loop.new_loop(AHEAD), one_behind(toy_loop.new_state()), run, tmp_path)
     assert told == ["settled"]
 
@@ -225,7 +225,7 @@ def test_weights_are_whole_where_two_programs_run_at_once():
     [
         ({"rollouts_ahead": 2}, "expected rollouts_ahead 0 or 1; got 2"),
         ({"dynamic_sampling": 1}, "no dynamic_sampling"),
-        ({"update": UpdateConfig("dense", correction=TIS())}, "visibility 'shadow'"),
+        ({"update": UpdateConfig(visibility="dense", correction=TIS())}, "visibility 'shadow'"),
     ],
 )
 def test_choices_that_do_not_go_together(options, message):

@@ -58,7 +58,9 @@ def test_steps_call_the_update_that_was_compiled(changes: dict):
 
 @pytest.mark.slow
 def test_pairs_too():
-    config = OnlineDPOConfig(2, 4, 9, CONFIG.policy, toy_loop.ROLLOUT)
+    config = OnlineDPOConfig(
+        prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=toy_loop.ROLLOUT
+    )
     loop = OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
     state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(0), warm_params())
     with jax.set_mesh(loop.mesh):

@@ -66,7 +66,9 @@ def params() -> dict[str, Any]:
 
 
 def evaluator(rows: int = 4, group_size: int = 1, decodes: tuple[Decode, ...] = DECODES, **options: Any) -> Evaluator:
-    config = EvaluationConfig(decodes, SIZES, prompt_width=9, group_size=group_size, rows=rows, **options)
+    config = EvaluationConfig(
+        decodes=decodes, rollout=SIZES, prompt_width=9, group_size=group_size, rows=rows, **options
+    )
     return Evaluator(MODEL, Numbered(), TOKENIZER, config)
 
 
@@ -247,13 +249,22 @@ def test_several_texts():
 def test_what_a_way_of_decoding_leaves_open():
     base = RolloutConfig(32, 8, 4, eos_token_id=2, prefill_chunk=16, mask_storage="boolean")
     assert Decode("x", H2O()).rollout(base) == replace(base, mask_storage="compact")
-    assert Decode("x", H2O(), 5, 3, GREEDY).rollout(base) == RolloutConfig(32, 5, 3, 2, 0, 0, 16, GREEDY)
-    quantised = Decode("x", quant=QuantConfig(8, group=4)).rollout(base)
-    assert quantised.quant == QuantConfig(8, group=4) and quantised.prefill_chunk is None
-    trained = RolloutConfig(32, 8, 4, quant=QuantConfig(8, group=4))
+    assert Decode("x", H2O(), 5, 3, GREEDY).rollout(base) == RolloutConfig(
+        max_new_tokens=32,
+        budget=5,
+        buffer=3,
+        eos_token_id=2,
+        pad_token_id=0,
+        min_new_tokens=0,
+        prefill_chunk=16,
+        sampling=GREEDY,
+    )
+    quantised = Decode("x", quant=QuantConfig(bits=8, group=4)).rollout(base)
+    assert quantised.quant == QuantConfig(bits=8, group=4) and quantised.prefill_chunk is None
+    trained = RolloutConfig(32, 8, 4, quant=QuantConfig(bits=8, group=4))
     assert as_trained(H2O(), trained).rollout(trained) == trained
     with pytest.raises(ValueError, match="group that divides the buffer"):
-        Decode("x", quant=QuantConfig(8, group=32)).rollout(base)
+        Decode("x", quant=QuantConfig(bits=8, group=32)).rollout(base)
 
 
 @pytest.mark.parametrize(

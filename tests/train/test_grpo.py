@@ -208,7 +208,7 @@ def replayed(params: Params, trajectory: Trajectory, mask: Mask) -> jax.Array:
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
     """Against the sampler's log-probabilities of rows that the second minibatch has, or of those of the first."""
-    update = UpdateConfig(visibility, correction=Shadow() if visibility == "shadow" else TIS())
+    update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else TIS())
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2, update=update))
     drawn = loop.collect(new_state(), 0)
     mask = np.asarray(drawn.trajectory.response_mask)
@@ -531,7 +531,10 @@ def test_an_easy_reward_rises():
             "expected scale_rewards 'group' or 'none' with dynamic_sam",
         ),
         ({"advantages": "leave_one_out"}, "expected scale_rewards 'none' with advantages 'leave_one_out'.*got 'group'"),
-        ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(0.0))}, "temperature > 0.*temperature=0.0"),
+        (
+            {"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.0))},
+            "temperature > 0.*temperature=0.0",
+        ),
     ],
 )
 def test_bad_configurations(options, message):

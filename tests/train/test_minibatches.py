@@ -29,7 +29,15 @@ LONG = 3 * LEAST_STEP
 MODEL_LONG = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, max_positions=256))
 WIDTH = 9
 # Two sizes of update, of which the responses below need the shorter one.
-SIZES = RolloutConfig(LONG, 16, 8, EOS, PAD, sampling=SamplingConfig(top_k=12), min_new_tokens=LEAST_STEP)
+SIZES = RolloutConfig(
+    max_new_tokens=LONG,
+    budget=16,
+    buffer=8,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+    sampling=SamplingConfig(top_k=12),
+    min_new_tokens=LEAST_STEP,
+)
 OPTIMIZER = optax.sgd(1.0)
 LIMITS = np.array([20, 31, 7, LEAST_STEP])
 
@@ -78,7 +86,7 @@ def test_the_least_width_that_holds_the_longest_response():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mask_storage": "boolean"}, {"quant": QuantConfig(4, group=8), "sampling": SamplingConfig()}],
+    [{}, {"mask_storage": "boolean"}, {"quant": QuantConfig(bits=4, group=8), "sampling": SamplingConfig()}],
     ids=["compact, filtered", "booleans", "quantised"],
 )
 def test_the_same_log_probabilities(changes: dict):

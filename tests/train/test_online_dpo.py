@@ -34,9 +34,9 @@ CONFIG = OnlineDPOConfig(
     prompt_width=GRPO.prompt_width,
     policy=GRPO.policy,
     rollout=GRPO.rollout,
-    update=DPOUpdateConfig(loss=DPOConfig(0.5)),
+    update=DPOUpdateConfig(loss=DPOConfig(beta=0.5)),
 )
-DENSE = DPOUpdateConfig("dense", correction=TIS("sequence"))
+DENSE = DPOUpdateConfig(visibility="dense", correction=TIS("sequence"))
 shared_update = functools.cache(make_dpo_update)
 
 
@@ -136,7 +136,7 @@ def test_a_dense_learner_is_corrected_by_the_rollouts_policy():
     pairs = once.pairs(samples())
     trajectory = samples().trajectory
     assert once.learner.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
-    naive = dataclasses.replace(CONFIG, update=DPOUpdateConfig("dense", correction=Naive()), minibatches=2)
+    naive = dataclasses.replace(CONFIG, update=DPOUpdateConfig(visibility="dense", correction=Naive()), minibatches=2)
     assert new_loop(naive).learner.batch(warm_params(), trajectory, pairs).old_chosen_logprobs is None
     batch = twice.learner.batch(warm_params(), trajectory, pairs)
     expected = jax.jit(lambda: replay(MODEL, warm_params(), trajectory, trajectory.dense_mask()).logprobs)()

@@ -58,7 +58,7 @@ def start(directory: Path, steps: int, config: GRPOConfig = CONFIG, loop: GRPOLo
     kept = {name: options.pop(name) for name in ("checkpoint_every", "evaluate_every") if name in options}
     loop = new_loop(config) if loop is None else loop
     options = {"config": config, **options}
-    return train(loop, options.pop("state", new_state()), RunConfig(steps, **kept), directory, **options)
+    return train(loop, options.pop("state", new_state()), RunConfig(steps=steps, **kept), directory, **options)
 
 
 def rows(directory: Path) -> list[dict[str, float]]:

@@ -286,7 +286,9 @@ def update_row(
     optimizer = optax.adamw(1e-6)
     state = init_state(smd_roofline.random_weights(config), optimizer, jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    update = make_update(Decoder(config), optimizer, UpdateConfig(visibility, correction=correction, microbatch_size=1))
+    update = make_update(
+        Decoder(config), optimizer, UpdateConfig(visibility=visibility, correction=correction, microbatch_size=1)
+    )
     batch = TrainBatch(trajectory, advantages, None)
     times = []
     for _ in range(2 + 3):

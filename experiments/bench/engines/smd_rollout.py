@@ -41,7 +41,7 @@ class Sampling:
         self.params = random_params(self.model.config)
         self.policy = POLICIES[args.policy]
         # Groups as long as a segment: the longest that there can be, and the smallest table of key ranges.
-        quant = None if args.bits is None else smd.QuantConfig(args.bits, group=args.buffer)
+        quant = None if args.bits is None else smd.QuantConfig(bits=args.bits, group=args.buffer)
         self.config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer, quant=quant)
         tokens = np.asarray(generation.prompts(args.batch, args.prompt, common.VOCABULARY), np.int32)
         self.prompts = smd.PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.ones(tokens.shape, bool))

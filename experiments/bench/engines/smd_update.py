@@ -85,7 +85,10 @@ def main() -> None:
     model = smd.Decoder(model_config(not args.untied, args.tokens))
     correction = smd.corrections.Shadow() if args.visibility == "shadow" else smd.corrections.Naive()
     config = UpdateConfig(
-        args.visibility, correction=correction, microbatch_size=args.microbatch, rows_per_prompt=args.rows_per_prompt
+        visibility=args.visibility,
+        correction=correction,
+        microbatch_size=args.microbatch,
+        rows_per_prompt=args.rows_per_prompt,
     )
     state = init_state(random_params(model.config), optimizer(), jax.random.key(0))
     run_update(args, model, config, state)

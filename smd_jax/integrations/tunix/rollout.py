@@ -148,7 +148,7 @@ class SmdRollout(base_rollout.BaseRollout):
             max_new_tokens=given.max_tokens_to_generate,
             eos_token_id=tuple(given.eos_tokens or [self.eos_id()]),
             pad_token_id=self.pad_id(),
-            sampling=SamplingConfig(given.temperature, top_k, top_p),
+            sampling=SamplingConfig(temperature=given.temperature, top_k=top_k, top_p=top_p),
         )
 
     def _encode(self, prompts: list[str], width: int) -> tuple[PromptBatch, int]:
