@@ -22,7 +22,7 @@ from reasoning_gym.dataset import ProceduralDataset
 DATASET_NAME = "distractor_sort"
 
 
-@dataclass  # not frozen: reasoning_gym's ReseedingDataset assigns a new seed
+@dataclass(kw_only=True)  # not frozen: reasoning_gym's ReseedingDataset assigns a new seed
 class DistractorSortConfig:
     """Size of a question, and scoring of an answer.
 
