@@ -5,6 +5,7 @@
 
 Replays a record of any sampler through the model, under the recorded evictions, positions and sampling support. The
 format is in docs/certify.md. Exit status 0: one policy; 1: not one policy; 2: the record or the model cannot be read.
+--config FILE reads options from a YAML file; flags override them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from smd_jax.certify import report
 from smd_jax.certify.causes import prompt_facts
 from smd_jax.certify.record import load_record
 from smd_jax.certify.verdict import Models, certify
+from smd_jax.commands.command_line import parse_words
+from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.model.decoder import Decoder
@@ -31,7 +34,7 @@ from smd_jax.model.weights import load_checkpoint, read_config
 DIFFERENT = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """Replays a recorded rollout."""
 
@@ -51,9 +54,8 @@ def main(words: Sequence[str] | None = None) -> None:
       SystemExit: with status 1 if sampler and learner are not one policy, with 2 for bad input.
     """
     given = list(sys.argv[1:] if words is None else words)
-    args = tyro.cli(Args, prog="smd-certify", description=__doc__, args=given)
-    with reported(args.debug), users_mistakes():
-        one_policy = run(args)
+    with reported("--debug" in given), users_mistakes():
+        one_policy = run(parse_words(Args, "smd-certify", __doc__ or "", with_file(given, Args)))
     if not one_policy:
         raise SystemExit(DIFFERENT)
 

@@ -1,11 +1,11 @@
-"""YAML in place of flags: `--config FILE` and `--preset NAME` are read as flags that stand before those of the user.
+"""Reads the options of every command from YAML: `--config FILE`, and `--preset NAME` of smd-train.
 
     algorithm: grpo
     learning_rate: 1.0e-5
     stop: ["</answer>"]
 
-So a file has no types or defaults of its own, and its mistakes are those of the command line. The file that is kept
-beside a run, `config.yaml`, names every option, and starts the run again.
+The options become flags before those of the user, so that types, defaults and errors are those of the command line.
+`config.yaml` in the directory of a run names every option, and starts the run again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tyro
 import yaml
 
 from smd_jax.commands.arguments import RENAMED
@@ -67,6 +68,20 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     if chosen is None:
         return list(rest)
     return [chosen, *flags, *(rest if named is None else rest[1:])]
+
+
+def with_file(words: Sequence[str], arguments: type) -> list[str]:
+    """The words of a command without sub-commands, with the options of its file in place of `--config FILE`.
+
+    Args:
+      words: without the command's own name.
+      arguments: class of the command's options, each a field or in a group.
+
+    Raises:
+      UserError: a file that cannot be read, or an option that the command does not have.
+    """
+    rest, file = taken(words, "--config")
+    return rest if file is None else [*as_flags(read_options(Path(file)), arguments, file), *rest]
 
 
 def taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
@@ -134,22 +149,24 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
     """The words that set these options.
 
     Raises:
-      UserError: an option that the algorithm does not have; a value that no flag can have.
+      UserError: an option that the command does not have; a value that no flag can have.
     """
-    there = [name for _, names in groups_of(arguments) for name in names]
+    kinds = options_of(arguments)
     for name, value in options.items():
-        if name not in there:
+        if name not in kinds:
             instead = in_place_of(name)
             if instead is not None:
                 raise UserError(f"{where}: {instead}")
-            hint = did_you_mean(name, there)
-            raise UserError(f"{where}: expected an option of this algorithm; got {name[:200]!r}{hint}")
-        if value is None and not _may_be_none(name, arguments):
+            hint = did_you_mean(name, kinds)
+            raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}{hint}")
+        if value is None and type(None) not in typing.get_args(kinds[name]):
             raise UserError(f"{where}: expected a value of {name!r}; got null")
         flag = f"--{name.replace('_', '-')}"
         if name in NAMED_VALUES and isinstance(value, dict):
             value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
-        if isinstance(value, bool):
+        if name in _positionals(arguments):
+            yield from (_item(item, name, where) for item in (value if isinstance(value, list) else [value]))
+        elif isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"
         elif isinstance(value, list) and None in value:
             raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got a list with null")
@@ -163,9 +180,18 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             yield f"{flag}={_word(value, name, where)}"
 
 
-def _may_be_none(name: str, arguments: type) -> bool:
-    kinds = (_field_types(group) for group in _field_types(arguments).values())
-    return any(type(None) in typing.get_args(fields[name]) for fields in kinds if name in fields)
+def options_of(arguments: type) -> dict[str, Any]:
+    """(name, type) of every option of a command or an algorithm, group by group."""
+    options = {}
+    for name, hint in _field_types(arguments).items():
+        options |= _field_types(hint) if dataclasses.is_dataclass(hint) else {name: hint}
+    return options
+
+
+def _positionals(arguments: type) -> set[str]:
+    """The options without a flag."""
+    hints = typing.get_type_hints(arguments, include_extras=True)
+    return {name for name, hint in hints.items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())}
 
 
 def _item(value: Any, name: str, where: str) -> str:
@@ -179,13 +205,6 @@ def _word(value: Any, name: str, where: str) -> str:
     if value is not None and (not isinstance(value, str | int | float) or isinstance(value, bool)):
         raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}")
     return str(value)
-
-
-def groups_of(arguments: type) -> list[tuple[str, list[str]]]:
-    """(what a group is, its options) of a sub-command, in their order."""
-    # One object of the class would need a model and a dataset: the annotations are enough.
-    hints = _field_types(arguments)
-    return [((kind.__doc__ or "").strip(), list(_field_types(kind))) for kind in hints.values()]
 
 
 def _field_types(kind: type) -> dict[str, Any]:

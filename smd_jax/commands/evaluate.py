@@ -2,6 +2,7 @@
 
     smd-eval --run runs/train                                      the trained model, with the settings of its run
     smd-eval --model DIR --dataset gsm8k --eval-decode dense snapkv:512 rkv:512
+    smd-eval --config FILE                                         options from a YAML file; flags override them
 
 Prints the mean reward with its 95 % interval over prompts, lengths, the share of completions that were cut off, bytes
 of the cache per sequence, and tokens per second. Without --split it takes the rows that a dataset holds back.
@@ -98,12 +99,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def read(words: Sequence[str]) -> Args:
-    """The arguments: flags, and the settings of the run that `--run` names.
+    """The arguments: flags, the YAML file of `--config`, and the settings of the run that `--run` names.
 
     Raises:
-      UserError: no such run, or one whose config.yaml cannot be read.
+      UserError: no such file or run, or one whose options cannot be read.
       SystemExit: as `parse_options`.
     """
+    words = config_file.with_file(words, Args)
     rest, directory = config_file.taken(words, "--run")
     description = __doc__ or ""
     if directory is None or asks_for_help(words):

@@ -5,7 +5,7 @@
     smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
     smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
 
-The run stays as it is.
+The run stays as it is. --config FILE reads options from a YAML file; flags override them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tyro
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import parse, parse_words
+from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
@@ -57,9 +58,8 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    args = parse_words(Args, "smd-export", __doc__ or "", given)
-    with reported(args.debug), users_mistakes():
-        run(args)
+    with reported("--debug" in given), users_mistakes():
+        run(parse_words(Args, "smd-export", __doc__ or "", with_file(given, Args)))
 
 
 def run(args: Args) -> None:

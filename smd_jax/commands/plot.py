@@ -4,7 +4,7 @@
     smd-plot runs/train --out curves.png           the curves alone, as a picture; .svg, too
 
 A directory may be a run or hold several; runs of one arm that differ by their seed (ARM/seed-0, ARM-seed-0) are one
-curve with its 95 % interval.
+curve with its 95 % interval. --config FILE reads options from a YAML file; flags override them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import tyro
 
 from smd_jax.commands.command_line import parse_words
+from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, reported, users_mistakes
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
@@ -35,9 +36,8 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    args = parse_words(Args, "smd-plot", __doc__ or "", given)
-    with reported(args.debug):
-        run(args)
+    with reported("--debug" in given):
+        run(parse_words(Args, "smd-plot", __doc__ or "", with_file(given, Args)))
 
 
 def run(args: Args) -> None:

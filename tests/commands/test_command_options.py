@@ -17,10 +17,13 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
-from smd_jax.commands import config_file
-from smd_jax.commands.command_line import parse
+from smd_jax.commands import certify, config_file, evaluate, plot
+from smd_jax.commands import export as export_command
+from smd_jax.commands.command_line import parse, parse_words
+from smd_jax.commands.config_file import with_file
 from smd_jax.commands.contents import by_content
 from smd_jax.commands.disk_plan import checkpoint_plan
+from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, read
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
@@ -325,3 +328,32 @@ def test_whether_a_key_will_be_lost(prompt: int, tokens: int):
     assert isinstance(drawn.mask, ShadowMask)
     evicted = float(evicted_share(drawn.mask.evicted_at, drawn.valid)) > 0
     assert evicts_keys(policy, config, 1, prompt) == evicted
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (
+            evaluate.Args,
+            "model: somewhere\ndataset: gsm8k\neval_decode: [dense, 'snapkv:512']\njson: true\n",
+            ["--model", "somewhere", "--dataset", "gsm8k", "--eval-decode", "dense", "snapkv:512", "--json"],
+        ),
+        (
+            export_command.Args,
+            "run: runs/a\nout: b\nformat: peft\nstep: 4\n",
+            ["runs/a", "--out=b", "--format=peft", "--step=4"],
+        ),
+        (plot.Args, "runs: [runs/a, runs/b]\ntitle: two\n", ["runs/a", "runs/b", "--title", "two"]),
+        (certify.Args, "record: a.npz\nmodel: b\nrows: 3\nprevious: null\n", ["a.npz", "--model", "b", "--rows", "3"]),
+    ],
+    ids=["eval", "export", "plot", "certify"],
+)
+def test_every_command_reads_its_options_from_a_file(kind: type, text: str, words: list[str], tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    assert parse_words(kind, "", "", with_file(["--config", str(file)], kind)) == parse_words(kind, "", "", words)
+    again = parse_words(kind, "", "", with_file([f"--config={file}", "--debug"], kind))
+    assert "debug=True" in repr(again), "flags override the file"
+    file.write_text(text + "modle: b\n")
+    with pytest.raises(UserError, match=r"own.yaml: expected an option of this command; got 'modle'"):
+        with_file(["--config", str(file)], kind)

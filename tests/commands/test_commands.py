@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+import typing
 from pathlib import Path
 
 import jax
@@ -114,9 +115,9 @@ def test_every_algorithm_has_its_options():
 def test_the_name_of_an_option_is_one_flag():
     """Flags have no prefix of their group: two groups of an algorithm must not share a name."""
     for kind in ALGORITHMS.values():
-        names = [name for _, group in config_file.groups_of(kind) for name in group]
-        assert len(names) == len(set(names))
-    flags = {f"--{n.replace('_', '-')}" for k in ALGORITHMS.values() for _, g in config_file.groups_of(k) for n in g}
+        groups = typing.get_type_hints(kind).values()
+        assert len(config_file.options_of(kind)) == sum(len(dataclasses.fields(group)) for group in groups)
+    flags = {f"--{name.replace('_', '-')}" for kind in ALGORITHMS.values() for name in config_file.options_of(kind)}
     assert set(FLAGS.values()) <= flags
 
 
@@ -168,8 +169,7 @@ def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
         _, other = parse(["--config", str(file), "--max-steps", "7"])
         assert other == dataclasses.replace(args, run=dataclasses.replace(args.run, max_steps=7))
     # Every option is named, so that later defaults change nothing.
-    names = {name for _, group in config_file.groups_of(Grpo) for name in group}
-    assert yaml.safe_load(file.read_text()).keys() == names | {"algorithm"}
+    assert yaml.safe_load(file.read_text()).keys() == config_file.options_of(Grpo).keys() | {"algorithm"}
 
 
 def test_a_file_names_values_as_a_mapping(tmp_path: Path):

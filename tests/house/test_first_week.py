@@ -63,7 +63,7 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
 
 
 def test_flags_of_trl_are_answered_with_ours():
-    options = {name for kind in ALGORITHMS.values() for _, group in config_file.groups_of(kind) for name in group}
+    options = {name for kind in ALGORITHMS.values() for name in config_file.options_of(kind)}
     assert not options & TRL_NAMES.keys(), "a flag that is there is no foreign one"
     for instead in TRL_NAMES.values():
         flags = [word.strip(",;") for word in instead.split() if word.startswith("--")]
