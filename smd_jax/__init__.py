@@ -26,6 +26,7 @@ from smd_jax.message.masks import ShadowMask as ShadowMask
 from smd_jax.message.masks import KeyInterval as KeyInterval
 from smd_jax.message.masks import Segments as Segments
 from smd_jax.message.masks import dense_mask as dense_mask
+from smd_jax.message import tree as tree
 from smd_jax.model import attend as attend
 
 # The learner.

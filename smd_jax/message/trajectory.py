@@ -36,6 +36,8 @@ class Trajectory(struct.PyTreeNode):
       evictions: the draws by which keys were evicted, where the eviction policy draws from a gate's logits; else None.
       packing: where the sequences lie, if several of them share a row; then R is its K, and there is no column P. None:
         one sequence a row.
+      sampled: `[batch, R]` which tokens of a response the policy sampled. The others were given, such as the answer of
+        a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
     """
 
     tokens: Int[Array, "batch T"]
@@ -49,6 +51,7 @@ class Trajectory(struct.PyTreeNode):
     drawable: DrawableTokens | None = None
     evictions: EvictionDraws | None = None
     packing: Packing | None = None
+    sampled: Bool[Array, "batch R"] | None = None
 
     @classmethod
     def from_records(
@@ -150,7 +153,11 @@ class Trajectory(struct.PyTreeNode):
 
     @property
     def response_mask(self) -> Bool[Array, "batch R"]:
-        return self.valid[:, self.prompt_width :] if self.packing is None else self.packing.response
+        """The response tokens that the policy sampled."""
+        if self.packing is not None:
+            return self.packing.response
+        valid = self.valid[:, self.prompt_width :]
+        return valid if self.sampled is None else valid & self.sampled
 
     @property
     def positions(self) -> Int[Array, "batch T"]:
@@ -173,6 +180,7 @@ class Trajectory(struct.PyTreeNode):
             entropy=None if self.entropy is None else self.entropy[:, :response_tokens],
             drawable=None if self.drawable is None else self.drawable.first_columns(response_tokens),
             evictions=None if self.evictions is None else self.evictions.first_columns(columns),
+            sampled=None if self.sampled is None else self.sampled[:, :response_tokens],
         )
 
     def lengths(self) -> Int[Array, " batch"]:

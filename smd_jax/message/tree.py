@@ -1,0 +1,389 @@
+"""Trees of tokens: branches that share their beginnings, in one row under one interval mask.
+
+A token is visible to exactly its own subtree. In depth-first order a subtree is a run of columns, so `evicted_at` of a
+key is the end of its subtree, and its position is its depth:
+
+    p ─┬─ a ─┬─ c        column      0  1  2  3  4  5  6  7  8  9
+       │     └─ d        node        p  p  p  a  a  c  c  d  b  b
+       └─ b              position    0  1  2  3  4  5  6  5  3  4
+                         evicted_at 10 10 10  8  8  7  7  8 10 10
+                         source      -  0  1  2  3  4  5  4  2  8
+
+The hidden state of column `source` predicts the token. The last token of `a` is the source of two tokens.
+
+A branch is the path from the root to a leaf: all tokens of one context that the policy saw. The loss takes branches as
+rows (`to_trajectory`), and `smd_jax.learner.packed` puts their shared beginnings into the model once. So the loss of a
+tree is that of separate rows by definition: a sampled token that two branches share counts in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from smd_jax.message.foreign_tokens import Floats, Ints, whole_numbers
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.trajectory import Trajectory
+
+Flags = Sequence[Any] | np.ndarray  # booleans
+
+NO_SOURCE = -1  # of a root's first token, and of padding
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One context of the policy: the tokens from the root to a leaf.
+
+    Attributes:
+      tokens: `[n]` ids, at least two.
+      sampled: `[n]` which tokens the policy sampled; the others were given: prompts, tool results, text that is read
+        again. (): all but the first.
+      logprobs: `[n]` the sampler's log-probabilities; 0 for given tokens. (): all 0.
+      evicted_at: `[layers, kv_heads, n]` first position whose query did not see a key, as in `Trajectory.from_records`;
+        None: nothing was evicted.
+    """
+
+    tokens: Ints
+    sampled: Flags = ()
+    logprobs: Floats = ()
+    evicted_at: Int[np.ndarray, "layers kv_heads n"] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = whole_numbers(self.tokens, "a branch").astype(np.int32)
+        if len(tokens) < 2:
+            raise ValueError(f"expected at least two tokens in a branch, one to predict another; got {len(tokens)}")
+        sampled = self.sampled if len(self.sampled) else np.arange(len(tokens)) > 0
+        _set_tokens(self, tokens, sampled, self.logprobs, "a branch")
+        if self.sampled[0]:
+            raise ValueError("expected a given first token, because nothing predicts it; got a sampled one")
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A run of tokens that follows the last token of its parent.
+
+    Attributes:
+      tokens: `[n]` ids, at least one.
+      parent: index of the parent in `Tree.nodes`; None for the root.
+      sampled, logprobs: `[n]` as in Branch. (): nothing was sampled.
+    """
+
+    tokens: Ints
+    parent: int | None = None
+    sampled: Flags = ()
+    logprobs: Floats = ()
+
+    def __post_init__(self) -> None:
+        tokens = whole_numbers(self.tokens, "a node").astype(np.int32)
+        sampled = self.sampled if len(self.sampled) else np.zeros(len(tokens), bool)
+        _set_tokens(self, tokens, sampled, self.logprobs, "a node")
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Nodes in any order, of which one is the root.
+
+    Raises:
+      ValueError: no root or several; a node without tokens, with a parent that does not exist, or on a cycle.
+    """
+
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        _check_nodes(self.nodes)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the nodes in depth-first order; children in the order of `nodes`."""
+        children: list[list[int]] = [[] for _ in self.nodes]
+        pending = []
+        for index, node in enumerate(self.nodes):
+            (pending if node.parent is None else children[node.parent]).append(index)
+        order = []
+        while pending:
+            order.append(pending.pop())
+            pending += reversed(children[order[-1]])
+        return tuple(order)
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Indices of the nodes without children, in depth-first order."""
+        parents = {node.parent for node in self.nodes}
+        return tuple(index for index in self.order if index not in parents)
+
+    def path(self, index: int | None) -> tuple[int, ...]:
+        """Indices of the nodes from the root to this one."""
+        path = []
+        while index is not None:
+            path.append(index)
+            index = self.nodes[index].parent
+        return tuple(reversed(path))
+
+    def branches(self, *, once: bool = False) -> tuple[Branch, ...]:
+        """One branch per leaf, in depth-first order.
+
+        Args:
+          once: whether a sampled token that branches share counts in the first of them alone. Text-level compaction
+            samples a token once and reads it in several contexts; sibling rollouts each have their own copy.
+        """
+        found = []
+        before: set[int] = set()
+        for leaf in self.leaves:
+            path = self.path(leaf)
+            nodes = [self.nodes[index] for index in path]
+            counts = [
+                np.full(len(node.tokens), not once or index not in before)
+                for index, node in zip(path, nodes, strict=True)
+            ]
+            tokens, sampled, logprobs = (
+                np.concatenate([getattr(node, name) for node in nodes]) for name in ("tokens", "sampled", "logprobs")
+            )
+            sampled = sampled & np.concatenate(counts)
+            found.append(Branch(tokens, sampled, np.where(sampled, logprobs, 0)))
+            before |= set(path)
+        return tuple(found)
+
+    @classmethod
+    def from_branches(cls, branches: Sequence[Branch]) -> Tree:
+        """The smallest tree with these branches: equal beginnings are merged. A token is sampled in the tree where it
+        is sampled in a branch.
+
+        Raises:
+          ValueError: no branch, or branches that do not begin with the same token.
+        """
+        if not branches or len({int(branch.tokens[0]) for branch in branches}) > 1:
+            firsts = sorted({int(branch.tokens[0]) for branch in branches})[:8]
+            raise ValueError(f"expected branches that begin with the same token, the root; got first tokens {firsts}")
+        return unpack(pack([_merge_branches(branches)]))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRow:
+    """Trees in one row, one after another, and padding at its end.
+
+    Attributes:
+      tokens: `[T]` ids. positions: `[T]` depth of each token in its tree, 0 for padding.
+      evicted_at: `[T]` first column after the subtree of each token; 0 for padding.
+      sampled, logprobs: `[T]` as in Branch.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    positions: Int[np.ndarray, " T"]
+    evicted_at: Int[np.ndarray, " T"]
+    sampled: Bool[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
+
+    @property
+    def mask(self) -> ShadowMask:
+        """The mask of the row, for all layers and heads."""
+        return ShadowMask(jnp.asarray(self.evicted_at)[None, None, None])
+
+    @property
+    def sources(self) -> Int[np.ndarray, " T"]:
+        """Column whose hidden state predicts each token; `NO_SOURCE` for the first token of a tree and for padding.
+
+        Raises:
+          ValueError: the positions and intervals are not those of trees in depth-first order.
+        """
+        sources = np.full(len(self.tokens), NO_SOURCE, np.int32)
+        path: list[int] = []  # columns of the tokens before this one in its branch
+        for column, (position, end) in enumerate(zip(self.positions.tolist(), self.evicted_at.tolist(), strict=True)):
+            if end == 0:
+                continue
+            if position > len(path):
+                raise ValueError(f"expected a position of at most {len(path)} at column {column}; got {position}")
+            path, left = path[:position], path[position:]
+            ends = self.evicted_at[path].min(initial=len(self.tokens))
+            if not column < end <= ends or any(self.evicted_at[i] > column for i in left):
+                raise ValueError(
+                    f"expected evicted_at to be the end of every token's subtree; got {end} at column {column}, "
+                    f"position {position}"
+                )
+            sources[column] = path[-1] if path else NO_SOURCE
+            path.append(column)
+        return sources
+
+
+def pack(trees: Sequence[Tree], columns: int | None = None, pad_token_id: int = 0) -> TreeRow:
+    """Trees as one row, in depth-first order.
+
+    Args:
+      columns: of the row; None: as many as there are tokens.
+
+    Raises:
+      ValueError: the trees have more tokens than the row has columns.
+    """
+    parts: list[TreeRow] = []
+    start = 0
+    for tree in trees:
+        part = _row_of_tree(tree, start)
+        parts.append(part)
+        start += len(part.tokens)
+    if columns is not None and start > columns:
+        raise ValueError(f"expected at most {columns} tokens in the trees of a row; got {start}")
+    missing = 0 if columns is None else columns - start
+
+    names = ("positions", "evicted_at", "sampled", "logprobs")
+    tokens = np.pad(_joined(parts, "tokens"), (0, missing), constant_values=pad_token_id)
+    return TreeRow(tokens, *(np.pad(_joined(parts, name), (0, missing)) for name in names))
+
+
+def unpack(row: TreeRow) -> tuple[Tree, ...]:
+    """The trees of a row. A node ends where its tree branches, so a chain of nodes becomes one node.
+
+    Raises:
+      ValueError: see `TreeRow.sources`.
+    """
+    sources = row.sources
+    children = np.bincount(sources[sources >= 0], minlength=len(sources))
+    trees: list[list[Node]] = []
+    node_of: dict[int, int] = {}  # column of a node's last token -> index of the node in its tree
+    starts = [
+        column
+        for column in np.flatnonzero(row.evicted_at).tolist()
+        if sources[column] != column - 1 or column == 0 or children[column - 1] > 1
+    ]
+    ends = [*starts[1:], int(np.count_nonzero(row.evicted_at))]
+    for start, end in zip(starts, ends, strict=True):
+        if sources[start] == NO_SOURCE:
+            trees.append([])
+        parent = node_of.get(int(sources[start]))
+        node_of[end - 1] = len(trees[-1])
+        part = slice(start, end)
+        trees[-1].append(Node(row.tokens[part], parent, row.sampled[part], row.logprobs[part]))
+    return tuple(Tree(tuple(nodes)) for nodes in trees)
+
+
+def to_trajectory(
+    branches: Sequence[Branch],
+    *,
+    layers: int = 1,
+    kv_heads: int = 1,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+    pad_token_id: int = 0,
+) -> Trajectory:
+    """Branches of one or several trees as a Trajectory: one row per branch, whose prompt ends before its first sampled
+    token. Advantages, weights and corrections are those of rows, `[branches]` or `[branches, R]`.
+
+    Args:
+      layers, kv_heads: of the recorded evictions; 1 where there are none.
+      temperature, vocab_size, prompt_width, response_width, pad_token_id: as in `Trajectory.from_records`.
+
+    Raises:
+      ValueError: no branch, or as `Trajectory.from_records`.
+    """
+    if not branches:
+        raise ValueError("expected at least one branch; got none")
+    # A branch in which nothing is sampled keeps its last token as its response, which does not count.
+    starts = [int(np.argmax(b.sampled)) if np.any(b.sampled) else len(b.tokens) - 1 for b in branches]
+    stays = [np.full((1, 1, len(b.tokens)), NEVER) if b.evicted_at is None else b.evicted_at for b in branches]
+    trajectory = Trajectory.from_records(
+        [b.tokens[:start] for b, start in zip(branches, starts, strict=True)],
+        [b.tokens[start:] for b, start in zip(branches, starts, strict=True)],
+        [b.logprobs[start:] for b, start in zip(branches, starts, strict=True)],
+        terminated=[True] * len(branches),
+        layers=layers,
+        kv_heads=kv_heads,
+        evicted_at=stays,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        prompt_width=prompt_width,
+        response_width=response_width,
+        pad_token_id=pad_token_id,
+    )
+    sampled = np.zeros(trajectory.logprobs.shape, bool)
+    for row, (branch, start) in enumerate(zip(branches, starts, strict=True)):
+        sampled[row, : len(branch.tokens) - start] = branch.sampled[start:]
+    return trajectory.replace(sampled=jnp.asarray(sampled))
+
+
+def _set_tokens(part: Branch | Node, tokens: np.ndarray, sampled: Flags, logprobs: Floats, what: str) -> None:
+    """Sets the arrays of a frozen `part` after checking that they fit its tokens."""
+    sampled = np.asarray(sampled)
+    logprobs = np.asarray(logprobs, np.float32) if len(logprobs) else np.zeros(len(tokens), np.float32)
+    if sampled.shape != tokens.shape or sampled.dtype != bool:
+        raise ValueError(
+            f"expected sampled of {what} to be booleans {tokens.shape}; got {sampled.dtype} {sampled.shape}"
+        )
+    if logprobs.shape != tokens.shape:
+        raise ValueError(f"expected logprobs of {what} of shape {tokens.shape}; got {logprobs.shape}")
+    for name, value in (("tokens", tokens), ("sampled", sampled), ("logprobs", np.where(sampled, logprobs, 0))):
+        object.__setattr__(part, name, value)
+
+
+def _check_nodes(nodes: tuple[Node, ...]) -> None:
+    """Raises ValueError unless the nodes are one tree."""
+    for index, node in enumerate(nodes):
+        if not len(node.tokens):
+            raise ValueError(f"expected at least one token in every node; got none in node {index}")
+        if node.parent is not None and not 0 <= node.parent < len(nodes):
+            raise ValueError(
+                f"expected a parent from 0 to {len(nodes) - 1}, or None for the root; got {node.parent} (node {index})"
+            )
+    roots = [index for index, node in enumerate(nodes) if node.parent is None]
+    if len(roots) != 1:
+        shown = f"nodes {roots[:8]}" if roots else "none"
+        raise ValueError(f"expected one root, a node whose parent is None; got {shown}")
+    if nodes[roots[0]].sampled[0]:
+        raise ValueError("expected a given first token in the root, because nothing predicts it; got a sampled one")
+    reaches = {roots[0]}
+    for index in range(len(nodes)):
+        path: list[int] = []
+        while index not in reaches:
+            if index in path:
+                cycle = " -> ".join(map(str, path[path.index(index) :][:8]))
+                raise ValueError(f"expected every node to descend from the root; got the cycle {cycle} -> {index}")
+            path.append(index)
+            index = nodes[index].parent
+        reaches |= set(path)
+
+
+def _row_of_tree(tree: Tree, start: int) -> TreeRow:
+    """A tree as a row whose columns are numbered from `start`."""
+    order = tree.order
+    nodes = [tree.nodes[index] for index in order]
+    sizes = np.zeros(len(tree.nodes), np.int64)  # tokens of each node's subtree
+    depths = np.zeros(len(tree.nodes), np.int64)  # position of each node's first token
+    for index, node in zip(order, nodes, strict=True):
+        if node.parent is not None:
+            depths[index] = depths[node.parent] + len(tree.nodes[node.parent].tokens)
+    for index, node in zip(reversed(order), reversed(nodes), strict=True):
+        sizes[index] += len(node.tokens)
+        if node.parent is not None:
+            sizes[node.parent] += sizes[index]
+    columns = start + np.cumsum([0, *(len(node.tokens) for node in nodes)])
+    positions = [depths[index] + np.arange(len(node.tokens)) for index, node in zip(order, nodes, strict=True)]
+    ends = [np.full(len(node.tokens), columns[i] + sizes[order[i]]) for i, node in enumerate(nodes)]
+    places = np.concatenate(positions).astype(np.int32), np.concatenate(ends).astype(np.int32)
+    return TreeRow(_joined(nodes, "tokens"), *places, _joined(nodes, "sampled"), _joined(nodes, "logprobs"))
+
+
+def _joined(parts: Sequence[Node] | Sequence[TreeRow], name: str) -> np.ndarray:
+    """One array of all parts, in their order."""
+    return np.concatenate([getattr(part, name) for part in parts])
+
+
+def _merge_branches(branches: Sequence[Branch]) -> Tree:
+    """A tree with one node per token."""
+    index_of: dict[tuple[int | None, int], int] = {}
+    nodes: list[Node] = []
+    for branch in branches:
+        parent = None
+        for column, token in enumerate(np.asarray(branch.tokens).tolist()):
+            index = index_of.setdefault((parent, token), len(nodes))
+            one = slice(column, column + 1)
+            if index == len(nodes):
+                nodes.append(Node(branch.tokens[one], parent, branch.sampled[one], branch.logprobs[one]))
+            elif branch.sampled[column] and not nodes[index].sampled[0]:
+                nodes[index] = Node(branch.tokens[one], parent, branch.sampled[one], branch.logprobs[one])
+            parent = index
+    return Tree(tuple(nodes))
