@@ -120,6 +120,8 @@ class Compression:
     def _compress(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any
     ) -> tuple[LayerCache, CompressionRecord]:
+        if self.policy.evicts and self.policy.spans is not None:
+            cache = kv_cache.empty_first(cache)  # spans leave holes, and policies expect none
         # How many slots are too many. A short prompt may have fewer than the budget.
         rest = cache.columns.shape[2] - self.budget
         if rest <= 0:

@@ -102,6 +102,21 @@ def write(
     return _map_states(forget, cache)
 
 
+def drop(cache: LayerCache, gone: Bool[Array, "batch kv_heads slots"]) -> LayerCache:
+    """Empties slots where they lie, between others that stay full; their statistics are zero."""
+
+    def forget(x: Array) -> Array:
+        return jnp.where(gone.reshape(*gone.shape, *(1,) * (x.ndim - 3)), jnp.zeros((), x.dtype), x)
+
+    return _map_states(forget, cache.replace(columns=jnp.where(gone, EMPTY, cache.columns)))
+
+
+def empty_first(cache: LayerCache) -> LayerCache:
+    """Moves empty slots to the left of all others, which stay in the order of their columns."""
+    order = jnp.argsort(cache.columns, axis=2, stable=True)
+    return gather(cache, order, 0)
+
+
 def codes(cache: LayerCache) -> Codes:
     """The left slots of a quantised cache, as decode attention reads them."""
     slots = cache.quantized
@@ -124,15 +139,26 @@ def full_precision(
 
 
 def visible(
-    cache: LayerCache, columns: Int[Array, "batch queries"], window: int | None = None
+    cache: LayerCache,
+    columns: Int[Array, "batch queries"],
+    window: int | None = None,
+    evicted_at: Int[Array, "batch T"] | None = None,
 ) -> Bool[Array, "batch kv_heads queries slots"]:
     """Which keys the queries of these columns see: every live one but their successors', of the `window` newest
-    columns if there is a window."""
+    columns if there is a window, and only before `evicted_at`, which has an entry for every column, if it is given."""
     key = cache.columns[:, :, None]
     query = columns[:, None, :, None]
     # Padding is column -1 as a query, too, and sees nothing: every live key has a column above it.
     seen = cache.valid[:, :, None] & (key <= query)
+    if evicted_at is not None:
+        seen = seen & (query < of_columns(cache, evicted_at)[:, :, None])
     return seen if window is None else seen & (query < key + window)
+
+
+def of_columns(cache: LayerCache, table: Int[Array, "batch T"]) -> Int[Array, "batch kv_heads slots"]:
+    """The entry of every slot's column; of empty slots any."""
+    flat = jnp.maximum(cache.columns, 0).reshape(table.shape[0], -1)
+    return jnp.take_along_axis(table, flat, axis=1).reshape(cache.columns.shape)
 
 
 def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity]:

@@ -9,7 +9,7 @@ computed in float32 or wider.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.statistics import State, Statistic
 from smd_jax.message.gate import Gate
+from smd_jax.message.spans import TokenSpans
 from smd_jax.pytrees import any_leaves
 
 
@@ -67,13 +68,17 @@ Scores = Float[Array, "batch kv_heads slots"]
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """Base of all policies.
+    """Base of all policies."""
 
-    Attributes:
-      evicts: False only for `Dense`.
-    """
+    @property
+    def evicts(self) -> bool:
+        """Whether a budget limits the cache; False only for `Dense`, and for `OnTokens` around it."""
+        return True
 
-    evicts: ClassVar[bool] = True
+    @property
+    def spans(self) -> TokenSpans | None:
+        """Spans that go when a token is written, whatever their scores; None: nothing but the budget evicts."""
+        return None
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,9 @@ def drawn_by_position(view: CacheView, draw: Callable[[Key[Array, ""]], Array]) 
 class Dense(EvictionPolicy):
     """Never evicts: the cache has a slot for every token."""
 
-    evicts: ClassVar[bool] = False
+    @property
+    def evicts(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)

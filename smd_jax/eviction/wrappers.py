@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest_slots, protect
+from smd_jax.eviction.policies import Dense
 from smd_jax.eviction.statistics import Statistic
+from smd_jax.message.gate import Gate
+from smd_jax.message.spans import TokenSpans
 from smd_jax.typed_fields import check_types
 
 
@@ -25,6 +28,10 @@ class _Wrapper(EvictionPolicy):
         check_types(self)
         if not self.inner.evicts:
             raise ValueError(f"expected {type(self).__name__}.inner to be a policy that evicts; got {self.inner}")
+
+    @property
+    def spans(self) -> TokenSpans | None:
+        return self.inner.spans
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
@@ -100,3 +107,36 @@ class Pyramid(_Wrapper):
         step = (most - least) / (num_layers - 1)
         # The inner policy's window comes on top, because what it protects must fit into every layer.
         return tuple(window + round(most - layer * step) for layer in range(num_layers))
+
+
+@dataclass(frozen=True)
+class OnTokens(_Wrapper):
+    """Evicts spans of text when a token is written, in addition to what the inner policy evicts for its budget.
+
+    Around `Dense` nothing else is evicted: Memento's cache (arXiv:2604.09852). It has a slot for every token, and hides
+    the spans. Around a policy with a budget, the slots of a span are free after the next compression.
+
+    Attributes:
+      token_spans: which tokens, see `smd_jax.message.spans`.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+    """
+
+    inner: EvictionPolicy = field(default_factory=Dense, kw_only=True)
+    token_spans: TokenSpans
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def evicts(self) -> bool:
+        return self.inner.evicts
+
+    @property
+    def spans(self) -> TokenSpans:
+        return self.token_spans
+
+    @property
+    def gate(self) -> Gate | None:
+        return self.inner.gate

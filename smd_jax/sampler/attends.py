@@ -101,6 +101,7 @@ class DecodeLayer(struct.PyTreeNode):
       columns: `[batch, tokens]` ascending; -1 for tokens that are not there (padding, rows that have ended).
       start: `[batch]` column of the first token of each row.
       number: of the first query, see `Observation.number`.
+      evicted_at: `[batch, T]` first column that does not see a key, where keys go between these tokens; else None.
       window: newest columns that a query sees, see `ModelShape.windows`. Static.
     """
 
@@ -109,6 +110,7 @@ class DecodeLayer(struct.PyTreeNode):
     columns: Int[Array, "batch tokens"]
     start: Int[Array, " batch"]
     number: Int[Array, ""]
+    evicted_at: Int[Array, "batch T"] | None = None
     window: int | None = struct.field(pytree_node=False, default=None)
 
 
@@ -144,7 +146,7 @@ class DecodeAttend:
                 codes = kv_cache.codes(cache)
                 out, received = decode_codes(q, codes, cache.keys, cache.values, valid, self.attention.decode_impl)
         else:
-            visible = kv_cache.visible(cache, layer.columns, layer.window)
+            visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
             out, received = attend_and_observe(q, keys, values, visible)
         seen = Observation(
             queries=q,
@@ -167,7 +169,11 @@ def decode_layers(
     columns: Int[Array, "batch tokens"],
     start: Int[Array, " batch"],
     number: Int[Array, ""],
+    evicted_at: Int[Array, "batch T"] | None = None,
 ) -> tuple[DecodeLayer, ...]:
     """The state of every layer; arguments as DecodeLayer's, `slots` one for each layer."""
     layers = zip(cache, slots, strict=True)
-    return tuple(DecodeLayer(*layer, columns, start, number, shape.window(index)) for index, layer in enumerate(layers))
+    return tuple(
+        DecodeLayer(*layer, columns, start, number, evicted_at, shape.window(index))
+        for index, layer in enumerate(layers)
+    )

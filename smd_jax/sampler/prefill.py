@@ -23,6 +23,7 @@ from smd_jax.eviction.statistics import CacheShape
 from smd_jax.message.draws import STAYED, record_order
 from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.message.quantization import Parity
+from smd_jax.message.spans import SpanState
 from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
@@ -57,12 +58,14 @@ class Prefilled(struct.PyTreeNode):
     Attributes:
       hidden: `[prompts, hidden]` of the last token. start: `[prompts]` column of the first.
       cache, records: per layer.
+      spans: of a policy that evicts spans when a token is written; else None.
     """
 
     hidden: Float[Array, "prompts hidden"]
     start: Int[Array, " prompts"]
     cache: KVCache
     records: tuple[PromptRecord, ...]
+    spans: SpanState | None = None
 
 
 @jax.named_scope("prefill")  # profiles and experiments/hlo.py tell its operations from those of decoding by this
@@ -77,10 +80,16 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     start = _first_column(sampler, prompts)
     columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
     attend = PrefillAttend(model.shape.attention, policy.statistics, first)
-    masks = layer_masks(model.shape, prompts.tokens, dense_mask(prompts.valid))
+    mask = dense_mask(prompts.valid)
+    spans, gone = _read_spans(sampler, prompts)
+    if gone is not None:
+        mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, gone[:, None, None]))
+    masks = layer_masks(model.shape, prompts.tokens, mask)
     places = model.encode_positions(positions(prompts.valid))
     layers = tuple(PromptLayer(mask, columns, start) for mask in masks)
     hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
+    if gone is not None:
+        layers = tuple(kv_cache.drop(layer, (gone < NEVER)[:, None] & layer.valid) for layer in layers)
     caches = [_from_prompt(sampler, layer, first) for layer in layers]
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
     # Padding says NEVER here, too. `smd_jax.sampler.records` puts its 0 in, where it knows the columns of the response.
@@ -89,7 +98,17 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
         _compress_prompt(sampler, params, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)
     ]
     cache, records = zip(*compressed, strict=True)
-    return Prefilled(hidden[:, -1], start, cache, records)
+    return Prefilled(hidden[:, -1], start, cache, records, spans)
+
+
+def _read_spans(
+    sampler: Sampler, prompts: PromptBatch
+) -> tuple[SpanState | None, Int[Array, "prompts P_or_fewer"] | None]:
+    """The state of the spans after the prompts, and the first of the batch's columns that does not see a key."""
+    if sampler.policy.spans is None:
+        return None, None
+    first = sampler.prompt_width - prompts.tokens.shape[1]
+    return sampler.policy.spans.read(prompts.tokens, prompts.valid, first)
 
 
 @dataclass(frozen=True)
@@ -142,9 +161,13 @@ def _prefill_chunks(
     missing = chunks.count * chunks.length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
+    spans, gone = _read_spans(sampler, prompts)
+    if gone is not None:  # by columns of the widest prompt
+        missing = sampler.prompt_width - width
+        gone = jnp.pad(jnp.where(gone < NEVER, gone + missing, NEVER), [(0, 0), (missing, 0)], constant_values=NEVER)
 
     def one(index: Array, reading: _Reading) -> _Reading:
-        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading)
+        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, gone)
         if not sampler.policy.evicts:
             return reading
         # The first column whose query does not see what goes here: the chunk's last query still does.
@@ -157,7 +180,7 @@ def _prefill_chunks(
     reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
     records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
     layers = zip(reading.cache, sampler.budgets, strict=True)
-    return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records)
+    return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records, spans)
 
 
 def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
@@ -183,8 +206,13 @@ def _read_chunk(
     chunks: _Chunks,
     index: Array,
     reading: _Reading,
+    gone: Int[Array, "prompts P"] | None,
 ) -> _Reading:
-    """Reads chunk number `index` of prompts padded to whole chunks; keys go behind those that were kept."""
+    """Reads chunk number `index` of prompts padded to whole chunks; keys go behind those that were kept.
+
+    Args:
+      gone: `evicted_at` of spans; None without any.
+    """
     tokens, there = (
         jax.lax.dynamic_slice_in_dim(x, index * chunks.length, chunks.length, axis=1)
         for x in (padded.tokens, padded.valid)
@@ -199,9 +227,12 @@ def _read_chunk(
     else:  # the last token of the last chunk comes to lie in the last slot
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
-    layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0])
+    layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0], gone)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    if gone is not None:
+        newest = column[0, -1]
+        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) <= newest) for layer in cache)
     return reading._replace(cache=cache, hidden=hidden[:, -1])
 
 

@@ -69,11 +69,15 @@ def to_trajectory(
     emitted = by_row(records.emitted)
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
     segments = segments_of(sampler.policy, config, len(prompt_records), sampler.prompt_width)
-    mask = ShadowMask(
-        _evicted_at(sampler, valid, prompt_records, records), segments, _replay(sampler, prompt_records, records)
-    )
+    tokens = jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1)
+    evicted_at = _evicted_at(sampler, valid, prompt_records, records)
+    if sampler.policy.spans is not None:
+        # In no record, because they follow from the tokens.
+        _, gone = sampler.policy.spans.read(tokens, valid)
+        evicted_at = jnp.minimum(evicted_at, gone[:, None, None])
+    mask = ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records))
     return Trajectory(
-        tokens=jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1),
+        tokens=tokens,
         valid=valid,
         logprobs=by_row(records.logprobs),
         terminated=terminated,

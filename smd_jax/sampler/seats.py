@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, KVCache
+from smd_jax.message.spans import SpanState
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.prefill import Prefilled
 from smd_jax.sampler.static import Sampler
@@ -43,6 +44,7 @@ class SamplerState(struct.PyTreeNode):
       start: `[rows]` column of the first token.
       rng: `[rows]` keys. hidden: `[rows, hidden]` of the newest token.
       cache: per layer.
+      spans: of a policy that evicts spans when a token is written; else None.
     """
 
     cache_steps: Int[Array, ""]
@@ -55,6 +57,7 @@ class SamplerState(struct.PyTreeNode):
     rng: Key[Array, " rows"]
     hidden: Float[Array, "rows hidden"]
     cache: KVCache
+    spans: SpanState | None = None
 
 
 def empty(prefilled: Prefilled, rows: int) -> SamplerState:
@@ -80,6 +83,7 @@ def empty(prefilled: Prefilled, rows: int) -> SamplerState:
         rng=keys,
         hidden=zeros_like(prefilled.hidden),
         cache=tuple(layer.replace(columns=jnp.full_like(layer.columns, EMPTY)) for layer in cache),
+        spans=jax.tree.map(zeros_like, prefilled.spans),
     )
 
 
@@ -104,6 +108,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         hidden=choose(state.hidden, prefilled.hidden),
         # All slots of a new row, empty ones too: nothing of the row before it stays.
         cache=jax.tree.map(choose, state.cache, turned),
+        spans=jax.tree.map(choose, state.spans, prefilled.spans),
     )
 
 
@@ -128,6 +133,7 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
         rng=rng,
         hidden=for_each_row(prefilled.hidden),
         cache=jax.tree.map(for_each_row, prefilled.cache),
+        spans=jax.tree.map(for_each_row, prefilled.spans),
     )
 
 

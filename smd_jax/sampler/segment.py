@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
@@ -192,7 +193,21 @@ def _encode(
         slots = tuple(query_number % layer.columns.shape[2] for layer in state.cache)
     column = sampler.prompt_width + state.drawn - 1  # of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
+    state = _evict_spans(sampler, state, token, columns[:, 0])
     layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, query_number)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
     return state.replace(hidden=hidden[:, 0], cache=cache)
+
+
+def _evict_spans(
+    sampler: Sampler, state: SamplerState, token: Int[Array, " rows"], columns: Int[Array, " rows"]
+) -> SamplerState:
+    """Empties the slots of spans that go with this token, before its query."""
+    if sampler.policy.spans is None:
+        return state
+    assert state.spans is not None, "prefill made it"
+    spans, first, end = sampler.policy.spans.advance(state.spans, token, columns)
+    first, end = first[:, None, None], end[:, None, None]
+    cache = tuple(kv_cache.drop(layer, (first <= layer.columns) & (layer.columns < end)) for layer in state.cache)
+    return state.replace(spans=spans, cache=cache)

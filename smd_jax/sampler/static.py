@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.spans import TokenSpans
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
 
@@ -80,6 +81,8 @@ class Sampler:
             )
         if self.policy.gate is not None:
             self._check_recordable()
+        if self.policy.spans is not None:
+            self._check_spans(self.policy.spans)
         if self.config.quant is not None:
             self.config.quant.channels(self.model.shape.head_dim)  # called for its error
         vocab_size = self.model.shape.vocab_size
@@ -99,6 +102,17 @@ class Sampler:
             raise ValueError(f"expected mask_storage 'compact' {rest} from it; got {config.mask_storage!r}")
         if config.prefill_chunk is not None:
             raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
+
+    def _check_spans(self, spans: TokenSpans) -> None:
+        """Raises where spans of text cannot go when a token is written."""
+        vocab_size = self.model.shape.vocab_size
+        if max(spans.ids) >= vocab_size:
+            raise ValueError(f"expected token ids below {vocab_size}, the model's vocabulary; got {spans}")
+        if self.policy.gate is not None:
+            raise ValueError(f"expected a policy without draws with token spans; got {self.policy}")
+        if self.config.quant is not None:
+            # The range of a group of keys is that of all its columns, and here some have gone before it ends.
+            raise ValueError(f"expected quant None with token spans; got {self.config.quant}")
 
     @property
     def columns(self) -> int:

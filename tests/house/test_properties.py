@@ -25,7 +25,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.eviction import policies
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.dpo_update import DPOUpdateConfig
@@ -41,6 +41,7 @@ from smd_jax.losses.weighting import FixedLength
 from smd_jax.message.gate import LinearGate
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.spans import TokenSpans
 from smd_jax.model.lora import LoraConfig
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs.jsonable import config_differences, to_jsonable
@@ -79,6 +80,7 @@ CONFIGS: list[Any] = [
     ),
     *(policies.StreamingLLM(), policies.SnapKV(), policies.RKV(), policies.TOVA(), H2O),
     *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O), LearnedGate(), LinearGate()),
+    *(TokenSpans(open=3, close=4), OnTokens(TokenSpans(open=3, close=4), inner=H2O)),
     *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),
     *(corrections.TIS(), corrections.MIS(), corrections.QuRL(), corrections.OPSM(), corrections.DPPOTV()),
     *(corrections.Rejection(), corrections.Veto(), corrections.Chain((corrections.TIS(),)), DenseLearner()),

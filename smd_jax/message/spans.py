@@ -1,0 +1,139 @@
+"""Spans of text that leave the cache when a token is written: a thought once its summary exists, a tool's output once
+its turn is closed.
+
+    column       0    1  2    3     4    5   6   7
+    token      open   a  b  close begin  s  end  x        summary=(begin, end): the span goes when `end` is written
+    evicted_at        6  6                                query 5 still sees the span, query 6 does not
+
+Which keys go follows from the tokens, so no record is needed. All layers and heads lose the same ones. This is the
+eviction of Memento (arXiv:2604.09852, microsoft/memento `block_masking`) for blocks that do not nest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from smd_jax.message.masks import NEVER
+from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_types
+
+NONE = -1  # in place of a column
+
+
+@any_leaves
+class SpanState(struct.PyTreeNode):
+    """How far each row's spans are; columns, -1 for none.
+
+    Attributes:
+      opened: `[rows]` of the newest `open` that is not closed.
+      first, end: `[rows]` of the newest closed span that is still seen: its `open`, and the column after its `close`.
+      summarising: `[rows]` whether that span's summary has begun.
+    """
+
+    opened: Int[Array, " rows"]
+    first: Int[Array, " rows"]
+    end: Int[Array, " rows"]
+    summarising: Bool[Array, " rows"]
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The tokens that begin and end a span, and the token with which it goes.
+
+    A span goes with its `close`, or with the end of its summary, before that token's own query. Of several `open` in a
+    row the last counts. A span whose summary has not ended when another is closed is never evicted.
+
+    Attributes:
+      open, close: ids of the first and the last token of a span.
+      summary: ids of the first and the last token of the text that stands for a span; None: a span goes with `close`.
+      delimiters: whether `open` and `close` go with the text between them. A `close` with which the span itself goes
+        stays, because a query sees its own key.
+
+    Raises:
+      TypeError, ValueError: ids that are no whole numbers from 0 on, or not all different.
+    """
+
+    open: int
+    close: int
+    summary: tuple[int, int] | None = None
+    delimiters: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if min(self.ids) < 0 or len(set(self.ids)) < len(self.ids):
+            raise ValueError(f"expected different token ids >= 0 for open, close and summary; got {self.ids}")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens that mean something."""
+        return (self.open, self.close, *(self.summary or ()))
+
+    def begin(self, rows: int) -> SpanState:
+        """Before the first token."""
+        none = jnp.full((rows,), NONE, jnp.int32)
+        return SpanState(none, none, none, jnp.zeros((rows,), bool))
+
+    def advance(
+        self, state: SpanState, tokens: Int[Array, " rows"], columns: Int[Array, " rows"]
+    ) -> tuple[SpanState, Int[Array, " rows"], Int[Array, " rows"]]:
+        """One more token of every row.
+
+        Args:
+          columns: of the tokens; -1 for rows without one, which stay as they are.
+
+        Returns:
+          The state, and the columns that no query from this token's on sees: from `first` to before `end`.
+        """
+        there = columns >= 0
+        opens = there & (tokens == self.open)
+        closes = there & (tokens == self.close) & (state.opened >= 0)
+        first = jnp.where(closes, state.opened, state.first)
+        end = jnp.where(closes, columns + 1, state.end)
+        opened = jnp.where(opens, columns, jnp.where(closes, NONE, state.opened))
+        if self.summary is None:
+            summarising = state.summarising
+            goes = closes
+        else:
+            summarising = state.summarising & ~closes
+            summarising = summarising | (there & (tokens == self.summary[0]) & (first >= 0))
+            goes = there & (tokens == self.summary[1]) & summarising
+            summarising = summarising & ~goes
+        inside = 0 if self.delimiters else 1
+        gone_first = jnp.where(goes, first + inside, 0)
+        gone_end = jnp.where(goes, jnp.minimum(end - inside, columns), 0)
+        first, end = jnp.where(goes, NONE, first), jnp.where(goes, NONE, end)
+        return SpanState(opened, first, end, summarising), gone_first, gone_end
+
+    def read(
+        self, tokens: Int[Array, "rows columns"], valid: Bool[Array, "rows columns"], first_column: int = 0
+    ) -> tuple[SpanState, Int[Array, "rows columns"]]:
+        """Consecutive tokens of rows that have none yet.
+
+        Args:
+          valid: false for padding. first_column: column of the first token, padding or not.
+
+        Returns:
+          The state after them, its columns counted with `first_column`; and `evicted_at`, counted without it: `NEVER`
+          for keys that stay.
+        """
+        rows, count = tokens.shape
+        numbers = jnp.where(valid, jnp.arange(count, dtype=jnp.int32), NONE)
+
+        def one(state: SpanState, token: tuple[Array, Array]) -> tuple[SpanState, tuple[Array, Array]]:
+            state, first, end = self.advance(state, *token)
+            return state, (first, end)
+
+        state, (first, end) = jax.lax.scan(one, self.begin(rows), (tokens.T.astype(jnp.int32), numbers.T))
+        # Spans do not overlap, so the sum of `+ query` at their first and `- query` at their end columns is, over a
+        # span, the query with which it went.
+        query = jnp.where(end > first, numbers.T, 0)
+        row = jnp.broadcast_to(jnp.arange(rows)[None], first.shape)
+        steps = jnp.zeros((rows, count + 1), jnp.int32).at[row, first].add(query).at[row, end].add(-query)
+        gone = jnp.cumsum(steps, axis=1)[:, :count]
+        opened, first, end = (jnp.where(x >= 0, x + first_column, NONE) for x in (state.opened, state.first, state.end))
+        return SpanState(opened, first, end, state.summarising), jnp.where(gone > 0, gone, NEVER)

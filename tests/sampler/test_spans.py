@@ -1,0 +1,158 @@
+"""Evictions that a token triggers: sampled, replayed exactly, and the same in every way of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import H2O, Dense, SnapKV
+from smd_jax.eviction.wrappers import OnTokens, Protect
+from smd_jax.learner.forward import replay
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.spans import TokenSpans
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.engine import Engine
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.static import Sampler
+from smd_jax.testing import tiny_model_config
+from tests.under_test import eviction_times, left_padded, make_params
+
+# A small vocabulary, so that fresh weights draw the four tokens often.
+SHAPE = tiny_model_config(vocab_size=8, tie_embeddings=False)
+MODEL = Decoder(SHAPE)
+MEMENTO = TokenSpans(open=3, close=4, summary=(5, 6))
+FOLD = TokenSpans(open=3, close=4, delimiters=True)
+SIZES = RolloutConfig(max_new_tokens=96, budget=14, buffer=6)
+LENGTHS, WIDTH = [20, 9, 15, 4], 20
+LIMITS = np.array([96, 41, 96, 60])  # rows end at different times
+
+replay_jitted = jax.jit(replay, static_argnums=0)
+read_jitted = jax.jit(TokenSpans.read, static_argnums=0)
+
+
+@cache
+def sampled(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, engine: bool = False) -> Trajectory:
+    prompts, key = left_padded(LENGTHS, WIDTH, 8), jax.random.key(1)
+    if engine:
+        two_rows = Engine(MODEL, policy, sizes, decode_rows=2, prefill_rows=3)
+        return two_rows.run(make_params(SHAPE), prompts, key, limits=LIMITS).trajectory
+    return rollout(MODEL, make_params(SHAPE), prompts, key, policy=policy, config=sizes, limits=LIMITS)
+
+
+def gap(trajectory: Trajectory, mask: Any = None) -> float:
+    """Largest |Δ log p| between sampler and learner."""
+    trajectory = trajectory if mask is None else trajectory.replace(mask=mask)
+    replayed = replay_jitted(MODEL, make_params(SHAPE), trajectory)
+    return float(np.abs(replayed.logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)].max())
+
+
+def by_hand(spans: TokenSpans, tokens: list[int]) -> list[int]:
+    """`evicted_at` of one row without padding, token by token."""
+    gone = [NEVER] * len(tokens)
+    opened: int | None = None
+    closed: range | None = None
+    summarising = False
+    for query, token in enumerate(tokens):
+        goes = False
+        if token == spans.close and opened is not None:
+            closed = range(opened, query + 1) if spans.delimiters else range(opened + 1, query)
+            opened, summarising, goes = None, False, spans.summary is None
+        elif token == spans.open:
+            opened = query
+        elif spans.summary is not None and token == spans.summary[0] and closed is not None:
+            summarising = True
+        elif spans.summary is not None and token == spans.summary[1]:
+            goes, summarising = summarising, False
+        if goes and closed is not None:
+            for key in closed:
+                gone[key] = query if key < query else NEVER
+            closed = None
+    return gone
+
+
+def expected_spans(spans: TokenSpans, trajectory: Trajectory) -> np.ndarray:
+    """`[rows, T]`, by columns."""
+    tokens, valid = np.asarray(trajectory.tokens), np.asarray(trajectory.valid)
+    found = np.full(tokens.shape, NEVER, np.int64)
+    for row in range(len(tokens)):
+        columns = np.flatnonzero(valid[row])
+        gone = np.array(by_hand(spans, tokens[row, columns].tolist()))
+        found[row, columns] = np.where(gone < NEVER, gone + columns[0], NEVER)
+    return found
+
+
+IN_CHUNKS = replace(SIZES, prefill_chunk=5)
+CASES = [
+    pytest.param(OnTokens(MEMENTO), SIZES, id="Memento"),
+    pytest.param(OnTokens(FOLD), replace(SIZES, prefill_chunk=7), id="fold in chunks"),
+    pytest.param(OnTokens(MEMENTO, inner=SnapKV(window=4, kernel=3)), SIZES, id="Memento and SnapKV"),
+    pytest.param(Protect(OnTokens(FOLD, inner=H2O()), sinks=1), IN_CHUNKS, id="fold and H2O in chunks"),
+]
+
+
+@pytest.mark.parametrize(("policy", "sizes"), CASES)
+def test_identity(policy: EvictionPolicy, sizes: RolloutConfig):
+    """The learner replays spans and the budget's evictions together; without the spans it notices."""
+    trajectory, spans = sampled(policy, sizes), policy.spans
+    assert spans is not None and isinstance(trajectory.mask, ShadowMask)
+    gone = expected_spans(spans, trajectory)
+    assert (gone[:, WIDTH:] < NEVER).sum() > 9 and (gone[:, :WIDTH] < WIDTH).any(), "choose another key"
+    times = eviction_times(trajectory)
+    assert (times <= gone[:, None, None]).all()
+    assert gap(trajectory) <= 2e-5
+    evicts = policy.evicts
+    if evicts:
+        trajectory.mask.with_segments(trajectory.mask.segments)  # raises unless the mask keeps to them
+        assert (times < gone[:, None, None]).any(), "the budget evicted nothing"
+    else:
+        np.testing.assert_array_equal(times[:, 0, 0], np.where(np.asarray(trajectory.valid), gone, 0))
+    late = np.where(times == gone[:, None, None], np.where(gone < NEVER, gone + 1, NEVER)[:, None, None], times)
+    assert gap(trajectory, trajectory.mask.replace(evicted_at=jnp.asarray(late, jnp.int32), segments=())) > 1e-3
+
+
+@pytest.mark.slow
+def test_an_engine_samples_the_same():
+    policy = OnTokens(MEMENTO, inner=SnapKV(window=4, kernel=3))
+    one, other = sampled(policy), sampled(policy, engine=True)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(eviction_times(one), eviction_times(other))
+
+
+IDS = st.lists(st.integers(2, 8), min_size=1, max_size=24)
+
+
+@settings(deadline=None)
+@given(tokens=IDS, pad=st.integers(0, 3), spans=st.sampled_from([MEMENTO, FOLD, replace(MEMENTO, delimiters=True)]))
+def test_spans_of_any_tokens(tokens: list[int], pad: int, spans: TokenSpans):
+    width = 27
+    row = np.full((1, width), 3, np.int32)  # padding means nothing, whatever its id
+    row[0, pad : pad + len(tokens)] = tokens
+    valid = np.zeros((1, width), bool)
+    valid[0, pad : pad + len(tokens)] = True
+    gone = np.array(by_hand(spans, tokens))
+    expected = np.full(width, NEVER)
+    expected[pad : pad + len(tokens)] = np.where(gone < NEVER, gone + pad, NEVER)
+    np.testing.assert_array_equal(read_jitted(spans, row, valid)[1][0], expected)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="expected different token ids"):
+        TokenSpans(open=3, close=3)
+    with pytest.raises(ValueError, match="expected token ids below 8"):
+        Sampler(MODEL, OnTokens(TokenSpans(open=3, close=8)), SIZES, WIDTH)
+    with pytest.raises(ValueError, match="expected a policy without draws"):
+        Sampler(MODEL, OnTokens(FOLD, inner=LearnedGate()), SIZES, WIDTH)
+    with pytest.raises(ValueError, match="expected quant None with token spans"):
+        Sampler(MODEL, OnTokens(FOLD, inner=Dense()), replace(SIZES, quant=QuantConfig(bits=8, group=6)), WIDTH)
