@@ -17,7 +17,7 @@ PARTS = 16  # of the rows at most
 
 
 def rows_at_once(rows: int, devices: int) -> int:
-    """Rows of a part; a smaller one may follow. The memory plan asks here, too.
+    """Rows of a part; a smaller one may follow.
 
     On several devices the rows are apart already, and a part of them would lie on one device alone.
     """

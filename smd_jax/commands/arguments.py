@@ -163,7 +163,7 @@ class DeviceArgs(ComputeArgs):
     """Devices, and their memory. data-parallel * fsdp * tensor * sequence devices are used."""
 
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
-    memory: str | None = None  # of one device that the run may use, as 80GiB; None: all, on a CPU 80 %
+    memory: str | None = None  # of one device, as 80GiB: sizes are chosen that fit; None: sizes stay
     microbatch: int | None = None  # rows per forward and backward pass; None: as many as fit
     pack_columns: int | None = None  # columns of an update row that sequences share; None: one row each, padded
     share_prompts: bool = False  # read a prompt once for all its completions in a microbatch

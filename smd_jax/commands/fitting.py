@@ -1,19 +1,15 @@
-"""How a run fits into the memory of its devices: what is chosen, and what is said about it.
-
---memory names the bytes of a device. Without it a run takes what the device has, of a CPU a share.
-"""
+"""Fits a run into `--memory` bytes of each device; without the flag, sizes stay as they are."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from smd_jax.byte_sizes import parse_bytes, show_bytes
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError
-from smd_jax.memory.fit import fit_loop, usable_memory
-from smd_jax.memory.plan import MemoryPlan
-from smd_jax.model.protocol import Params
+from smd_jax.learner.state import TrainState
+from smd_jax.memory.compiled import LoopMemory
+from smd_jax.memory.fit import fit_evaluator, fit_loop, with_microbatch
 from smd_jax.runs.checkpoint.reading import saved_config
 from smd_jax.runs.checkpoint.steps import latest_step
 from smd_jax.runs.resume_settings import rounding_only
@@ -22,55 +18,62 @@ from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_loop import PolicyLoop
 
-L = TypeVar("L", bound=PolicyLoop)
+
+class Fitted(NamedTuple):
+    """A run whose sizes fit.
+
+    Attributes:
+      memory: of a device; None without `--memory`.
+      chosen: what was made smaller, in one line; empty without `--memory`.
+    """
+
+    loop: Loop
+    evaluator: Evaluator | None
+    memory: LoopMemory | None = None
+    chosen: str = ""
 
 
-def memory_of_device(args: Common, loop: Loop) -> int | None:
-    """Bytes of one device that the run may take; None: it has no plan, or what there is is not known.
+def fitted(args: Common, loop: Loop, evaluator: Evaluator | None, state: TrainState) -> Fitted:
+    """The run with sizes that fit into `--memory`.
+
+    Args:
+      state: shapes of the run's state.
 
     Raises:
-      UserError, ValueError: an algorithm without a plan, or no number of bytes.
+      UserError, ValueError: `--memory` with online-dpo; no number of bytes; sizes that cannot fit.
     """
-    given = args.device.memory
+    if args.device.memory is None:
+        return Fitted(loop, evaluator)
     if not isinstance(loop, PolicyLoop):
-        if given is not None:
-            raise UserError("expected no --memory with online-dpo, which has no plan; set --microbatch yourself")
-        return None
-    return usable_memory(loop.mesh.local_mesh.size) if given is None else parse_bytes(given)
+        raise UserError("expected no --memory with online-dpo; set --microbatch yourself")
+    memory_bytes = parse_bytes(args.device.memory)
+    fits, memory = _fitted_loop(args, loop, state, memory_bytes)
+    fits_too = None if evaluator is None else fit_evaluator(evaluator, state, memory_bytes)
+    return Fitted(fits, fits_too, memory, _choices(loop, fits, evaluator, fits_too, memory_bytes))
 
 
-def fitted(args: Common, loop: L, params: Params, memory_bytes: int | None) -> tuple[L, MemoryPlan]:
-    """The loop as it fits, and its plan.
+def _fitted_loop(args: Common, loop: Any, state: TrainState, memory_bytes: int) -> tuple[Any, LoopMemory]:
+    """The loop as it fits, and its memory.
 
-    Where the microbatch is part of the mathematics, a run that goes on keeps the one that was chosen at its begin, on
-    whatever machine that was.
+    A resumed run keeps the microbatch that was chosen at its start where that decides which rows a teacher reads.
     """
     update = loop.config.update
     checkpoints = args.run.output_dir / CHECKPOINTS
     begun = args.run.resume and latest_step(checkpoints) is not None
     if not begun or update.microbatch_size is not None or "update.microbatch_size" in rounding_only(loop.config):
-        return fit_loop(loop, params, memory_bytes)
+        return fit_loop(loop, state, memory_bytes)
     saved: Any = saved_config(checkpoints)
-    # Settings of another algorithm or loss may lack it; that run is refused when all are compared.
+    # Settings of another algorithm or loss may lack it; that run is refused when all settings are compared.
     size = saved["loop"]["update"].get("microbatch_size")
     minibatch = loop.config.completions_per_step // loop.config.minibatches
-    found, plan = fit_loop(_with_microbatch(loop, size or minibatch), params, memory_bytes)
-    return _with_microbatch(found, size), plan
+    found, memory = fit_loop(with_microbatch(loop, size or minibatch), state, memory_bytes)
+    return with_microbatch(found, size), memory
 
 
-def _with_microbatch(loop: L, size: int | None) -> L:
-    return replace(loop, config=replace(loop.config, update=replace(loop.config.update, microbatch_size=size)))
-
-
-def choices(
+def _choices(
     before: PolicyLoop, after: PolicyLoop, wanted: Evaluator | None, evaluator: Evaluator | None, memory_bytes: int
 ) -> str:
-    """One plain line on what was made smaller, so that all fits.
-
-    Args:
-      before, after: the loop as it was asked for, and as it fits.
-      wanted, evaluator: the same of what evaluates; None: nothing is evaluated.
-    """
+    """One line that lists the sizes that were made smaller."""
     config = after.config
     made = list[str]()
     if config.update.microbatch_size != before.config.update.microbatch_size:

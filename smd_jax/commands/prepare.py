@@ -22,7 +22,7 @@ from smd_jax.commands.choices import (
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.fitting import choices, fitted, memory_of_device
+from smd_jax.commands.fitting import fitted
 from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
 from smd_jax.commands.model_source import check_template_kwargs, open_model, tokenizer_to_export
 from smd_jax.commands.places import is_file
@@ -32,10 +32,10 @@ from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.fit import fit_evaluator
-from smd_jax.memory.plan import MemoryPlan, param_shapes
+from smd_jax.memory.compiled import LoopMemory, param_shapes
 from smd_jax.message.gate import add_gate
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
@@ -48,6 +48,7 @@ from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.text.chat_template import DAY, reads_day
 from smd_jax.text.prompts import pad_token_id
+from smd_jax.train.async_rollout import one_behind
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
@@ -66,9 +67,9 @@ class Prepared(NamedTuple):
       directory: of the model.
       tokenizer: makes prompts of rows.
       exported_tokenizer: to be written with the trained model; None: the model's own files are copied.
-      loop: with microbatch and decode rows as they fit into the memory.
-      plan: of a device's memory; None for an algorithm that has none.
-      chosen: what was made smaller to fit, in one line; None where it is not known what there is, or without a plan.
+      loop: with microbatch and decode rows that fit into `--memory`.
+      memory: of a device; None without `--memory`.
+      chosen: what was made smaller to fit, in one line; empty without `--memory`.
       evaluator: None: nothing is evaluated.
     """
 
@@ -79,8 +80,8 @@ class Prepared(NamedTuple):
     exported_tokenizer: Any
     data: Data
     loop: Loop
-    plan: MemoryPlan | None
-    chosen: str | None
+    memory: LoopMemory | None
+    chosen: str
     evaluator: Evaluator | None
 
 
@@ -107,16 +108,19 @@ def prepare(args: Common) -> Prepared:
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, ends)
     check_export_source(config, directory, exported)
     loop = make_loop(args, model, data, tokenizer, ends)
-    memory = memory_of_device(args, loop)
-    if not isinstance(loop, PolicyLoop):
-        evaluator = make_evaluator(args, loop, data)
-        return Prepared(args, directory, config, tokenizer, exported, data, loop, None, None, evaluator)
-    params = shapes(args, model)
-    fits, plan = fitted(args, loop, params, memory)
-    wanted = make_evaluator(args, fits, data)
-    evaluator = None if wanted is None else fit_evaluator(wanted, params, memory, fits)
-    chosen = None if memory is None else choices(loop, fits, wanted, evaluator, memory)
-    return Prepared(args, directory, config, tokenizer, exported, data, fits, plan, chosen, evaluator)
+    found = fitted(args, loop, make_evaluator(args, loop, data), state_shapes(args, loop, model))
+    return Prepared(
+        args,
+        directory,
+        config,
+        tokenizer,
+        exported,
+        data,
+        found.loop,
+        found.memory,
+        found.chosen,
+        found.evaluator,
+    )
 
 
 def with_prompt_day(args: Common, template: object) -> Common:
@@ -161,6 +165,27 @@ def shapes(args: Common, model: Decoder) -> Params:
     key = jax.random.key(0)
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.model.param_dtype), param_shapes(model))
     return jax.eval_shape(lambda params: with_parts(args, params, model.config, key), stored)
+
+
+def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
+    """The state of a new run with these parameters."""
+    state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
+    return one_behind(state) if loop.config.samples_ahead else state
+
+
+def state_shapes(args: Common, loop: Loop, model: Decoder) -> TrainState:
+    """Shapes of the state of a new run. No weights are read."""
+    key = jax.random.key(0)
+    return jax.eval_shape(lambda params: state_of(args, loop, params, key), shapes(args, model))
+
+
+def keeps_reference(args: Common, loop: Loop) -> bool:
+    """Whether the state has its own reference. Adapters need none, because their frozen base is the policy at the
+    start, unless the reference follows the policy."""
+    if isinstance(loop, PolicyLoop):
+        update = loop.config.update
+        return update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
+    return args.model.lora_r is None  # online DPO always compares
 
 
 def lora_config(args: ModelArgs) -> LoraConfig | None:

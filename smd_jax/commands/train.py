@@ -32,15 +32,14 @@ from smd_jax.commands.launch import check_same_command, check_same_plan, check_s
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
-from smd_jax.commands.prepare import Prepared, learning_rate, prepare, shapes, with_parts
+from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import written
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.mismatch_guard import MismatchGuard
-from smd_jax.learner.state import TrainState, init_state
-from smd_jax.memory.compiled import loop_memory
-from smd_jax.memory.plan import device_memory, param_shapes, show_bytes
+from smd_jax.learner.state import TrainState
+from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.gate import drop_gate
 from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
@@ -74,8 +73,7 @@ from smd_jax.tasks.dataset_task import StreamTask, first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import Task, prompt_length, prompt_text
-from smd_jax.text.visible_text import visible
-from smd_jax.train.async_rollout import one_behind
+from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
@@ -139,7 +137,12 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         check_export(directory / "model", 0)
         ready = prepare(args)
         args = ready.args
-        size = check_disk(args.run, state_shapes(args, ready), param_shapes(Decoder(ready.config)), settings)
+        size = check_disk(
+            args.run,
+            state_shapes(args, ready.loop, Decoder(ready.config)),
+            param_shapes(Decoder(ready.config)),
+            settings,
+        )
         files = by_content(args)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must leave the run as it was.
@@ -175,10 +178,6 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
                 (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
     check_shared(directory / "config.yaml")
     loop = watched(args, ready)
-    if isinstance(loop, PolicyLoop) and args.device.memory is not None:
-        compiled = loop_memory(loop, state)
-        if is_first():
-            summary_table(compiled.title, ("", "rollout", "update"), compiled.rows())
     compared, noted = run_settings(args, loop, files)
     with together(), all_or_none(), users_mistakes():
         copies = loggers(algorithm, args) if is_first() else []
@@ -266,21 +265,27 @@ def check_there(directory: Path, resume: bool) -> None:
 
 @contextmanager
 def troubles() -> Iterator[None]:
-    """Makes UserError of what can go wrong with a run that is no bug: rewards, the disk, another run's checkpoint,
-    weights with which the model has no distribution."""
+    """Turns failures of a run that are no bugs into UserError: rewards, the disk, the devices' memory, another run's
+    checkpoint, weights with which the model has no distribution."""
     try:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
         raise UserError(with_notes(error)) from error
     except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OSError) as error:
         raise UserError(with_notes(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"expected a run that fits the devices; got {one_line(str(error), 300)}. --memory BYTES chooses sizes that "
+            "fit; --microbatch, --decode-rows and --budget set them"
+        ) from error
 
 
 def print_plan(ready: Prepared) -> None:
     """The plan of the run: memory, policy, teacher, devices and data."""
-    if ready.plan is not None:
-        summary_table(ready.plan.title, ("", "rollout", "update"), ready.plan.rows())
-    if ready.chosen is not None:
+    if ready.memory is not None:
+        summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
         print(ready.chosen)
     policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
     kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
@@ -292,9 +297,7 @@ def print_plan(ready: Prepared) -> None:
         print(f"a completion ends with: {shown_tokens(ready.tokenizer, ends if isinstance(ends, tuple) else (ends,))}")
     mesh = ready.loop.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    available = device_memory()
-    there = "" if available is None else f", {show_bytes(available)} each"
-    print(f"devices: {mesh.size} x {jax.devices()[0].device_kind}{there}; mesh: {axes}")
+    print(f"devices: {mesh.size} x {jax.devices()[0].device_kind}; mesh: {axes}")
     for line in (unused_devices(mesh.size, jax.device_count()), without_evictions(ready.loop)):
         if line is not None:
             print_box("look at this", line)
@@ -338,27 +341,6 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
     _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
     params = shard_tree(with_parts(args, params, ready.config, jax.random.fold_in(key, 1)), loop.mesh)
     return state_of(args, loop, params, key)
-
-
-def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
-    """The state of a new run with these parameters."""
-    state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
-    return one_behind(state) if loop.config.samples_ahead else state
-
-
-def state_shapes(args: Common, ready: Prepared) -> TrainState:
-    """Shapes of the state of a new run. No weights are read."""
-    key = jax.random.key(0)
-    return jax.eval_shape(lambda params: state_of(args, ready.loop, params, key), shapes(args, Decoder(ready.config)))
-
-
-def keeps_reference(args: Common, loop: Loop) -> bool:
-    """Whether the state holds a reference of its own: not where adapters have a frozen base, which is the policy at
-    the start, unless the reference follows the policy."""
-    if isinstance(loop, PolicyLoop):
-        update = loop.config.update
-        return update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
-    return args.model.lora_r is None  # online DPO always compares
 
 
 def watched(args: Common, ready: Prepared) -> Loop:

@@ -1,18 +1,29 @@
-"""The compiler's own memory figures of a loop's programs, to compare with a memory plan."""
+"""Memory of compiled programs on one device, from XLA's `memory_analysis`; nothing is run or allocated.
+
+found = loop_memory(loop, state)          the state, or its shapes
+found.rollout, found.update               bytes of a device
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from smd_jax.byte_sizes import show_bytes
-from smd_jax.devices.sharding import shard_tree
+from smd_jax.devices.sharding import gathered_shardings, tree_shardings
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.sampler import tree_bytes
-from smd_jax.model.protocol import Params
+from smd_jax.message.masks import dense_mask
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.value_head import drop_value_head
 from smd_jax.sampler.engine import Engine
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 
 
@@ -31,60 +42,120 @@ class SegmentMemory:
     total: int
 
 
-def segment_memory(engine: Engine, params: Params, prompt_width: int) -> SegmentMemory:
-    """Compiles a segment for prompts of so many columns, without allocating; `params` are arrays or their shapes."""
-    program = engine.segment_program(params, prompt_width)
-    found: Any = program.lowered.compile().memory_analysis()
-    total = _alive(program.lowered) + tree_bytes(program.waiting.cache)
-    return SegmentMemory(found.alias_size_in_bytes, found.temp_size_in_bytes, total)
-
-
 @dataclass(frozen=True)
 class LoopMemory:
-    """Bytes on one device, by the compiler.
+    """Bytes on one device.
 
     Attributes:
-      rollout: during the rollout, or during one segment where the loop has `decode_rows`; with the optimizer's state
-        and the reference.
-      update: during an update of responses of every length.
+      held: weights, optimizer state and reference, which exist during the whole run.
+      rollout: during the rollout, or during one segment with `decode_rows`, including `held`.
+      update: during an update with the longest responses, including `held`.
     """
 
+    held: int
     rollout: int
     update: int
+
+    @classmethod
+    def of(cls, loop: PolicyLoop, held: int, rollout: int, update: int) -> LoopMemory:
+        """The memory of a loop whose phases need so much by themselves."""
+        # Both run at the same time with rollouts ahead, and share what is held.
+        together = rollout + update - held
+        return cls(held, together, together) if loop.config.samples_ahead else cls(held, rollout, update)
 
     @property
     def title(self) -> str:
         """Title of a table of `rows()`."""
-        return "memory of a device: the compiler's own figures"
+        return "memory of a device, as compiled"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(name, in the rollout, in the update), as the last line of `MemoryPlan.rows`."""
-        return [("sum", show_bytes(self.rollout), show_bytes(self.update))]
+        """(part, in the rollout, in the update), for `smd_jax.monitor.progress.summary_table`."""
+        held = show_bytes(self.held)
+        return [
+            ("weights, optimizer, reference", held, held),
+            ("everything else", show_bytes(self.rollout - self.held), show_bytes(self.update - self.held)),
+            ("sum", show_bytes(self.rollout), show_bytes(self.update)),
+        ]
 
 
 def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
-    """Compiles the rollout and the update of a loop without running them; `state` as for `loop.step`. Makes the
-    sampler's copy of the weights, if it reads one."""
-    config = loop.config
-    state = shard_tree(state, loop.mesh)
-    params = loop.responder.sampler_copy(loop.policy_params(state.params))
-    if config.decode_rows is not None:
-        engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
-        sampling = segment_memory(engine, params, config.prompt_width).total
-    else:
-        sampling = _alive(loop.responder.lower(params))
-    # No arguments of the rollout, but allocated while it runs.
-    held = tree_bytes((state.opt_state, state.reference), loop.mesh)
-    if loop.responder.place.elsewhere:  # the sampler reads a copy
-        held += tree_bytes(state.params, loop.mesh)
-    # Under the mesh, where steps look for what was compiled.
+    """Compiles the rollout and the update of a loop without running them.
+
+    Args:
+      state: as for `loop.step`, or its shapes.
+    """
+    held = tree_bytes(state, loop.mesh)
+    return LoopMemory.of(loop, held, rollout_memory(loop, state), update_memory(loop, state))
+
+
+def update_memory(loop: PolicyLoop, state: TrainState) -> int:
+    """Bytes of a device during the update."""
+    # Under the mesh, where a step looks for the compiled program.
     with jax.set_mesh(loop.mesh):
-        return LoopMemory(sampling + held, _alive(loop.lower_update(state)))
+        return _program_bytes(loop.lower_update(state))
 
 
-def _alive(lowered: jax.stages.Lowered) -> int:
+def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
+    """Bytes of a device during the rollout, with the state that waits for the update."""
+    config, place = loop.config, loop.responder.place
+    params = loop.policy_params(state.params)
+    read = _sampler_shapes(loop.model, params, loop.mesh, place.own_mesh)
+    if config.decode_rows is None:
+        sampling = _program_bytes(loop.responder.lower(read))
+    else:
+        engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
+        sampling = segment_memory(engine, read, config.prompt_width).total
+    # The program's arguments include the weights that it reads.
+    shared = 0 if place.elsewhere else tree_bytes(params, loop.mesh)
+    return sampling + tree_bytes(state, loop.mesh) - shared
+
+
+def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
+    """Bytes of a device while a batch of prompts is decoded, with the weights."""
+    read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.place.own_mesh)
+    return _program_bytes(evaluator.lower(read, decode))
+
+
+def segment_memory(engine: Engine, params: Params, prompt_width: int) -> SegmentMemory:
+    """Compiles a segment for prompts of `prompt_width` columns; `params` are arrays or their shapes."""
+    program = engine.segment_program(params, prompt_width)
+    found: Any = program.lowered.compile().memory_analysis()
+    total = _program_bytes(program.lowered) + tree_bytes(program.waiting.cache)
+    return SegmentMemory(found.alias_size_in_bytes, found.temp_size_in_bytes, total)
+
+
+def tree_bytes(tree: Any, mesh: Mesh | None = None) -> int:
+    """Bytes of a pytree of arrays or shapes; with a mesh, of its part on each device."""
+    leaves = jax.tree.leaves(tree)
+    if mesh is None:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    shardings = jax.tree.leaves(tree_shardings(tree, mesh))
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(leaves, shardings, strict=True))
+
+
+def param_shapes(model: Decoder) -> Params:
+    """Shapes of fresh parameters, in float32; nothing is computed."""
+
+    def init() -> Params:
+        one = jnp.zeros((1, 1), jnp.int32)
+        return model.init(jax.random.key(0), one, one, dense_mask(jnp.ones((1, 1), bool)))["params"]
+
+    return jax.eval_shape(init)
+
+
+def _sampler_shapes(model: LanguageModel, params: Params, mesh: Mesh, own_mesh: Mesh) -> Params:
+    """Shapes of the parameters where the sampler reads them; a copy on another mesh is in the compute dtype."""
+    if own_mesh is mesh:
+        shardings = tree_shardings(params, mesh)
+    else:
+        params = jax.eval_shape(model.compute_params, params)
+        shardings = gathered_shardings(params, own_mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+
+
+def _program_bytes(lowered: jax.stages.Lowered) -> int:
     """Bytes of arguments, results and temporary arrays of a program."""
     found: Any = lowered.compile().memory_analysis()
-    # What is donated counts as an argument and as a result, but is there once.
+    # A donated array counts as an argument and as a result, but exists once.
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.argument_size_in_bytes + results + found.temp_size_in_bytes

@@ -40,6 +40,7 @@ from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, stop_table
+from smd_jax.train.compile_ahead import rows_on
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop import Loop
@@ -292,13 +293,26 @@ class Evaluator:
         with jax.set_mesh(mesh):
             if first:
                 # Before the timer starts; this and all later batches find the program.
-                self._rollout(rollout_program.lower, params, prompts, keys, decode).compile()
+                self.lower(params, decode).compile()
             began = time.perf_counter()
             trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
             seconds = time.perf_counter() - began
         drawn = int(trajectory.lengths().sum())
         trajectory = self.place.own(trajectory)
         return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
+
+    def lower(self, params: Params, decode: Decode) -> jax.stages.Lowered:
+        """The rollout of this process's part of a batch, ready to be compiled; computes nothing.
+
+        Args:
+          params: arrays where the sampler reads them, or their shapes with shardings.
+        """
+        mesh = self.place.own_mesh
+        numbers = np.arange(self.prompts_at_once)[self.place.feeders.part(self.prompts_at_once)]
+        shape = (len(numbers), self.config.prompt_width)
+        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+        with jax.set_mesh(mesh):
+            return self._rollout(rollout_program.lower, params, rows_on(prompts, mesh), self._keys(numbers), decode)
 
     def _rollout(
         self, run: Callable[..., Any], params: Params, prompts: PromptBatch, keys: jax.Array, decode: Decode

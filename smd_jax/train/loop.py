@@ -381,9 +381,10 @@ class Loop:
         `step` finds the program that `compile()` makes of it under `jax.set_mesh(mesh)`.
 
         Args:
-          state: as `step` takes it.
+          state: as `step` takes it, or its shapes.
         """
-        state = shard_tree(state, self.mesh)
+        shardings = tree_shardings(state, self.mesh)
+        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
         def minibatch(params: Params, trajectory: Trajectory) -> Any:
             rows = trajectory.terminated

@@ -1,4 +1,4 @@
-"""The loops with a policy loss, for memory plans and commands: those whose config is a PolicyConfig."""
+"""The loops with a policy loss, whose config is a PolicyConfig."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ import yaml
 from transformers import AutoTokenizer
 
 import smd_jax as smd
-from smd_jax.commands import config_file, fitting
+from smd_jax.byte_sizes import show_bytes
+from smd_jax.commands import config_file
 from smd_jax.commands.arguments import (
     DataArgs,
     DeviceArgs,
@@ -43,7 +44,6 @@ from smd_jax.commands.task_source import held_out_choice, task_choice
 from smd_jax.commands.train import main, run_settings
 from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.memory.plan import show_bytes
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
@@ -357,7 +357,7 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
         (["--tensor", "0"], "expected --tensor >= 1; got 0"),
         (["--sequence", "0"], "expected --sequence >= 1; got 0"),
         (["--learning-rate", "-1"], "expected a finite learning_rate > 0; got -1.0"),
-        (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
+        (["--memory", "1KiB"], "expected at most 1.00 KiB on each device; got"),
         (["--memory", "lots"], "as in 80GiB; got 'lots'"),
         (["--num-generations", "1"], "group_size is --num-generations"),
         (["--rollouts-ahead", "1", "--lora-r", "2"], "no --rollouts-ahead with --lora-r; got --lora-r 2"),
@@ -453,31 +453,23 @@ def planned_words(model: Path, run: Path, *more: str) -> list[str]:
     return [*words, "--eval-steps", "1", "--eval-rows", "4", *more]
 
 
-def test_without_memory_a_run_takes_what_there_is(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.slow
+def test_sizes_that_fit_the_memory(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
-    _, args = parse(planned_words(model, run, "--dry-run"))
-    whole = prepare(args)
-    assert whole.plan is not None and whole.chosen is not None and whole.chosen.startswith("everything fits as it is")
-    assert isinstance(whole.loop, PolicyLoop)
-    assert (whole.loop.config.update.microbatch_size, whole.loop.config.decode_rows) == (None, None)
-    less = whole.plan.total - 1
-    monkeypatch.setattr(fitting, "usable_memory", lambda devices: less)
-    main(planned_words(model, run, "--dry-run"))
+    _, args = parse(planned_words(model, run))
+    ready = prepare(args)
+    assert ready.memory is None and not ready.chosen
+    whole = prepare(parse(planned_words(model, run, "--memory", "1GiB"))[1])
+    assert whole.loop.config == ready.loop.config and whole.evaluator is not None and ready.evaluator is not None
+    assert whole.evaluator.config == ready.evaluator.config and whole.memory is not None
+    less = max(whole.memory.rollout, whole.memory.update) - 1
+    main(planned_words(model, run, "--dry-run", "--memory", str(less)))
     said = capsys.readouterr().out
-    assert f"microbatch 4 of 8 rows, so that an update fits into {show_bytes(less)}" in said
-    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 1000)
-    assert "expected a plan of at most 1000 B" in error_of(planned_words(model, run, "--dry-run"), capsys)
-    main(planned_words(model, run, "--dry-run", "--memory", "1GiB"))
-    assert "everything fits as it is into 1.00 GiB" in capsys.readouterr().out
-    monkeypatch.setattr(fitting, "usable_memory", lambda devices: None)
-    assert prepare(args).chosen is None
+    assert "so that an update fits" in said or "so that a rollout fits" in said
+    assert f"into {show_bytes(less)}" in said and "weights, optimizer, reference" in said
 
 
-def test_a_run_goes_on_with_its_microbatch_on_another_machine(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_goes_on_with_its_microbatch_on_another_machine(model: Path, tmp_path: Path):
     """Where it decides which rows the teacher reads."""
     words = planned_words(model, tmp_path, "--distill", "anchor", "--distill-fraction", "0.5")
     _, args = parse(words)
@@ -489,9 +481,7 @@ def test_a_run_goes_on_with_its_microbatch_on_another_machine(
     checkpoint.save(
         tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop, files)[0]
     )
-    _, again = parse([*words, "--resume"])
-    # Here all rows fit.
-    monkeypatch.setattr(fitting, "usable_memory", lambda devices: 2**40)
+    _, again = parse([*words, "--resume", "--memory", "1TiB"])  # here all rows fit
     resumed = prepare(again).loop
     assert run_settings(again, resumed, files)[0] == run_settings(args, loop, files)[0]
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -17,20 +16,13 @@ from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
 from smd_jax.commands.train import main
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import Random
-from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
-from smd_jax.learner.state import init_state
-from smd_jax.memory.compiled import loop_memory
-from smd_jax.memory.plan import plan_memory, workload_of
 from smd_jax.message.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import GATE_FILE, load_gate, save_gate
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from smd_jax.tasks.reasoning_gym import ReasoningGymTask
-from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from tests.command_errors import error_of
 from tests.under_test import left_padded
@@ -204,30 +196,3 @@ def test_a_gate_moves_faster():
         ratio = updates[EVICTION_GATE]["layers_0"]["kernel"].mean() / updates["w"]["kernel"].mean()
         assert ratio == pytest.approx(expected, rel=1e-5)
         assert updates["w"]["kernel"].mean() == pytest.approx(-1e-3, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_gate_is_planned():
-    """Within the bounds of the other plans at their widest: many layers, whose logits of all keys are kept."""
-    config = dataclasses.replace(tiny_model_config(num_layers=8, max_positions=512), num_kv_heads=4, num_heads=8)
-
-    def loop_of(policy: Any, update: UpdateConfig) -> GRPOLoop:
-        tokens = byte_tokenizer(chat=False)
-        settings = GRPOConfig(
-            prompts_per_step=2,
-            group_size=4,
-            prompt_width=64,
-            policy=policy,
-            rollout=RolloutConfig(max_new_tokens=256, budget=64, buffer=32, eos_token_id=258, pad_token_id=256),
-            update=update,
-            update_widths=1,
-        )
-        task = ReasoningGymTask("chain_sum", seed=0, size=9)
-        return GRPOLoop(Decoder(config), task, tokens, optax.adam(1e-3), settings)
-
-    loop, params = loop_of(LearnedGate(), UpdateConfig(eviction_coef=1.0)), parameters(config)
-    plan = plan_memory(workload_of(loop), params)
-    compiled = loop_memory(loop, init_state(params, loop.optimizer, jax.random.key(0)))
-    bare = plan_memory(workload_of(loop_of(Random(), UpdateConfig())), random_params(config))
-    assert 0.85 < plan.update / compiled.update < 1.3
-    assert plan.update > bare.update + 8_000_000 and plan.trajectory > bare.trajectory

@@ -24,13 +24,12 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, Observation, ReceivedAttention, Statistic
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.forward import replay
-from smd_jax.memory.sampler import SamplerPass, tree_bytes
+from smd_jax.memory.compiled import tree_bytes
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler import engine as engine_module
-from smd_jax.sampler.config import cache_bytes
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
@@ -316,31 +315,6 @@ def test_on_a_mesh():
     for squares, _ in (layer.states for layer in state.cache):
         for leaf in squares.values():
             assert leaf.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor")
-
-
-PLANNED = [
-    ("expected attention", None),
-    ("age", QuantConfig(bits=4, group=2)),
-    ("running norm", None),
-    ("running norm", QuantConfig(bits=4, group=2)),
-    ("Protect", QuantConfig(bits=4, group=2)),
-    ("Pyramid", None),
-]
-
-
-@pytest.mark.parametrize(("name", "quant"), PLANNED)
-def test_the_memory_plan_counts_them(name: str, quant: QuantConfig | None):
-    policy, config = POLICIES[name], replace(SIZES, quant=quant)
-    sampler = Sampler(MODEL, policy, config, 20)
-    prompts = left_padded(MANY, 20, SHAPE.vocab_size)
-    keys = row_keys(jax.random.key(0), len(MANY))
-    prefilled = jax.eval_shape(lambda params: prefill(sampler, params, prompts, keys), make_params(SHAPE))
-    state = jax.eval_shape(lambda x: empty(x, 3), prefilled)
-    states = [layer.states for layer in state.cache]
-    columns = [layer.columns for layer in state.cache]
-    planned = SamplerPass(SHAPE, policy, config, 20, "cpu")
-    assert planned.cache(3) == cache_bytes(SHAPE, policy, config, 20, 3) + tree_bytes((columns, states))
-    assert tree_bytes(states) > 0 and planned.prefill(3) > 0 and planned.decode(3) > 0
 
 
 def test_a_step_copies_no_statistic():

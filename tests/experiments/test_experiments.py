@@ -34,7 +34,7 @@ def module(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--memory", "1KiB"], "expected a plan of at most 1.00 KiB"),
+        (["--memory", "1KiB"], "expected at most 1.00 KiB on each device; got"),
         (["--memory", "lots"], "as in 80GiB; got 'lots'"),
         (["--runs", "FILE"], "directory is --runs"),
     ],

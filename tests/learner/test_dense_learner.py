@@ -14,7 +14,6 @@ from jax.flatten_util import ravel_pytree
 
 import smd_jax as smd
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.plan import plan_memory, workload_of
 from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Completion, Prompt, completion_text
@@ -98,14 +97,6 @@ def test_later_steps_know_both_old_policies(alone: dict[int, tuple[np.ndarray, n
 def test_microbatches_change_nothing():
     both = replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.5))
     np.testing.assert_allclose(stepped(replace(both, microbatch_size=4)), stepped(both), atol=1e-6)
-
-
-def test_the_plan_has_room_for_it():
-    one, two = (
-        plan_memory(workload_of(make_loop(update, 1)), random_params(MODEL, 0))
-        for update in (SHADOW, replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.5)))
-    )
-    assert two.activations == 2 * one.activations and two.logits > one.logits
 
 
 def test_what_does_not_go_together():

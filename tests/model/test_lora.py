@@ -26,12 +26,9 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.memory.plan import param_shapes, plan_memory
-from smd_jax.memory.sampler import tree_bytes
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of
-from smd_jax.model.protocol import Params
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
 from smd_jax.model.weights import save_checkpoint
@@ -40,8 +37,6 @@ from smd_jax.testing import random_params, tiny_model_config
 from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
 from tests.bitwise import assert_bitwise_equal
 from tests.learner import test_dpo_update as dpo
-from tests.memory.test_memory import MODEL as WIDE_MODEL
-from tests.memory.test_memory import OPTIMIZER, WORK, sizes_of, train_batch
 from tests.tiny_update import (
     MODEL,
     PARAMS,
@@ -239,39 +234,6 @@ def test_the_optimizer_has_moments_of_the_adapters_alone():
     assert_bitwise_equal(base_params(after), base_params(before))
     pairs = zip(jax.tree.leaves(after[LORA]), jax.tree.leaves(before[LORA]), strict=True)
     assert min(np.abs(new - old).max() for new, old in pairs) > 1e-3, "every adapter is trained"
-
-
-@pytest.mark.slow
-def test_the_plan_counts_adapters():
-    config = LoraConfig(rank=8, alpha=8.0)
-    shapes = param_shapes(WIDE_MODEL)
-    with_adapters = jax.eval_shape(lambda params: add_lora(params, config, jax.random.key(0)), shapes)
-    state = jax.eval_shape(lambda params: init_state(params, OPTIMIZER, jax.random.key(0)), with_adapters)
-    update = make_update(WIDE_MODEL, OPTIMIZER, UpdateConfig(loss=LossConfig(beta=0.1)))
-    compiled = sizes_of(update.lower(state, train_batch(WORK)).compile())
-    planned = plan_memory(dataclasses.replace(WORK, reference=True), with_adapters)
-    assert planned.reference == 0
-    assert planned.optimizer == tree_bytes(state.opt_state) < tree_bytes(shapes) / 2
-    named = planned.weights + planned.optimizer + planned.trajectory
-    assert abs(named - compiled.arguments) < 128, "all but a few scalars"
-    worked = planned.gradients + planned.activations + planned.logits + planned.sampler_weights
-    assert 0.9 < worked / compiled.temporary < 1.25, (planned, compiled)
-
-
-@pytest.mark.parametrize("critic", [False, True])
-def test_the_plan_counts_a_reference_that_follows_adapters(critic: bool):
-    """A second set of adapters, in rollout and update."""
-
-    def begun(params: Params) -> tuple[Params, Any]:
-        params = add_lora(params, LoraConfig(rank=8, alpha=8.0), jax.random.key(0))
-        params = add_value_head(params, WIDE_MODEL.config) if critic else params
-        return params, init_state(params, OPTIMIZER, jax.random.key(0), reference=params).reference
-
-    params, reference = jax.eval_shape(begun, param_shapes(WIDE_MODEL))
-    frozen = plan_memory(dataclasses.replace(WORK, reference=True), params)
-    follows = plan_memory(dataclasses.replace(WORK, reference=True, reference_follows=True), params)
-    assert frozen.reference == 0 and follows.reference == tree_bytes(reference) > 0
-    assert follows.rollout - frozen.rollout == follows.update - frozen.update == follows.reference
 
 
 # --- the base as reference and teacher

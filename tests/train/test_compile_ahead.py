@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead of their first call: found by it, and as large as the compiler says."""
+"""Programs that are compiled ahead of their first call are found by it."""
 
 import dataclasses
 
@@ -8,8 +8,6 @@ import pytest
 
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.learner.state import init_state
-from smd_jax.memory.compiled import loop_memory
-from smd_jax.memory.plan import plan_memory, workload_of
 from smd_jax.testing import count_compilations
 from smd_jax.train.compile_ahead import compiling
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
@@ -68,17 +66,3 @@ def test_pairs_too():
     with count_compilations() as counts:
         loop.step(state)
     assert counts["update"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decode_rows", [None, 4])
-def test_the_compilers_figures_lie_beside_the_plan(decode_rows: int | None):
-    """How near the plan comes is the matter of tests/memory/test_memory.py; here, that both speak of the same."""
-    loop = own_loop(dataclasses.replace(CONFIG, decode_rows=decode_rows))
-    found = loop_memory(loop, new_state())
-    plan = plan_memory(workload_of(loop), warm_params(), decode_rows)
-    for compiled, planned in ((found.rollout, plan.rollout), (found.update, plan.update)):
-        held = plan.weights + plan.optimizer
-        assert held < compiled
-        assert 0.5 < compiled / planned < 2
-    assert [len(row) for row in found.rows()] == [len(row) for row in plan.rows()[:1]]

@@ -18,8 +18,6 @@ from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.fit import fit_evaluator
-from smd_jax.memory.plan import Workload, plan_memory
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import EVALUATION_METRICS
@@ -289,35 +287,3 @@ def test_what_cannot_be_evaluated():
         evaluator(decodes=(Decode("x", SnapKV(), 8),))
     with pytest.raises(ValueError, match="at least one row; got none"):
         replace(evaluator(), task=Numbered(0))
-
-
-# --- memory
-
-
-def test_rows_that_fit(params):
-    whole = evaluator(rows=64, group_size=2, decodes=DECODES)
-
-    def needed(rows: int) -> int:
-        """By the plan, under the way of decoding that takes most."""
-        plans = [
-            plan_memory(
-                Workload(MODEL, d.policy, d.rollout(SIZES), 9, rows, prefill_rows=rows // 2, learns=False), params
-            )
-            for d in DECODES
-        ]
-        return max(plan.total for plan in plans)
-
-    for rows in (2, 10, 30):
-        assert fit_evaluator(whole, params, needed(rows), None).config.rows == rows
-        assert fit_evaluator(whole, params, needed(rows + 2) - 1, None).config.rows == rows
-    assert fit_evaluator(whole, params, 2**40, None).config.rows == 64
-    assert fit_evaluator(whole, params, None, None) == whole
-    with pytest.raises(ValueError, match="more than there is"):
-        fit_evaluator(whole, params, needed(2) - 1, None)
-    # Beside a run its optimizer's state takes room.
-    assert fit_evaluator(whole, params, needed(30), new_loop()).config.rows < 30
-
-
-def test_more_memory_than_any_device_has(params):
-    with pytest.raises(ValueError, match="expected the memory of one device, .* at most 64.00 TiB; got 900.00 TiB"):
-        fit_evaluator(evaluator(), params, 900 * 2**40, None)

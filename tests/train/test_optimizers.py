@@ -11,7 +11,7 @@ import pytest
 
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
-from smd_jax.memory.sampler import tree_bytes
+from smd_jax.memory.compiled import tree_bytes
 from smd_jax.model.value_head import add_value_head
 from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params, tiny_model_config
