@@ -253,6 +253,7 @@ def test_one_line_begins_a_run_and_goes_on(place: Path, tmp_path: Path, capsys: 
     assert "resume_if_there: false" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_another_model_in_its_place_leaves_the_run_as_it_was(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
