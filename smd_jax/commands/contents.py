@@ -1,10 +1,9 @@
-"""What a run's files hold, wherever they lie: a resume compares that, and only notes the paths.
+"""Digests of the files that a run reads. A resumed run compares digests, not paths, so files may be moved.
 
-model, tokenizer    a digest of all their files but the weights, which checkpoints hold
-data                a digest of the files
-eviction policies   the name of the file, and its digest
-rewards, maps       the name of the file; its digest is noted, so that a function that raised can be mended, and the
-                    change is printed
+model, tokenizer    digest of all files except the weights, which are in the checkpoints
+data                digest of the files
+eviction policy     name of the file, and its digest
+reward, map         name of the file; a changed digest is printed and allowed, so that a function with a bug can be fixed
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors
 MODELS = ("model", "tokenizer")
 DATA = ("dataset", "dataset_source")
 CODE = ("map_function", "reward")
-# Options that came later, with their defaults, which leave a run as it was: runs from before them go on.
+# Options of later versions with their defaults. Runs from before them can be resumed.
 LATER = (
     ("model_revision", None),
     ("tokenizer_revision", None),
@@ -40,8 +39,8 @@ class Contents(NamedTuple):
     """Settings that name files.
 
     Attributes:
-      groups: model, data, rewards and, where it is one's own, eviction, with what files hold in place of their paths.
-      places: the paths, with the digests of code.
+      groups: model, data, rewards and the user's eviction policy, with digests in place of paths.
+      places: the paths, and the digests of code.
     """
 
     groups: dict[str, dict[str, Json]]
@@ -84,10 +83,10 @@ def by_content(args: Common) -> Contents:
         assert isinstance(fields, dict)
         kept = {name: value for name, value in fields.items() if (name, value) not in LATER}
         groups[group] = {RENAMED.get(name, name): of(name, value) for name, value in kept.items()}
-    # Of one's own policy the loop's settings have name and parameters: another file may have a class of that name.
+    # The loop's settings have the name of the policy's class only, and another file may have a class of that name.
     place = own_place(rooted.sampler.eviction)
     if place is not None and is_file_name(place):
-        # What is forgotten is part of the policy that is trained: its file is compared, and not mended on the way.
+        # The eviction policy is part of the trained policy, so its file may not change.
         path = Path(place)
         holds = digest(path)
         groups["eviction"] = {"place": path.name, "holds": holds}
@@ -98,11 +97,12 @@ def by_content(args: Common) -> Contents:
 
 
 def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:
-    """Of what a file holds; of a folder, of all its files and their names, hidden ones left out, which are caches. Of a
-    file above 64 MiB size, begin and end stand for the rest, so that a resume need not read a corpus.
+    """SHA-256 of a file, or of the names and contents of all files in a folder except hidden ones.
+
+    Of a file above 64 MiB only size, beginning and end count, so that a resume does not read a whole corpus.
 
     Args:
-      leave_out: endings of files of a folder.
+      leave_out: endings of files in a folder that do not count.
     """
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(_inside(path, leave_out)):

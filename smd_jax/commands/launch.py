@@ -1,4 +1,4 @@
-"""A command that runs in several processes: how they find each other, and that they were told the same."""
+"""Several processes of one command: how they connect, and checks that all have the same options."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ AUTO = "auto"
 
 
 def join(launch: LaunchArgs) -> None:
-    """Makes this process one of those that the flags tell of; alone without any. Before JAX looks for devices.
+    """Connects the processes that the flags describe. Must be called before JAX looks for devices.
 
     Raises:
-      UserError: flags that do not go together, or nobody who could be joined.
+      UserError: flags that exclude each other, or no coordinator.
     """
     given = (launch.coordinator, launch.num_processes, launch.process_id)
     if all(x is None for x in given):
@@ -32,7 +32,7 @@ def join(launch: LaunchArgs) -> None:
     automatic = launch.coordinator == AUTO
     if automatic and (launch.num_processes is not None or launch.process_id is not None):
         raise UserError(
-            f"expected --coordinator auto alone, which finds out how many processes there are; got --num-processes "
+            f"expected --coordinator auto without other flags, as it finds the number of processes; got --num-processes "
             f"{launch.num_processes} and --process-id {launch.process_id}"
         )
     try:
@@ -42,8 +42,7 @@ def join(launch: LaunchArgs) -> None:
 
 
 def check_same_command(algorithm: str, args: Common) -> None:
-    """Refuses processes that were told something else, have other versions or another number of devices; in all of
-    them, and before they do anything that one of them would not.
+    """Refuses processes with different options, versions or numbers of devices, in all of them and before any collective.
 
     Raises:
       UserError: names every difference.
@@ -61,10 +60,10 @@ def check_same_command(algorithm: str, args: Common) -> None:
 
 
 def check_same_plan(config: LoopConfig, evaluator: Evaluator | None) -> None:
-    """Refuses processes that made other plans of the same flags, such as with less memory; in all of them.
+    """Refuses processes that derived different sizes from the same flags, for example from less memory.
 
     Args:
-      evaluator: what evaluates during the run; None: nothing does.
+      evaluator: evaluates during the run; None: no evaluation.
 
     Raises:
       UserError: names every difference.
@@ -72,7 +71,7 @@ def check_same_plan(config: LoopConfig, evaluator: Evaluator | None) -> None:
     if jax.process_count() == 1:
         return
     with together():
-        # Rows at once and prompts say how many batches there are; in each of them processes wait for each other.
+        # These give the number of batches, and processes wait for each other in every batch.
         evaluates = None if evaluator is None else to_jsonable(evaluator.config, "evaluator")
         held_out = 0 if evaluator is None else len(evaluator.task)
         processes.check_same(
@@ -81,13 +80,13 @@ def check_same_plan(config: LoopConfig, evaluator: Evaluator | None) -> None:
 
 
 def check_shared(file: Path) -> None:
-    """Refuses a directory that is not the same one in all processes.
+    """Refuses an output directory that the processes do not share.
 
     Args:
-      file: that the first process has just written.
+      file: a file that the first process has just written.
 
     Raises:
-      UserError: this process does not see it.
+      UserError: this process does not see the file.
     """
     with together(), processes.all_or_none():
         if not file.is_file():
@@ -99,7 +98,7 @@ def check_shared(file: Path) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Makes UserError of what another process could not do."""
+    """Turns the failure of another process into UserError."""
     try:
         yield
     except OtherProcessError as error:

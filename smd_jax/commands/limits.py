@@ -1,4 +1,4 @@
-"""Numbers that no later check refuses before a run has begun."""
+"""Checks of numbers and sizes before a run begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smd_jax.tasks.task import SteppedTask, prompt_text
 from smd_jax.text.prompts import unreachable_tokens
 from smd_jax.train.loop import Loop
 
-# The largest value of an option. Others are bounded by the int32 of JAX's shapes and counters.
+# Largest values. All other options are bounded by int32, the type of JAX's shapes and counters.
 LARGEST: Mapping[str, int] = {
     "num_prompts": 2**20,
     "num_generations": 2**16,
@@ -27,7 +27,7 @@ LARGEST: Mapping[str, int] = {
     "seed": MAX_SEED,
     "eval_seed": MAX_SEED,
 }
-# The smallest value of options that no configuration checks.
+# Smallest values of the options that no configuration checks.
 SMALLEST: Mapping[str, int] = {
     "seed": 0,
     "completions_steps": 0,
@@ -49,7 +49,7 @@ AXES = ("--data-parallel", "--fsdp", "--tensor", "--sequence")
 
 
 def check_numbers(args: Any) -> None:
-    """Raises UserError for a number that its flag cannot have, and for an empty stop string.
+    """Raises UserError for a number out of range, and for an empty stop string.
 
     Args:
       args: the groups of options of a command.
@@ -70,14 +70,16 @@ def check_numbers(args: Any) -> None:
     if values.get("top_entropy_quantile") == 0:
         raise UserError("expected --top-entropy-quantile > 0, a share of the tokens; got 0")
     if "" in values["stop"]:
-        raise UserError("expected texts behind --stop; got an empty one, which would end every completion at once")
+        raise UserError(
+            "expected non-empty strings for --stop; got an empty one, which would end every completion at once"
+        )
 
 
 def check_context(width: int, completion: int, config: ModelConfig) -> None:
-    """Raises UserError for sequences that are longer than the model has seen.
+    """Raises UserError for sequences that are longer than the model's context.
 
     Args:
-      width, completion: most tokens of a prompt, and of a completion.
+      width, completion: largest number of tokens of a prompt, and of a completion.
     """
     if width + completion > config.max_positions:
         raise UserError(
@@ -87,7 +89,7 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
 
 
 def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Raises UserError for a prompt with a token that has no row in the embedding. A stream is checked as it comes."""
+    """Raises UserError for a prompt with a token outside the embedding. A stream is checked while it is read."""
     outside = unreachable_tokens(tokenizer, vocab_size)
     if not outside or isinstance(task, SteppedTask):
         return
@@ -96,26 +98,26 @@ def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
         for token in outside:
             if token in text:
                 raise UserError(
-                    f"expected prompts of tokens that the model has; got {token!r} in row {index}, for which its "
-                    f"embedding of {vocab_size} rows has none"
+                    f"expected prompts of tokens that the model has; got {token!r} in row {index}, which is outside its "
+                    f"embedding of {vocab_size} rows"
                 )
 
 
 def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:
-    """Whether the longest sequence that there may be loses a key in any layer, which a later query would have seen."""
+    """Whether the longest possible sequence loses a key in any layer."""
     budgets, _ = plan(policy, rollout, num_layers, prompt_width)
     return policy.evicts and most_compressed(rollout, prompt_width) > min(budgets)
 
 
 def most_compressed(rollout: RolloutConfig, prompt_width: int) -> int:
-    """The most keys at a compression that is followed by another token: there is one behind the prompt, and then one
-    every `buffer` tokens."""
+    """The largest number of keys at a compression that another token follows: after the prompt, and then every `buffer`
+    tokens."""
     return prompt_width + (rollout.max_new_tokens - 1) // rollout.buffer * rollout.buffer
 
 
 def without_evictions(loop: Loop) -> str | None:
-    """What to say of a loop with an eviction policy whose cache has room for all keys; None of any other. Such a cache
-    is larger than one that grows with the sequence."""
+    """A warning if the cache of an evicting policy holds all keys; otherwise None. Such a cache is larger than one
+    without eviction."""
     config = loop.config
     layers = loop.model.shape.num_layers
     if not config.policy.evicts or evicts_keys(config.policy, config.rollout, layers, config.prompt_width):
@@ -125,26 +127,25 @@ def without_evictions(loop: Loop) -> str | None:
     return (
         f"Nothing will be evicted: prompts of at most {config.prompt_width} tokens and completions of at most "
         f"{config.rollout.max_new_tokens} fit into the {min(budgets)} keys that are kept, and {config.rollout.buffer} "
-        f"of the buffer. Lower --budget below {most}, or take --eviction dense, which needs no slot more than that"
+        f"of the buffer. Lower --budget below {most}, or take --eviction dense, which needs fewer slots"
     )
 
 
 def check_devices(used: int, there: int, axes: Sequence[str] = AXES) -> None:
-    """Raises UserError for axes over some of the devices. One device, the default, is no mistake: `unused_devices` then
-    says what is idle.
+    """Raises UserError for a mesh over a part of the devices. One device is the default and is allowed.
 
     Args:
       axes: the flags of the command whose product is `used`.
     """
     if 1 < used < there:
         raise UserError(
-            f"expected {' * '.join(axes)} = {there}, the devices that there are; got {used}. To keep some of them out, "
+            f"expected {' * '.join(axes)} = {there}, the number of devices; got {used}. To keep some of them out, "
             "hide them from JAX (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
         )
 
 
 def unused_devices(used: int, there: int) -> str | None:
-    """What to say where some devices have nothing to do; None where all have."""
+    """A warning if some devices are not used; otherwise None."""
     if used == there:
         return None
-    return f"{there - used} of {there} devices have nothing to do: {' * '.join(AXES)} = {used}"
+    return f"{there - used} of {there} devices are not used: {' * '.join(AXES)} = {used}"

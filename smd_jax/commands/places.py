@@ -1,4 +1,4 @@
-"""Where a run finds its files: from the root, so that it goes on from any folder; and one process at a time."""
+"""Absolute paths of a run's files, so that it can be resumed from any folder, and the lock of its directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eva
 FUNCTIONS = ("map_function", "reward")
 POLICIES = ("eviction", "eval_decode")
 LOCK = "process.lock"
-# What file systems without locks answer: Lustre mounted without `flock`, NFS without its lock daemon, others.
+# Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -59,8 +59,7 @@ def exists(path: Path) -> bool:
 
 
 def from_the_root(args: Common) -> Common:
-    """The arguments with every path spelled from the root, in one way however the user spelled it. What is no path of
-    something that is there stays: names, ids on the Hub, mistakes."""
+    """The arguments with absolute paths. Names, ids on the Hub and paths that do not exist stay as they are."""
     groups = {name: dataclasses.replace(group, **dict(_spelled(group))) for name, group in vars(args).items()}
     return dataclasses.replace(args, **groups)
 
@@ -82,7 +81,7 @@ def _spelled(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def path_from_the_root(name: str) -> str:
-    """A path that is there; a name of a task stays one, also beside a folder of that name."""
+    """The absolute path of a path that exists. The name of a task stays, even if a folder has that name."""
     if not name or name in PRESETS or name.startswith(PROCEDURAL):
         return name
     path = full_path(name)
@@ -96,20 +95,19 @@ def function_from_the_root(where: str) -> str:
 
 
 def policy_from_the_root(text: str) -> str:
-    """`path/to/file.py:Class(parameter=value)`, alone or as a way of decoding; what the library has stays."""
+    """`path/to/file.py:Class(parameter=value)` with an absolute path; a policy of the library stays."""
     place = own_place(policy_text(text))
     return text.replace(place, path_from_the_root(place), 1) if place is not None and is_file_name(place) else text
 
 
 @contextmanager
 def only_process(directory: Path) -> Iterator[None]:
-    """Holds the directory of a run, until the process ends in whatever way; where the file system has no locks, says so
-    and goes on.
+    """Locks the directory of a run until the process ends. Warns if the file system has no locks.
 
     Raises:
-      UserError: another process holds it.
+      UserError: another process has locked it.
     """
-    if jax.process_index() > 0:  # of one run on several hosts the first holds it
+    if jax.process_index() > 0:  # the first process of the run locks it for all
         yield
         return
     with written(directory / LOCK):
@@ -126,7 +124,7 @@ def _lock(file: TextIO, directory: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(
-            f"expected no other process that trains in {directory}; got one. Wait for it, or name another by "
+            f"expected no other process that trains in {directory}; got one. Wait for it, or choose another "
             "--output-dir"
         ) from error
     except OSError as error:
@@ -134,6 +132,6 @@ def _lock(file: TextIO, directory: Path) -> None:
             raise
         print_box(
             "look at this",
-            f"expected a file system with locks at {directory}; got {error.strerror}. Nothing keeps a second process "
-            "from training there: see to it that none does",
+            f"expected a file system with locks at {directory}; got {error.strerror}. Make sure that no second process "
+            "trains there",
         )

@@ -1,4 +1,4 @@
-"""A policy of somebody's own, tried on shapes alone: its mistakes are found before a weight is read."""
+"""Traces a user's eviction policy on shapes, so that its errors appear before the weights are read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from smd_jax.tasks.reward_calls import Caught
 
 
 def check_score(policy: EvictionPolicy, shape: CacheShape, budget: int) -> None:
-    """Raises ValueError unless the policy gives a score for every key of such a cache: with the line of its file where
-    it raised, or what it gave.
+    """Raises ValueError unless the policy scores every key of such a cache. The error names the line that raised.
 
-    Nothing is computed. A policy that reads the model's parameters is not tried, because there are none yet.
+    A policy that reads the model's parameters is not traced: there are none yet.
 
     Args:
-      budget: keys that are to stay, of `shape.slots`.
+      budget: keys that are kept, of `shape.slots`.
     """
     kind = type(policy)
     if kind.parameters is not EvictionPolicy.parameters:

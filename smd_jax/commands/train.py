@@ -1,12 +1,12 @@
-"""smd-train: reinforcement learning of a language model under a KV cache of fixed size, from one command.
+"""smd-train: trains a language model by reinforcement learning under a KV cache of fixed size.
 
     smd-train grpo --model runs/smollm2 --dataset reasoning_gym:chain_sum --max-steps 20
     smd-train --config runs/train/config.yaml --resume
 
-1. Read the arguments, and prepare everything that needs no weights: every mistake ends here.
-2. Print the plan; read the weights.
-3. Train, with metrics, evaluations and checkpoints under --output-dir.
-4. Write the trained model as a Hugging Face checkpoint, and say how it went.
+1. Reads the arguments and checks everything that needs no weights. Wrong input ends here.
+2. Prints the plan and reads the weights.
+3. Trains, and writes metrics, evaluations and checkpoints under --output-dir.
+4. Writes the trained model as a Hugging Face checkpoint, and prints the next command.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from smd_jax.train.policy_loop import PolicyLoop
 
 
 class Outcome(NamedTuple):
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       history: rows of metrics.jsonl.
@@ -97,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script.
 
     Args:
-      words: the command line behind the command's name; None: that of the process.
+      words: the command line without the command's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
     with reported("--debug" in given), plain_warnings():
@@ -108,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> None:
             run(algorithm, args)
         except RunStoppedError as stopped:
             print_box("stopped", str(stopped))
-            # Outside of the box, which would break a long line.
+            # Outside the box, which would break a long line.
             print(f"resume with: {resume_command(args.run.output_dir)}", file=sys.stderr)
             raise SystemExit(stopped.exit_code) from None
 
@@ -119,15 +119,15 @@ def resume_command(directory: Path) -> str:
 
 
 def run(algorithm: str, args: Common) -> Outcome | None:
-    """One run from start to end; None if it was only to be planned."""
+    """Runs the command. Returns None after --dry-run."""
     keep_programs()
-    # Kept and compared as a number, so that later defaults change nothing.
+    # config.yaml has the number, so that a later default does not change a run.
     args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
     directory = args.run.output_dir
     if args.run.resume_if_there:
-        # Before processes meet, and so before one of them can write there.
+        # Before the processes meet: afterwards one of them may already have written there.
         args = replace(args, run=replace(args.run, resume=is_there(directory)))
-    # First, so that a process without --resume is named for that, and not for what it then finds in the directory.
+    # First: a process without --resume should be refused for that, not for the files that it finds.
     check_same_command(algorithm, args)
     with together(), all_or_none(), users_mistakes(), troubles():
         check_numbers(args)
@@ -145,7 +145,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         )
         files = by_content(args)
         if args.run.resume:
-            # Before config.yaml is written: a refused resume must leave the run as it was.
+            # Before config.yaml is written: a refused resume must not change the run.
             check_progress(directory, args.run.resume, settings)
             check_config(directory, run_settings(args, ready.loop, files)[0])
     check_same_plan(ready.loop.config, ready.evaluator)
@@ -164,11 +164,11 @@ def run(algorithm: str, args: Common) -> Outcome | None:
 
 
 def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared, files: Contents) -> Outcome:
-    """The run itself, from the weights on."""
+    """Reads the weights, trains, and exports the model."""
     directory = args.run.output_dir
     with together(), all_or_none(), users_mistakes():
         state = first_state(args, ready)
-    saved = without_base(state)  # which all processes find out together
+    saved = without_base(state)  # a collective: all processes call it
     with together(), all_or_none(), users_mistakes():
         with troubles():
             check_state(directory, saved)
@@ -197,14 +197,14 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     with together(), all_or_none():
         history = read_metrics(directory / "metrics.jsonl")
     params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
-    # The other processes wait, and end as the first one ends.
+    # The other processes wait for the first one, and fail if it fails.
     with together(), all_or_none():
         failure = export_or_explain(args, ready, params, directory) if is_first() else None
     if is_first():
         try:
             with written(directory / "training.png"):
                 plot_runs([directory], directory / "training.png")
-        except OSError as error:  # smd-plot makes it again
+        except OSError as error:  # smd-plot can draw it later
             print_box("look at this", str(error))
         for line in diagnose(history):
             print_box("look at this", with_flags(line))
@@ -216,15 +216,15 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
 
 
 def run_config(args: Common) -> RunConfig:
-    """How the run is kept, and the metric whose best checkpoint is kept, if there is one.
+    """Number of rollouts, checkpoints and evaluations, and the metric of the best checkpoint.
 
     Raises:
-      ValueError: numbers that cannot be; patience without a metric.
+      ValueError: numbers out of range; patience without a metric.
     """
     evaluation = args.evaluation
     name = evaluation.metric_for_best_model
     if name is None and evaluation.early_stopping_patience is not None:
-        raise UserError("expected --metric-for-best-model with --early-stopping-patience, which waits for its gains")
+        raise UserError("expected --metric-for-best-model with --early-stopping-patience; got none")
     if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
         raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
     objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
@@ -239,13 +239,13 @@ def run_config(args: Common) -> RunConfig:
 
 
 def kept_config(algorithm: str, args: Common) -> str:
-    """The file that starts the run again: a new one, or with --resume this one."""
-    # Who takes part, and which of them this is, is another matter each time.
+    """The text of config.yaml, which repeats the run, or continues it with --resume."""
+    # Without the processes, which may differ each time.
     return config_file.dump(algorithm, replace(args, run=_to_begin(args.run), launch=LaunchArgs()))
 
 
 def _to_begin(run: RunArgs) -> RunArgs:
-    """Without what says that it goes on."""
+    """The options without those that continue a run."""
     return replace(run, resume=False, resume_if_there=False)
 
 
@@ -255,18 +255,18 @@ def is_there(directory: Path) -> bool:
 
 
 def check_there(directory: Path, resume: bool) -> None:
-    """Raises UserError if a run is to go on of which there is no trace."""
+    """Raises UserError for --resume in a directory without a run."""
     if resume and not is_there(directory):
         raise UserError(
-            f"expected a run to go on with in {directory}; got none. To begin one, leave --resume out; a run that was "
+            f"expected a run to resume in {directory}; got none. To begin one, leave --resume out; a run that was "
             "moved needs its new --output-dir"
         )
 
 
 @contextmanager
 def troubles() -> Iterator[None]:
-    """Turns failures of a run that are no bugs into UserError: rewards, the disk, the devices' memory, another run's
-    checkpoint, weights with which the model has no distribution."""
+    """Turns expected failures into UserError: of rewards, disk, device memory, another run's checkpoint, and weights
+    that give NaN logits."""
     try:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
@@ -309,7 +309,7 @@ def print_plan(ready: Prepared) -> None:
 
 
 def print_prompts(ready: Prepared) -> None:
-    """The first prompts, as the model reads them."""
+    """Prints the first prompts as the model reads them."""
     shown = first_rows(ready.data.task, 3)
     for index in range(len(shown)):
         row = shown[index]
@@ -319,14 +319,14 @@ def print_prompts(ready: Prepared) -> None:
 
 
 def repeated_rows(prompts: int, task: Task | StreamTask) -> str | None:
-    """A line where a rollout has more prompts than there are rows; None otherwise."""
+    """A line for the plan if a rollout has more prompts than the dataset has rows; otherwise None."""
     if isinstance(task, StreamTask) or prompts <= len(task):
         return None
     return f"{prompts} prompts a rollout from {len(task)} rows: each rollout has rows more than once"
 
 
 def teacher(loop: PolicyLoop) -> str:
-    """The second track in words."""
+    """The teacher, for the plan."""
     distill = loop.config.update.distill
     if distill is None:
         return "none"
@@ -335,7 +335,7 @@ def teacher(loop: PolicyLoop) -> str:
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:
-    """Weights from the checkpoint, spread over the mesh, and a fresh optimizer."""
+    """The train state: weights of the checkpoint, sharded over the mesh, and a new optimizer state."""
     loop = ready.loop
     key = jax.random.key(args.run.seed)
     _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
@@ -344,7 +344,7 @@ def first_state(args: Common, ready: Prepared) -> TrainState:
 
 
 def watched(args: Common, ready: Prepared) -> Loop:
-    """The loop with what reports on it."""
+    """The loop with its mismatch guard, progress report and log of completions."""
     guard = MismatchGuard(args.run.mismatch_bound)
     loop = replace(ready.loop, guard=guard, max_skipped=args.run.max_skipped_updates)
     if is_first():
@@ -356,7 +356,7 @@ def watched(args: Common, ready: Prepared) -> Loop:
 
 
 def loggers(algorithm: str, args: Common) -> list[Logger]:
-    """Where metrics go beside metrics.jsonl."""
+    """The loggers of --report-to."""
     found = list[Logger]()
     if "tensorboard" in args.run.report_to:
         found.append(TensorBoardLogger(args.run.output_dir))
@@ -376,13 +376,13 @@ def loggers(algorithm: str, args: Common) -> list[Logger]:
 
 
 def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run that is resumed must share with the one that was begun, and what is only noted: where and how long it
-    runs, where its files lie, how it is reported, and how it fits into memory."""
+    """The settings that a resumed run must share with its beginning, and those that are only logged: number of steps,
+    paths, reports, and sizes that memory decides."""
     compared, noted = split_settings(loop.config)
     optimizer = args.optimizer
-    # The end of the run decides about a learning rate that falls, or rises for a share of the steps.
+    # Such a learning rate depends on the number of steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
-    # How long a reward may take, and how many may fail, decide when a run stops and not what it learns.
+    # These limits decide when a run stops, not what it learns.
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
     same = files.groups | {"rewards": rewards, "optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
@@ -391,7 +391,7 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
 
 
 def export_or_explain(args: Common, ready: Prepared, params: Params, directory: Path) -> str | None:
-    """Exports the trained model; where that fails, what to tell the user, whose run is complete and saved."""
+    """Exports the trained model. Returns the message for the user if that fails; the run is complete then."""
     try:
         export(args, ready, params, directory)
     except (OSError, ValueError) as error:
@@ -401,7 +401,7 @@ def export_or_explain(args: Common, ready: Prepared, params: Params, directory: 
 
 
 def export(args: Common, ready: Prepared, params: Params, directory: Path) -> None:
-    """Writes the trained model in Hugging Face's format, with adapters merged; the adapters in PEFT's; and a gate."""
+    """Writes the trained model in Hugging Face's format with merged adapters, the adapters in PEFT's, and the gate."""
     policy = ready.loop.config.policy
     if isinstance(policy, LearnedGate):
         save_gate(directory / "gate", params, policy.weights)

@@ -155,7 +155,7 @@ def test_devices_without_work_are_named():
         check_devices(4, 8)
     with pytest.raises(UserError, match=rf"expected {axes} = 8, .*; got 4\."):
         check_devices(4, 8, ("--data-parallel", "--fsdp", "--tensor"))
-    assert re.search(rf"7 of 8 devices have nothing to do: {axes} \* --sequence = 1", str(unused_devices(1, 8)))
+    assert re.search(rf"7 of 8 devices are not used: {axes} \* --sequence = 1", str(unused_devices(1, 8)))
 
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):

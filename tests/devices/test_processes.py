@@ -344,7 +344,7 @@ def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (LaunchArgs(coordinator="auto", num_processes=2), "--coordinator auto alone"),
+        (LaunchArgs(coordinator="auto", num_processes=2), "--coordinator auto without other flags"),
         (LaunchArgs(coordinator="localhost:1"), "together, or none"),
         (LaunchArgs(process_id=1), "together, or none"),
     ],

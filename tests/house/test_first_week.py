@@ -103,7 +103,7 @@ def test_options_of_trl_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--save-total-limit", "0"], "expected --save-total-limit >= 1; got 0"),
         (["--max-completion-length", "5000"], "together, the model's context; got 20 and 5000"),
         (["--top-entropy-quantile", "0"], "expected --top-entropy-quantile > 0"),
-        (["--stop", ""], "expected texts behind --stop; got an empty one"),
+        (["--stop", ""], "expected non-empty strings for --stop; got an empty one"),
         (["--metric-for-best-model", "eval/dense/reward"], "expected --eval-steps with --metric-for-best-model"),
         (["--resume"], "got none. To begin one, leave --resume out"),
     ],
