@@ -25,7 +25,7 @@ import tyro
 import smd_jax as smd
 from lib.provenance import provenance
 from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
-from smd_jax.certify.conditions import Conditions, replay_logits, token_logprobs
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.text.hugging_face import AutoTokenizer
@@ -174,8 +174,8 @@ def sampler_logprobs(
     columns, inside = record.response_columns
     params = models.params if params is None else params
     logits = replay_logits(models.model if model is None else model, params, conditions, columns.shape[1])
-    response = np.take_along_axis(record.tokens, columns, axis=1)
-    logprobs = np.asarray(token_logprobs(logits, jnp.asarray(response), jnp.float32(temperature)))
+    response = np.take_along_axis(record.tokens, columns, axis=1)[..., None]
+    logprobs = np.asarray(logprobs_of(jnp.asarray(response), logits, jnp.float32(temperature))[..., 0])
     out = record.logprobs.copy()
     for row in range(len(out)):
         out[row, columns[row, inside[row]]] = logprobs[row, inside[row]]

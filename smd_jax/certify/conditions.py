@@ -104,18 +104,18 @@ def response_logits(
 
 
 @jax.jit
-def token_logprobs(
+def logprobs_of(
+    ids: Int[Array, "rows responses k"],
     logits: Float[Array, "rows responses vocab"],
-    response: Int[Array, "rows responses"],
     temperature: Float[Array, ""],
     support: Int[Array, "rows responses most"] | None = None,
-) -> Float[Array, "rows responses"]:
-    """log p of the response tokens. `support`: ids that could be drawn, padded with -1."""
+) -> Float[Array, "rows responses k"]:
+    """log p of any ids in place of the response tokens. `support`: ids that could be drawn, padded with -1."""
     logits = logits / temperature
     if support is not None:
         logits = jnp.where(among(support, logits.shape[-1]), logits, OUTSIDE)
-    chosen = jnp.take_along_axis(logits, response[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def replay_logits(model: LanguageModel, params: Params, conditions: Conditions, responses: int) -> Array:

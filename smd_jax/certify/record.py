@@ -17,6 +17,10 @@ One file, `.npz` or `.safetensors`, with these arrays. Rows are padded on the ri
                                                                  padded with -1
     support_ids      int    [entries]                            sampling support in compressed rows: the token ids that
     support_offsets  int    [response tokens + 1]                filters left, for every response token in row order
+    top_ids          int    [rows, columns, k]                   the sampler's likeliest tokens in place of token t, and
+    top_logprobs     float  [rows, columns, k]                   their log-probabilities, as in logprobs; id -1: none
+    routing          int    [rows, columns, layers, experts]     experts that token t went to, of a model with experts;
+                                                                 -1 for the last token of a row, which was never read
     pad_token_id     int    []                                   of the sampler's batch
 
 Numpy only.
@@ -26,14 +30,15 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from smd_jax.message.drawable_tokens import split_support
 from smd_jax.message.foreign import evicted_by_row
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.trajectory import Trajectory
@@ -41,9 +46,16 @@ from smd_jax.message.trajectory import Trajectory
 REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
 OPTIONAL = (
     *("temperature", "positions", "evicted_at", "kept_after", "kept"),
-    *("support_ids", "support_offsets", "pad_token_id"),
+    *("support_ids", "support_offsets", "top_ids", "top_logprobs", "routing", "pad_token_id"),
 )
-FLOATS = ("logprobs", "temperature")
+FLOATS = ("logprobs", "temperature", "top_logprobs")
+
+
+class Top(NamedTuple):
+    """A sampler's likeliest tokens, `[rows, columns, k]`: int32 ids, -1 for none, and float32 log-probabilities."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Record:
       temperature: of the sampler.
       support: ids of the tokens that could be drawn, for every response token in row order; None: all tokens.
       pad_token_id: of the sampler's batch.
+      top: the likeliest tokens at every column of a response; None: not recorded.
+      routing: int32 `[rows, columns, layers, experts of a token]`, -1 where there is none; None: not recorded.
     """
 
     tokens: np.ndarray
@@ -68,6 +82,8 @@ class Record:
     temperature: float = 1.0
     support: tuple[np.ndarray, ...] | None = None
     pad_token_id: int = 0
+    top: Top | None = None
+    routing: np.ndarray | None = None
 
     @property
     def response_lengths(self) -> np.ndarray:
@@ -90,20 +106,22 @@ class Record:
             support = support[: int(self.response_lengths[:count].sum())]
         names = ("tokens", "positions", "prompt_lengths", "lengths", "logprobs", "evicted_at")
         arrays = {name: getattr(self, name)[:count] for name in names}
-        return Record(**arrays, temperature=self.temperature, support=support, pad_token_id=self.pad_token_id)
+        top = None if self.top is None else Top(self.top.ids[:count], self.top.logprobs[:count])
+        routing = None if self.routing is None else self.routing[:count]
+        return replace(self, **arrays, support=support, top=top, routing=routing)
 
 
-def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int) -> Record:
+def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: int = 0) -> Record:
     """Reads and checks a record.
 
     Args:
-      layers, kv_heads, vocab_size: of the model.
+      layers, kv_heads, vocab_size: of the model. experts: of each of its layers; 0 for a model without.
 
     Raises:
       ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
         names the array.
     """
-    return check_record(_read(path), layers, kv_heads, vocab_size)
+    return check_record(_read(path), layers, kv_heads, vocab_size, experts)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -174,14 +192,14 @@ def _support_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     return {"support_ids": np.concatenate(found).astype(np.int32), "support_offsets": offsets}
 
 
-def check_record(arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int) -> Record:
+def check_record(
+    arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int, experts: int = 0
+) -> Record:
     """The record of these arrays; arguments and errors as `load_record`."""
     missing = [name for name in REQUIRED if name not in arrays]
     if missing:
         raise ValueError(f"expected the arrays {', '.join(REQUIRED)}; {', '.join(missing)} missing")
     unknown = sorted(set(arrays) - set(REQUIRED) - set(OPTIONAL))
-    if "routing" in unknown:
-        raise ValueError("routing: expected a record of a model without experts; got expert routing")
     if unknown:
         raise ValueError(f"expected the arrays {', '.join((*REQUIRED, *OPTIONAL))}; got {', '.join(unknown)[:200]}")
     for name, array in arrays.items():
@@ -236,6 +254,8 @@ def check_record(arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, v
         temperature=temperature,
         support=_support(arrays, response, tokens, vocab_size),
         pad_token_id=int(arrays.get("pad_token_id", np.int32(0))),
+        top=_top(arrays, response, vocab_size),
+        routing=_routing(arrays, inside, layers, experts),
     )
 
 
@@ -243,9 +263,7 @@ def _evicted_at(
     arrays: Mapping[str, np.ndarray], lengths: np.ndarray, columns: int, layers: int, kv_heads: int
 ) -> np.ndarray:
     """`evicted_at` of the record, checked, with NEVER from the row's length on; padding is never seen."""
-    if ("kept" in arrays) != ("kept_after" in arrays):
-        raise ValueError("expected kept and kept_after together; got one of them")
-    if "kept" in arrays and "evicted_at" in arrays:
+    if _both(arrays, "kept", "kept_after") and "evicted_at" in arrays:
         raise ValueError("expected evicted_at or kept; got both")
     rows = len(lengths)
     found = np.full((rows, 1, 1, columns), NEVER, np.int32)
@@ -296,23 +314,76 @@ def _stack(by_row: list[np.ndarray], columns: int) -> np.ndarray:
 def _support(
     arrays: Mapping[str, np.ndarray], response: np.ndarray, tokens: np.ndarray, vocab_size: int
 ) -> tuple[np.ndarray, ...] | None:
-    if ("support_ids" in arrays) != ("support_offsets" in arrays):
-        raise ValueError("expected support_ids and support_offsets together; got one of them")
-    if "support_ids" not in arrays:
+    if not _both(arrays, "support_ids", "support_offsets"):
         return None
     ids, offsets = arrays["support_ids"], arrays["support_offsets"]
-    count = int(response.sum())
-    if ids.ndim != 1 or offsets.shape != (count + 1,) or offsets[0] != 0 or offsets[-1] != len(ids):
+    return tuple(split_support(ids, offsets, tokens[response], vocab_size, " (support_ids, support_offsets)"))
+
+
+def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> Top | None:
+    """The likeliest tokens of the sampler, checked."""
+    if not _both(arrays, "top_ids", "top_logprobs"):
+        return None
+    ids, logprobs = arrays["top_ids"], arrays["top_logprobs"].astype(np.float32)
+    if ids.ndim != 3 or ids.shape[:2] != response.shape or ids.shape != logprobs.shape:
         raise ValueError(
-            f"support_offsets: expected {count + 1} numbers from 0 to {ids.size}, one more than response tokens; got "
-            f"the shape {offsets.shape}"
+            f"top_ids, top_logprobs: expected two arrays {(*response.shape, 'k')}; got {ids.shape} and {logprobs.shape}"
         )
-    if (np.diff(offsets) < 1).any():
-        raise ValueError("support_offsets: expected at least one id for every response token; got an empty set")
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise ValueError(f"support_ids: expected ids below {vocab_size}; got {ids.min()} to {ids.max()}")
-    sets = tuple(ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True))
-    for number, (token, ids_of_token) in enumerate(zip(tokens[response], sets, strict=True)):
-        if token not in ids_of_token:
-            raise ValueError(f"support_ids: expected the sampled token {token} in its set (response token {number})")
-    return sets
+    ids = np.where(response[..., None], ids, -1)
+    there = ids != -1
+    for row, column, place in np.argwhere(there & ((ids < 0) | (ids >= vocab_size)))[:1]:
+        raise ValueError(
+            f"top_ids: expected ids below {vocab_size}, or -1 for none; got {ids[row, column, place]} in row {row}, "
+            f"column {column}"
+        )
+    ordered = np.sort(ids, axis=-1)
+    for row, column, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1))[:1]:
+        raise ValueError(
+            f"top_ids: expected every id once for a token; got {ordered[row, column, place]} twice in row {row}, "
+            f"column {column}"
+        )
+    for row, column, place in np.argwhere(there & ~(np.isfinite(logprobs) & (logprobs <= 1e-3)))[:1]:
+        raise ValueError(
+            f"top_logprobs: expected finite numbers <= 0; got {logprobs[row, column, place]} in row {row}, column "
+            f"{column}"
+        )
+    mass = np.where(there, np.exp(np.where(there, logprobs, 0)), 0).sum(axis=-1)
+    for row, column in np.argwhere(mass > 1.01)[:1]:
+        raise ValueError(
+            f"top_logprobs: expected probabilities with a sum of at most 1; got {mass[row, column]:.3g} in row {row}, "
+            f"column {column}"
+        )
+    return Top(ids.astype(np.int32), np.where(there, logprobs, 0))
+
+
+def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
+    """The experts of every token, checked."""
+    if "routing" not in arrays:
+        return None
+    if not experts:
+        raise ValueError("routing: expected no expert routing, because the model has no experts; got it")
+    given = arrays["routing"]
+    if given.ndim != 4 or given.shape[:3] != (*inside.shape, layers):
+        raise ValueError(f"routing: expected {(*inside.shape, layers, 'experts of a token')}; got {given.shape}")
+    wrong = (given < 0) | (given >= experts)
+    # The last token was never read, so an engine has no routing for it.
+    read = inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)])
+    for row, column, layer, place in np.argwhere(wrong & read[..., None, None])[:1]:
+        raise ValueError(
+            f"routing: expected experts from 0 to {experts - 1}; got {given[row, column, layer, place]} in row {row}, "
+            f"column {column}, layer {layer}"
+        )
+    ordered = np.sort(given, axis=-1)
+    for row, column, layer, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & read[..., None, None])[:1]:
+        raise ValueError(
+            f"routing: expected different experts for a token; got {ordered[row, column, layer, place]} twice in row "
+            f"{row}, column {column}, layer {layer}"
+        )
+    return np.where(wrong, -1, given).astype(np.int32)
+
+
+def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:
+    """Whether the record has both arrays; one of them raises ValueError."""
+    if (one in arrays) != (other in arrays):
+        raise ValueError(f"expected {one} and {other} together; got one of them")
+    return one in arrays

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array
 
 from smd_jax.certify.causes import CAUSES, PromptFacts
-from smd_jax.certify.conditions import Conditions, replay_logits, token_logprobs
-from smd_jax.certify.record import Record
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.record import Record, Top
 from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
 
@@ -28,6 +28,10 @@ EXPLAINED = 0.25
 MOST_DRAWABLE = 2048
 # Layers that are tried for a swap of two masks.
 SUSPECTS = 6
+# Nats at which the difference of one number is cut off: a token outside of a tested set has no probability.
+MOST_DIFFERENT = 50.0
+# Correlation of the difference with what the other dtype changes, below which the other dtype is its cause.
+FOLLOWS = -0.5
 
 WEIGHTS = "stale weights"
 WEIGHTS_MEND = "update the sampler's weights before it samples, and compare their checksums"
@@ -62,7 +66,8 @@ class Models(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One tested explanation. `difference`: mean |difference| in nats that it leaves."""
+    """One tested explanation. `difference`: mean |difference| in nats that it leaves, over the sampled tokens and the
+    recorded top log-probabilities."""
 
     cause: str
     said: str
@@ -138,24 +143,48 @@ class _Replays:
         self.response = np.take_along_axis(record.tokens, columns, axis=1)
         self.sampled = np.take_along_axis(record.logprobs, columns, axis=1)
         self.support = None if record.support is None else _padded(record.support, self.inside)
+        self.top: Top | None = None
+        if record.top is not None:
+            ids, logprobs = (np.take_along_axis(x, columns[..., None], axis=1) for x in record.top)
+            self.top = Top(np.where(self.inside[..., None], ids, -1), logprobs)
 
     def logits(self, conditions: Conditions, params: Params | None = None) -> Array:
         params = self.models.params if params is None else params
         return replay_logits(self.models.model, params, conditions, self.responses)
 
-    def difference(
-        self, logits: Array, temperature: float | None = None, support: np.ndarray | None | str = "recorded"
-    ) -> np.ndarray:
-        """Learner less sampler, NaN outside of responses."""
-        sets = self.support if isinstance(support, str) else support
-        temperature = self.record.temperature if temperature is None else temperature
-        sets = None if sets is None else jnp.asarray(sets)
-        logprobs = token_logprobs(logits, jnp.asarray(self.response), jnp.float32(temperature), sets)
-        return np.where(self.inside, np.asarray(logprobs, np.float64) - self.sampled, np.nan)
+    def difference(self, logits: Array, temperature: float | None = None) -> np.ndarray:
+        """Learner less sampler over the recorded sampling support, NaN outside of responses."""
+        return self._over(logits, temperature, self.support)[..., 0]
+
+    def all_differences(self, logits: Array, temperature: float | None = None) -> np.ndarray:
+        """The same of the sampled tokens and of the top log-probabilities, NaN where there is none."""
+        return self._over(logits, temperature, self.support)
+
+    def gap(self, logits: Array, temperature: float | None = None) -> float:
+        """Mean |difference| over the recorded sampling support."""
+        return _mean(np.abs(self._over(logits, temperature, self.support)))
+
+    def gap_over(self, logits: Array, sets: np.ndarray | None) -> float:
+        """Mean |difference| over other sets of ids, `[rows, responses, most]`; None: over the whole vocabulary."""
+        return _mean(np.abs(self._over(logits, None, sets)))
 
     def left(self, conditions: Conditions) -> float:
         """Mean |difference| under the conditions."""
-        return _mean(np.abs(self.difference(self.logits(conditions))))
+        return self.gap(self.logits(conditions))
+
+    def _over(self, logits: Array, temperature: float | None, sets: np.ndarray | None) -> np.ndarray:
+        """`[rows, responses, 1 + k]`: of the sampled token, then of the top log-probabilities."""
+        ids, sampled = self.response[..., None], self.sampled[..., None].astype(np.float64)
+        there = self.inside[..., None]
+        if self.top is not None:
+            ids = np.concatenate([ids, self.top.ids], axis=-1)
+            sampled = np.concatenate([sampled, self.top.logprobs], axis=-1)
+            there = np.concatenate([there, self.top.ids >= 0], axis=-1)
+        temperature = self.record.temperature if temperature is None else temperature
+        over = None if sets is None else jnp.asarray(sets)
+        logprobs = logprobs_of(jnp.asarray(ids), logits, jnp.float32(temperature), over)
+        difference = np.asarray(logprobs, np.float64) - sampled
+        return np.where(there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
 
 
 def _padded(support: tuple[np.ndarray, ...], inside: np.ndarray) -> np.ndarray:
@@ -171,7 +200,14 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
 
     Args:
       facts: of the tokenizer; None: causes that need one are not tested.
+
+    Raises:
+      ValueError: the record has expert routing, which the model cannot replay.
     """
+    if record.routing is not None:
+        raise ValueError(
+            f"routing: expected a model that replays expert routing; got {type(models.model).__name__}, which does not"
+        )
     replays = _Replays(models, record)
     stated = Conditions.of(record)
     logits = replays.logits(stated)
@@ -182,23 +218,23 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        other = replays.difference(replay_logits(*models.other, stated, replays.responses))
-        rounding = other - difference
+        other = replays.all_differences(replay_logits(*models.other, stated, replays.responses))
+        rounding = other - replays.all_differences(logits)
     tolerance = TOLERANCE
     if low:
         # Of another dtype's rounding our own is the measure; without it, what bfloat16 costs models of this size.
-        tolerance = ROUNDING * (_mean(np.abs(rounding)) if rounding is not None else 0.02)
+        tolerance = ROUNDING * (_mean(np.abs(rounding[..., 0])) if rounding is not None else 0.02)
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
     findings = [*_of_softmax(replays, logits), *_of_alignment(replays, logits), *_of_conditions(replays, facts)]
     if models.previous is not None:
-        left = _mean(np.abs(replays.difference(replays.logits(stated, models.previous))))
+        left = replays.gap(replays.logits(stated, models.previous))
         findings.append(Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left))
     findings.sort(key=lambda finding: finding.difference)
-    allowed = max(EXPLAINED * base, tolerance)
+    allowed = max(EXPLAINED * replays.gap(logits), tolerance)
     if findings and findings[0].difference <= allowed:
         return Verdict(difference, tolerance, findings[0], tuple(findings))
-    cause, layers = _by_elimination(replays, difference, rounding, allowed)
+    cause, layers = _by_elimination(replays, logits, rounding, allowed)
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
@@ -207,7 +243,7 @@ def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
     record = replays.record
     temperatures = record.temperature * np.geomspace(0.25, 4, 25)
     for _ in range(6):  # the grid narrows around its best point
-        left = [_mean(np.abs(replays.difference(logits, float(t)))) for t in temperatures]
+        left = [replays.gap(logits, float(t)) for t in temperatures]
         best = int(np.argmin(left))
         low, high = temperatures[max(best - 1, 0)], temperatures[min(best + 1, len(temperatures) - 1)]
         fitted, least = float(temperatures[best]), left[best]
@@ -215,7 +251,7 @@ def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
     said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
     yield Finding(TEMPERATURE, said, TEMPERATURE_MEND, least)
     if replays.support is not None:
-        left = _mean(np.abs(replays.difference(logits, support=None)))
+        left = replays.gap_over(logits, None)
         yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_MEND, left)
         return
     yield from _of_filters(replays, logits)
@@ -241,7 +277,7 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
         (f"top_p {share:.3g}", np.where(through - ordered < share, order, -1)),
     )
     for name, ids in sets:
-        left = _mean(np.abs(replays.difference(logits, support=ids.astype(np.int32))))
+        left = replays.gap_over(logits, ids.astype(np.int32))
         yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_MEND, left)
 
 
@@ -257,7 +293,11 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
         both = np.isfinite(moved) & replays.inside
         # A shift of a few tokens may leave nothing to compare.
         if both.sum() > replays.inside.sum() / 2:
-            left = float(np.abs(moved - replays.sampled)[both].mean())
+            moves = np.abs(moved - replays.sampled)[both]
+            # The top log-probabilities may be at their own token, or moved along with the sampled one's.
+            both_ways = (logits, jnp.roll(logits, -by, axis=1))
+            tops = min((np.abs(replays.all_differences(x)[..., 1:]) for x in both_ways), key=_mean)
+            left = _mean(np.concatenate([moves.ravel(), tops[both].ravel()]))
             yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_MEND, left)
 
 
@@ -268,15 +308,17 @@ def _of_conditions(replays: _Replays, facts: PromptFacts | None) -> Iterator[Fin
 
 
 def _by_elimination(
-    replays: _Replays, difference: np.ndarray, rounding: np.ndarray | None, allowed: float
+    replays: _Replays, logits: Array, rounding: np.ndarray | None, allowed: float
 ) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
     """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
-    base = _mean(np.abs(difference))
+    difference = replays.difference(logits)
+    base = replays.gap(logits)
     if rounding is not None:
-        # Recorded differences that follow the other dtype's are its rounding.
-        inside = replays.inside
-        follows = float(np.corrcoef(rounding[inside], difference[inside])[0, 1])
-        if follows < -0.5 or follows > 0.5:
+        # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in
+        # this one is too high where the replay in the other is too low.
+        differences = replays.all_differences(logits)
+        there = np.isfinite(differences)
+        if float(np.corrcoef(rounding[there], differences[there])[0, 1]) < FOLLOWS:
             said = f"the sampler computed in {replays.models.other_dtype}"
             return Finding(DTYPE, said, DTYPE_MEND, base), ()
     record = replays.record

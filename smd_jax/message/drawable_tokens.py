@@ -61,7 +61,9 @@ class DrawableTokens(struct.PyTreeNode):
         """
         if len(support) != len(responses):
             raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
-        by_row = [_sets_of_row(row, sets, responses[row], vocab_size) for row, sets in enumerate(support)]
+        by_row = [
+            split_support(*sets, responses[row], vocab_size, f" of row {row}") for row, sets in enumerate(support)
+        ]
         width = max(map(len, by_row)) if response_width is None else response_width
         most = max(len(ids) for sets in by_row for ids in sets)
         if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
@@ -119,24 +121,32 @@ def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
     return unpack(sets, 1, vocab) == 1
 
 
-def _sets_of_row(row: int, support: tuple[Ints, Ints], response: Ints, vocab_size: int | None) -> list[np.ndarray]:
-    """The set of every response token of a row, checked."""
-    ids = whole_numbers(support[0], f"token ids of the sampling support of row {row}")
-    offsets = whole_numbers(support[1], f"offsets of the sampling support of row {row}")
-    count = len(response)
+def split_support(ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str) -> list[np.ndarray]:
+    """The set of every sampled token from compressed rows, checked.
+
+    Args:
+      ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`. tokens: that were sampled.
+      where: of messages, behind "sampling support".
+
+    Raises:
+      ValueError: see `DrawableTokens.from_csr`.
+    """
+    ids = whole_numbers(ids, f"token ids of the sampling support{where}")
+    offsets = whole_numbers(offsets, f"offsets of the sampling support{where}")
+    count = len(tokens)
     if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
         raise ValueError(
-            f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support of row {row}, one more "
-            f"than response tokens; got {np.array2string(offsets, threshold=8)}"
+            f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support{where}, one more than "
+            f"response tokens; got {np.array2string(offsets, threshold=8)}"
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     for place in np.flatnonzero((ids < 0) | (ids >= most))[:1]:
-        raise ValueError(f"expected ids from 0 to {most - 1} in the sampling support; got {ids[place]} (row {row})")
+        raise ValueError(f"expected ids from 0 to {most - 1} in the sampling support{where}; got {ids[place]}")
     sets = np.split(ids, offsets[1:-1])
-    for place, (token, drawable) in enumerate(zip(response, sets, strict=True)):
+    for place, (token, drawable) in enumerate(zip(tokens, sets, strict=True)):
         if int(token) not in drawable:
             raise ValueError(
-                f"expected the sampled token {int(token)} in its sampling support; it is missing (row {row}, response "
+                f"expected the sampled token {int(token)} in its sampling support{where}; it is missing (response "
                 f"token {place})"
             )
     return sets

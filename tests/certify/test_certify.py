@@ -14,7 +14,7 @@ import pytest
 import smd_jax as smd
 from smd_jax.certify import report
 from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
-from smd_jax.certify.conditions import Conditions, replay_logits, token_logprobs
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
@@ -71,7 +71,8 @@ def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
     response = jnp.asarray(np.take_along_axis(record.tokens, columns, axis=1))
     logits = replay_logits(model, params, conditions, columns.shape[1])
     logprobs = arrays["logprobs"].copy()
-    np.put_along_axis(logprobs, columns, np.asarray(token_logprobs(logits, response, jnp.float32(temperature))), axis=1)
+    sampled = logprobs_of(response[..., None], logits, jnp.float32(temperature))[..., 0]
+    np.put_along_axis(logprobs, columns, np.asarray(sampled), axis=1)
     return checked({**arrays, "logprobs": logprobs})
 
 
@@ -124,6 +125,52 @@ def test_other_injected_causes_are_named(params, arrays):
     assert named(params, rounded, other=(low, params), other_dtype="bfloat16")[0] == "dtype"
     verdict = certify(Models(low, params, (MODEL, params), "float32"), rounded, FACTS)
     assert verdict.is_one_policy and verdict.cause is None
+    # A sampler that is as far off on the other side did not compute in bfloat16.
+    own, of_low = (sampler_under(params, arrays, stated, model=model).logprobs for model in (MODEL, low))
+    mirrored = checked({**arrays, "logprobs": np.minimum(2 * own - of_low, 0)})
+    assert named(params, mirrored, other=(low, params), other_dtype="bfloat16")[0] == "stale weights"
+
+
+def with_top(params, arrays, rows, k=6):
+    """The first rows, cut after one response token, with the sampler's likeliest tokens."""
+    record = checked(arrays)
+    columns, _ = record.response_columns
+    logits = replay_logits(MODEL, params, Conditions.of(record), columns.shape[1])
+    ids = np.argsort(-np.asarray(logits[:, 0]), axis=-1)[:, None, :k]
+    cut = {**arrays, "lengths": arrays["prompt_lengths"] + 1}
+    logprobs = np.asarray(logprobs_of(jnp.asarray(ids), logits[:, :1], jnp.float32(1.0)))[:, 0]
+    cut["top_ids"] = np.full((*arrays["tokens"].shape, k), -1)
+    cut["top_logprobs"] = np.zeros(cut["top_ids"].shape, np.float32)
+    for row, column in enumerate(columns[:, 0]):
+        cut["top_ids"][row, column], cut["top_logprobs"][row, column] = ids[row, 0], logprobs[row]
+    return {name: array[:rows] if array.ndim else array for name, array in cut.items()}
+
+
+def test_top_logprobs_separate_causes(params, arrays):
+    """A temperature explains the log-probability of any single token, but not those of its alternatives."""
+    older = jax.tree.map(lambda x: 0.95 * x, params)
+    stale = {**arrays, "logprobs": sampler_under(older, arrays, Conditions.of(checked(arrays))).logprobs}
+    given = with_top(older, stale, rows=1)
+    without = {name: array for name, array in given.items() if not name.startswith("top")}
+    assert named(params, checked(without))[0] in ("temperature", "sampling support")
+    assert named(params, checked(given))[0] == "stale weights"
+    assert named(older, checked(given))[1].is_one_policy
+
+
+def test_routing_is_carried_checked_and_refused(params, arrays):
+    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, CONFIG.num_layers, 1))
+    given = {**arrays, "routing": routing}
+    sizes = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    record = check_record(given, *sizes, experts=4)
+    assert record.routing is not None and record.first_rows(2).routing is not None
+    with pytest.raises(ValueError, match="routing: expected a model that replays expert routing; got Decoder"):
+        certify(Models(MODEL, params), record)
+    with pytest.raises(ValueError, match="routing: expected experts from 0 to 0; got 1 in row 0, column 0, layer 0"):
+        check_record(given, *sizes, experts=1)
+    with pytest.raises(ValueError, match="expected different experts for a token; got 0 twice in row 0, column 0"):
+        check_record({**given, "routing": 0 * routing}, *sizes, experts=4)
+    with pytest.raises(ValueError, match=r"routing: expected \(4, 44, 3, 'experts of a token'\)"):
+        check_record({**given, "routing": routing[:, :, :2]}, *sizes, experts=4)
 
 
 def test_two_swapped_layers_are_found(params, arrays):
@@ -172,12 +219,18 @@ def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
         save_record(path, arrays)
 
 
+def top_arrays(ids, logprob):
+    """The same two likeliest tokens everywhere."""
+    shape = (4, 44, 2)
+    return {"top_ids": np.broadcast_to(ids, shape), "top_logprobs": np.full(shape, logprob, np.float32)}
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"tokens": None}, "tokens missing"),
         ({"masks": np.zeros(1, int)}, "got masks"),
-        ({"routing": np.zeros(1, int)}, "routing: expected a record of a model without experts"),
+        ({"routing": np.zeros(1, int)}, "routing: expected no expert routing, because the model has no experts"),
         ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats; got int64"),
         ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
         ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
@@ -188,7 +241,12 @@ def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
         ({"evicted_at": np.zeros((4, 3, 2, 44), int)}, "row 0"),
         ({"kept": np.zeros((4, 1, 3, 2, 1), int)}, "expected kept and kept_after together"),
         ({"support_ids": np.zeros(3, int)}, "expected support_ids and support_offsets together"),
-        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "support_offsets: expected 129 numbers"),
+        (top_arrays(-1, 0.0) | {"top_ids": None}, "expected top_ids and top_logprobs together"),
+        (top_arrays(264, -1.0), "top_ids: expected ids below 264, or -1 for none; got 264 in row 0, column 12"),
+        (top_arrays(5, -1.0), "top_ids: expected every id once for a token; got 5 twice in row 0, column 12"),
+        (top_arrays([5, 6], np.nan), "top_logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        (top_arrays([5, 6], -0.1), "top_logprobs: expected probabilities with a sum of at most 1; got 1.81 in row 0"),
+        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "expected 129 rising offsets from 0 to 3"),
     ],
 )
 def test_a_bad_record_is_refused(arrays, changed, said):

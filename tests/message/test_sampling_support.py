@@ -84,8 +84,11 @@ def test_a_foreign_record_with_support_is_exact(sampling):
         ([], "sampling support of 1 rows; got 0"),
         ([([1, 2], [0, 1])], "expected 3 rising offsets from 0 to 2 in the sampling support of row 0"),
         ([([1, 2], [0, 2, 2])], "rising offsets"),
-        ([([1, 101], [0, 1, 2])], r"expected ids from 0 to 99 in the sampling support; got 101 \(row 0\)"),
-        ([([1, 4], [0, 1, 2])], r"sampled token 2 in its sampling support; it is missing \(row 0, response token 1\)"),
+        ([([1, 101], [0, 1, 2])], "expected ids from 0 to 99 in the sampling support of row 0; got 101"),
+        (
+            [([1, 4], [0, 1, 2])],
+            r"sampled token 2 in its sampling support of row 0; it is missing \(response token 1\)",
+        ),
         ([(np.array([1.5, 2.0]), [0, 1, 2])], "expected whole numbers"),
     ],
 )
