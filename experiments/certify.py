@@ -31,6 +31,7 @@ from smd_jax.certify.verdict import Models, certify
 from smd_jax.text.hugging_face import AutoTokenizer
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ROWS = 4  # prompts of a record
 QUESTIONS = (
     "Name three rivers.",
     "Explain in two sentences why the sky looks blue at noon and red in the evening.",
@@ -92,16 +93,26 @@ def main(args: Args) -> None:
             }
             print(json.dumps(row), flush=True)
             rows.append(row)
+            save(args, rows)
+    print(json.dumps(summary_of(rows)))
+
+
+def save(args: Args, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows so far: an interrupted run leaves those that it finished."""
+    settings = {"seeds": args.seeds, "max_new_tokens": args.max_new_tokens, "prompts": ROWS, "budget": 48, "buffer": 16}
+    found = {**provenance(), "settings": settings, "summary": summary_of(rows), "rows": rows}
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, int]:
     faulty = [row for row in rows if row["expected"] is not None]
     healthy = [row for row in rows if row["expected"] is None]
-    summary = {
+    return {
         "named_right": sum(row["right"] for row in faulty),
         "injected": len(faulty),
         "healthy_without_a_name": sum(row["right"] for row in healthy),
         "healthy": len(healthy),
     }
-    print(json.dumps(summary))
-    args.out.write_text(json.dumps({**provenance(), "summary": summary, "rows": rows}, indent=1) + "\n")
 
 
 def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, length: int) -> Iterator[Injected]:
@@ -147,7 +158,7 @@ def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, lengt
 
 def sampled(models: Models, tokenizer: Any, seed: int, length: int, sampling: smd.SamplingConfig) -> smd.Trajectory:
     """A rollout of four prompts."""
-    questions = QUESTIONS[4 * seed % len(QUESTIONS) :][:4]
+    questions = QUESTIONS[ROWS * seed % len(QUESTIONS) :][:ROWS]
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in questions
