@@ -3,7 +3,7 @@
 model, tokenizer    digest of all files except the weights, which are in the checkpoints
 data                digest of the files
 eviction policy     name of the file, and its digest
-reward, map         name of the file; a changed digest is printed and allowed, so that a function with a bug can be fixed
+reward, map         name of the file; a changed digest is printed and allowed, so that bugs can be fixed
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def join(launch: LaunchArgs) -> None:
     automatic = launch.coordinator == AUTO
     if automatic and (launch.num_processes is not None or launch.process_id is not None):
         raise UserError(
-            f"expected --coordinator auto without other flags, as it finds the number of processes; got --num-processes "
+            f"expected --coordinator auto without other flags; got --num-processes "
             f"{launch.num_processes} and --process-id {launch.process_id}"
         )
     try:
@@ -42,7 +42,7 @@ def join(launch: LaunchArgs) -> None:
 
 
 def check_same_command(algorithm: str, args: Common) -> None:
-    """Refuses processes with different options, versions or numbers of devices, in all of them and before any collective.
+    """Refuses processes with different options, versions or numbers of devices, before any collective.
 
     Raises:
       UserError: names every difference.

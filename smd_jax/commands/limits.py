@@ -89,7 +89,7 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
 
 
 def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Raises UserError for a prompt with a token outside the embedding. A stream is checked while it is read."""
+    """Raises UserError for a prompt with a token outside the embedding. A stream is checked as it is read."""
     outside = unreachable_tokens(tokenizer, vocab_size)
     if not outside or isinstance(task, SteppedTask):
         return
@@ -98,7 +98,7 @@ def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
         for token in outside:
             if token in text:
                 raise UserError(
-                    f"expected prompts of tokens that the model has; got {token!r} in row {index}, which is outside its "
+                    f"expected prompts of tokens that the model has; got {token!r} in row {index}, outside its "
                     f"embedding of {vocab_size} rows"
                 )
 

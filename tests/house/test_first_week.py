@@ -340,7 +340,7 @@ def test_a_file_system_without_locks_is_said(
     with only_process(tmp_path / "run"):
         assert (tmp_path / "run").is_dir()
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert f"got {os.strerror(number)}. Nothing keeps a second process from training there" in said
+    assert f"got {os.strerror(number)}. Make sure that no second process trains there" in said
 
 
 def test_a_lock_that_fails_in_another_way_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
