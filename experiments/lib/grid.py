@@ -64,9 +64,11 @@ class Grid:
     Attributes:
       script: of the study, such as "experiments/map.py".
       rates: learning rates to choose from; a single one needs no pilot.
-      criteria: each chooses one rate; an arm is reported at all chosen rates.
+      criteria: each chooses one rate; an arm is reported at all chosen rates. None at all: no pilot, every rate is
+        reported.
       first_rates: the rates that every pilot begins with. While the best one is the smallest or largest that ran, the
         next one of `rates` runs too. None: all of `rates`.
+      pilots_from: results of another study whose pilot rows count here, too.
       minutes: no job starts later than this; None: no limit.
       clean: refuse to run while tracked files differ from the commit.
     """
@@ -82,6 +84,7 @@ class Grid:
     minutes: float | None = None
     criteria: tuple[Criterion, ...] = BOTH_GREEDY
     first_rates: tuple[float, ...] | None = None
+    pilots_from: Path | None = None
     clean: bool = True
 
     def __post_init__(self) -> None:
@@ -107,8 +110,8 @@ class Grid:
         return self.collect()
 
     def pilot_jobs(self, cell: Cell) -> Iterable[Job]:
-        """The pilot jobs that the kept rows require; none for an arm without training or with a single rate."""
-        if len(self.rates) == 1:
+        """The pilot jobs that the kept rows require; none for an arm without training or without a choice of rates."""
+        if len(self.rates) == 1 or not self.criteria:
             return
         for arm in cell.arms:
             if arm.trains:
@@ -128,6 +131,8 @@ class Grid:
         """The learning rate of every criterion; none while the pilot is incomplete."""
         if len(self.rates) == 1 or not arm.trains:
             return [self.rates[0]]
+        if not self.criteria:
+            return list(self.rates)
         rewards = [self._pilot_rewards(cell, arm, rate) for rate in self._wanted_rates(cell, arm)]
         if any(reward is None for reward in rewards):
             return []
@@ -185,11 +190,12 @@ class Grid:
         return ran
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
-        """Keeps the rows of these jobs from the file of results, so that another machine can resume.
+        """Keeps the rows of these jobs from the files of results, so that another machine can resume.
 
         Rows of other settings are made again and replaced.
         """
-        there = {(_key(row), row.get("settings")): row for row in read_rows(self.results)}
+        shared = [] if self.pilots_from is None else [row for row in read_rows(self.pilots_from) if row["pilot"]]
+        there = {(_key(row), row.get("settings")): row for row in (*shared, *read_rows(self.results))}
         for job in jobs:
             row = there.get((_key(job.identity), fingerprint(job.settings)))
             if row is not None and kept_row(job, self.runs) is None:

@@ -43,6 +43,7 @@ MEASURED = (
     "mismatch_kl",
     "rollout_corr/chi2_token",
     "rollout_corr/eff_sample_size",
+    "rollout_corr/agreement_p5",
     "rollout_corr/rollout_rs_masked_fraction",
     "sampling/sampling_logp_difference/max",
     "evictions/logp_difference/max",
@@ -174,6 +175,7 @@ def execute(job: Job, runs: Path) -> Row:
     found = start_hash(params)
     evaluator = make_evaluator(make_loop(job), job.problem, job.sampler, job.split, sizes.evaluation_rows)
     curve: list[Row] = []
+    agreement: list[float] = []  # of sampler and learner, since the last evaluation
     path = job.folder(runs) / "metrics.jsonl"
     state, done = None, 0
     with MetricsWriter(path, next_step=0) as writer:  # an interrupted run starts over
@@ -195,8 +197,11 @@ def execute(job: Job, runs: Path) -> Row:
                         f"replays what its sampler saw; got {metrics['mismatch_kl']}"
                     )
                 writer.write(done, metrics)
+                agreement.append(metrics["rollout_corr/agreement_p5"])
                 if done == sizes.rollouts or done % sizes.evaluate_every == 0:
-                    curve.append({"step": done} | evaluated(evaluator, state.params))
+                    point = {"step": done, "agreement_p5": float(np.mean(agreement))}
+                    curve.append(point | evaluated(evaluator, state.params))
+                    agreement.clear()
             params = state.params
     row = job.identity | {kind: number(float(np.mean([p[kind] for p in curve[-sizes.last :]]))) for kind in DECODINGS}
     row |= {f"{kind}_before": number(curve[0][kind]) for kind in DECODINGS} | {"start": found}

@@ -115,6 +115,25 @@ def test_runs_of_other_settings_are_refused(folder: Path):
         runs.kept_row(job, folder / "study")
 
 
+def test_without_a_criterion_every_rate_is_reported(tmp_path: Path):
+    study = make_grid(tmp_path, criteria=())
+    assert not list(study.pilot_jobs(CELL))
+    jobs = [(job.arm.name, job.learning_rate, job.pilot) for job in study.reported_jobs(CELL)]
+    assert jobs == [("untrained", 1e-4, False)] + [
+        (arm, rate, False) for arm in ("naive", "shadow") for rate in (1e-4, 1e-3)
+    ]
+
+
+def test_pilots_of_another_study_count(folder: Path, tmp_path: Path):
+    """The reported rows of the other study do not."""
+    study = make_grid(tmp_path, pilots_from=folder / "rows.json", minutes=0.0)
+    run_here(study)
+    there = [row for row in read_rows(folder / "rows.json") if row["pilot"]]
+    assert study.collect() == there and there
+    chosen = {arm: study.chosen_rates(CELL, arm) for arm in CELL.arms}
+    assert chosen == {arm: make_grid(folder).chosen_rates(CELL, arm) for arm in CELL.arms}
+
+
 def test_no_job_begins_late(tmp_path: Path):
     with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
         assert not run_here(make_grid(tmp_path, cells=(replace(CELL, arms=CELL.arms[1:]),), minutes=0.0))
