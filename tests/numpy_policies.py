@@ -12,6 +12,7 @@ import numpy as np
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, KeyDiff, Knorm, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.triattention import TriAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from tests.numpy_decoder import softmax
 
@@ -126,6 +127,33 @@ def knorm(policy: Knorm, row: Row) -> np.ndarray:
     return np.array([[-np.sqrt(sum(x * x for x in key)) for key in head] for head in row.keys])
 
 
+def triattention(policy: TriAttention, row: Row, layer: int = 0) -> np.ndarray:
+    """Keys before RoPE, every offset by itself."""
+    means, lengths = (np.asarray(x, np.complex128)[layer] for x in (policy.centers.mean, policy.centers.length))
+    frequencies = policy.centers.frequencies[layer]
+    half = len(frequencies)
+    score = np.zeros(row.keys.shape[:2])
+    offsets = [2**power for power in range(30) if 2**power <= policy.longest]
+    for h, (keys, positions) in enumerate(zip(row.keys, row.positions, strict=True)):
+        candidates = np.flatnonzero(positions >= policy.sinks)
+        turned = keys[:, :half] + 1j * keys[:, half:]
+        plain = turned * np.exp(-1j * positions[:, None] * frequencies)
+        distance = positions.max() + 1 - positions
+        of_heads = []
+        for head in range(h * len(means) // len(row.keys), (h + 1) * len(means) // len(row.keys)):
+            phase = np.angle(means[head] * plain.conj())
+            amplitude = abs(means[head]) * abs(plain)
+            found = np.zeros(len(keys))
+            for offset in offsets:
+                angle = (distance + offset)[:, None] * frequencies + phase
+                found += (amplitude * np.cos(angle)).sum(axis=1) / len(offsets)
+            found += ((lengths[head].real - abs(means[head])) * abs(plain)).sum(axis=1)
+            among = found[candidates]
+            of_heads.append((found - among.mean()) / max(among.std(), 1e-6) if len(among) else found)
+        score[h] = np.where(positions < policy.sinks, np.inf, np.max(of_heads, axis=0))
+    return score
+
+
 def protect(policy: Protect, row: Row) -> np.ndarray:
     score = scores(policy.inner, row).copy()
     score[row.positions < policy.sinks] = np.inf
@@ -146,6 +174,7 @@ FORMULAS: dict[type[EvictionPolicy], Callable[..., np.ndarray]] = {
     RKV: rkv,
     KeyDiff: keydiff,
     Knorm: knorm,
+    TriAttention: triattention,
     Protect: protect,
     Pyramid: pyramid,
 }

@@ -24,5 +24,6 @@ from smd_jax.model.lora import base_params as base_params
 from smd_jax.model.lora import merge_lora as merge_lora
 from smd_jax.model.peft_format import load_peft as load_peft
 from smd_jax.model.peft_format import save_peft as save_peft
+from smd_jax.model.query_centers import measure_query_centers as measure_query_centers
 from smd_jax.model.value_head import add_value_head as add_value_head
 from smd_jax.model.value_head import drop_value_head as drop_value_head

@@ -18,6 +18,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget, check_policy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAttention
+from smd_jax.eviction.triattention import TriAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
@@ -31,10 +32,12 @@ from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import PromptBatch, repeat_prompts
 from tests import numpy_decoder, numpy_policies
 from tests.numpy_policies import FORMULAS, Row
+from tests.query_centers import drawn_centers
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params
 
 BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
 BY_FORMULA["TOVA of each head"] = TOVA(shared=False)
+BY_FORMULA["TriAttention"] = TriAttention(drawn_centers(heads=12, half=4), sinks=2)
 BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
 EMPTY_SLOTS = [0, 3, 5, 12]  # of each row; the last row has two keys and is shorter than every window
 
@@ -65,6 +68,7 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
         rng=jax.random.split(jax.random.key(seed), BATCH),
         budget=BUDGET,
         declared=policy.statistics,
+        parameters=policy.parameters({}, 0),
     )
 
 

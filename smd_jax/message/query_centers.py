@@ -1,0 +1,54 @@
+"""Where the queries of a model lie before RoPE turns them, as TriAttention measures it once for a model.
+
+Entries f and f + head_dim / 2 of a query are one complex number, which RoPE turns by `position * frequency[f]`. Before
+that, its mean over tokens says which keys a head will look for at which distance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import InitVar, dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class QueryCenters:
+    """Statistics of queries before RoPE. Two with the same numbers are equal and have one hash: a static argument.
+
+    Made by `smd_jax.model.query_centers` from texts, or from the numbers of another tool.
+
+    Attributes:
+      mean: complex `[layers, heads, head_dim / 2]` mean query.
+      length: `[layers, heads, head_dim / 2]` mean absolute value.
+      frequencies: `[layers, head_dim / 2]` of RoPE, radians a position; one row stands for all layers.
+      digest: of all numbers.
+
+    Raises:
+      ValueError: shapes that do not fit together, numbers that are not finite, or a mean longer than the mean length.
+    """
+
+    mean: InitVar[np.ndarray]
+    length: InitVar[np.ndarray]
+    frequencies: InitVar[np.ndarray]
+    digest: str = field(init=False)
+
+    def __post_init__(self, mean: np.ndarray, length: np.ndarray, frequencies: np.ndarray) -> None:
+        mean, length = np.asarray(mean, np.complex64), np.asarray(length, np.float32)
+        if mean.ndim != 3 or length.shape != mean.shape:
+            raise ValueError(
+                f"expected mean and length [layers, heads, head_dim / 2]; got {mean.shape} and {length.shape}"
+            )
+        layers, _, half = mean.shape
+        given = np.asarray(frequencies, np.float64)
+        if given.shape not in ((half,), (1, half), (layers, half)):
+            raise ValueError(f"expected frequencies {(layers, half)} or {(half,)}; got {given.shape}")
+        frequencies = np.broadcast_to(given, (layers, half))
+        if not all(np.isfinite(numbers).all() for numbers in (mean, length, frequencies)):
+            raise ValueError("expected finite query centers; got NaN or infinity")
+        if (np.abs(mean) > length * (1 + 1e-3) + 1e-6).any():
+            raise ValueError("expected mean absolute values of at least the absolute mean in length; got smaller ones")
+        numbers = b"".join(np.ascontiguousarray(x).tobytes() for x in (mean, length, frequencies))
+        found = {"mean": mean, "length": length, "frequencies": frequencies}
+        for name, value in (found | {"digest": hashlib.sha256(numbers).hexdigest()[:16]}).items():
+            object.__setattr__(self, name, value)

@@ -1,0 +1,80 @@
+"""Measures where a model's queries lie before RoPE, for `smd.eviction.TriAttention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from smd_jax.message.masks import dense_mask, positions
+from smd_jax.message.query_centers import QueryCenters
+from smd_jax.model.attention import AttentionConfig, attend
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
+from smd_jax.model.rope import inverse_frequencies
+from smd_jax.model.teacher_forced import layer_masks
+
+
+def measure_query_centers(
+    model: Decoder, params: Params, tokens: Int[Array, "rows columns"], valid: Bool[Array, "rows columns"]
+) -> QueryCenters:
+    """Query centers over all tokens of some texts, read densely.
+
+    Args:
+      tokens, valid: texts of the kind that the model will write, padded on the left or the right.
+
+    Raises:
+      ValueError: if RoPE turns only a part of each head.
+    """
+    config = model.config
+    frequencies = np.stack(
+        [inverse_frequencies(config, local=config.window(layer) is not None)[0] for layer in range(config.num_layers)]
+    )
+    if 2 * frequencies.shape[1] != config.head_dim:
+        raise ValueError(f"expected RoPE over all {config.head_dim} entries of a head; got {2 * frequencies.shape[1]}")
+    real, imaginary, length = (np.asarray(x) for x in _means(model, params, tokens, valid, jnp.asarray(frequencies)))
+    return QueryCenters(real + 1j * imaginary, length, frequencies)
+
+
+@dataclass(frozen=True)
+class _Collect:
+    """Dense attention that sums queries, turned back to position 0. A layer's state is its mask, the angles of every
+    token and which tokens count; it becomes three sums `[heads, head_dim / 2]`."""
+
+    attention: AttentionConfig
+
+    def __call__(
+        self,
+        q: Float[Array, "rows heads tokens head_dim"],
+        k: Float[Array, "rows kv_heads tokens head_dim"],
+        v: Float[Array, "rows kv_heads tokens head_dim"],
+        layer: Any,
+        /,
+    ) -> tuple[Float[Array, "rows heads tokens head_dim"], tuple[Array, Array, Array]]:
+        mask, angles, valid = layer
+        out = attend(q, k, v, mask, self.attention.impl, self.attention.sizes)
+        first, second = jnp.split(q.astype(jnp.promote_types(q.dtype, jnp.float32)), 2, axis=-1)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        real, imaginary = first * cos + second * sin, second * cos - first * sin
+        counted = valid[:, None, :, None]
+        found = (real, imaginary, jnp.sqrt(real**2 + imaginary**2))
+        return out, tuple(jnp.where(counted, x, 0).sum(axis=(0, 2)) for x in found)
+
+
+@partial(jax.jit, static_argnums=0)
+def _means(
+    model: Decoder, params: Params, tokens: Array, valid: Array, frequencies: Float[Array, "layers half"]
+) -> tuple[Array, Array, Array]:
+    places = positions(valid)
+    masks = layer_masks(model.shape, tokens, dense_mask(valid))
+    angles = places[:, :, None].astype(jnp.float32)[None] * frequencies.astype(jnp.float32)[:, None, None]
+    layers = tuple((mask, angles[index], valid) for index, mask in enumerate(masks))
+    collect = _Collect(model.shape.attention)
+    _, sums = model.hidden(params, tokens, model.encode_positions(places), collect, layers)
+    real, imaginary, length = (jnp.stack(x) / valid.sum() for x in zip(*sums, strict=True))
+    return real, imaginary, length
