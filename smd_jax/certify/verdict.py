@@ -83,7 +83,7 @@ class Verdict:
       difference: `[rows, responses]` learner less sampler in nats, NaN outside of responses.
       tolerance: mean |difference| up to which the two are one policy.
       cause: the named cause; None for one policy, and where no tested explanation holds.
-      findings: all tested explanations, the best first.
+      findings: the tested explanations, the best first. One that leaves nothing but rounding ends the search.
       sensitive_layers: `(layer, mean |difference| with this layer dense)`, best first, where a swap was searched.
     """
 
@@ -226,16 +226,29 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         tolerance = ROUNDING * (_mean(np.abs(rounding[..., 0])) if rounding is not None else 0.02)
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
-    findings = [*_of_softmax(replays, logits), *_of_alignment(replays, logits), *_of_conditions(replays, facts)]
-    if models.previous is not None:
-        left = replays.gap(replays.logits(stated, models.previous))
-        findings.append(Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left))
+    findings = []
+    for finding in _explanations(replays, logits, facts):
+        findings.append(finding)
+        # As good as one policy: no other explanation can be better by more than rounding.
+        if finding.difference <= tolerance:
+            break
     findings.sort(key=lambda finding: finding.difference)
     allowed = max(EXPLAINED * replays.gap(logits), tolerance)
     if findings and findings[0].difference <= allowed:
         return Verdict(difference, tolerance, findings[0], tuple(findings))
     cause, layers = _by_elimination(replays, logits, rounding, allowed)
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
+
+
+def _explanations(replays: _Replays, logits: Array, facts: PromptFacts | None) -> Iterator[Finding]:
+    """All tested explanations, those that need no forward pass of their own first."""
+    yield from _of_softmax(replays, logits)
+    yield from _of_alignment(replays, logits)
+    previous = replays.models.previous
+    if previous is not None:
+        left = replays.gap(replays.logits(Conditions.of(replays.record), previous))
+        yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left)
+    yield from _of_conditions(replays, facts)
 
 
 def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
