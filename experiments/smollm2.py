@@ -172,13 +172,13 @@ def read_params(reader: GGUFReader, config: smd.ModelConfig) -> dict[str, Any]:
         missing, extra = sorted(table.keys() - stored.keys()), sorted(stored.keys() - table.keys())
         raise ValueError(f"expected the tensors of a Llama; got none for {missing[:3]} and besides {extra[:3]}")
     flat = {}
-    for name, leaf in table.items():
+    for name, tensor in table.items():
         weights = dequantize(stored[name].data, stored[name].tensor_type).astype(np.float32)
-        if weights.shape != leaf.hf_shape:
-            raise ValueError(f"expected {name} of shape {list(leaf.hf_shape)}; got {list(weights.shape)}")
+        if weights.shape != tensor.hf_shape:
+            raise ValueError(f"expected {name} of shape {list(tensor.hf_shape)}; got {list(weights.shape)}")
         if "q_proj" in name or "k_proj" in name:
             weights = halves_first(weights, config.head_dim)
-        flat[leaf.path] = weights.T if leaf.is_transposed else weights
+        flat[tensor.leaves[0].path] = weights.T if tensor.transposed else weights
     return unflatten_dict(flat, sep="/")
 
 

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from smd_jax.added_fields import WrittenRepr, added
 from smd_jax.typed_fields import check_types
 
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+QKNormOver = Literal["head", "all"]
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
@@ -43,10 +45,10 @@ def check_seed(field: str, value: object) -> None:
         raise ValueError(f"expected {field} <= {MAX_SEED}, 32 bits, beyond which seeds repeat; got {value}")
 
 
-def _check_positive(rope: LinearRope | Llama3Rope | YarnRope, *fields: str) -> None:
+def _check_positive(config: Any, *fields: str) -> None:
     """Raises ValueError for fields whose numbers are not finite and positive."""
     for field in fields:
-        number = getattr(rope, field)
+        number = getattr(config, field)
         if not 0 < number < math.inf:
             raise ValueError(f"expected a finite {field} > 0; got {number}")
 
@@ -94,11 +96,12 @@ class Llama3Rope:
             )
 
 
-@dataclass(frozen=True)
-class YarnRope:
+@dataclass(frozen=True, repr=False)
+class YarnRope(WrittenRepr):
     """YaRN (arXiv:2309.00071) as in transformers `_compute_yarn_parameters`, used by long-context Qwen2.5 and Qwen3.
 
-    `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`.
+    `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`. `truncate` rounds the ends of the range
+    of interpolated frequencies to whole numbers.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -110,6 +113,7 @@ class YarnRope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = added(True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -119,12 +123,70 @@ class YarnRope:
             _check_positive(self, "attention_factor")
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True)
+class DynamicRope:
+    """Dynamic NTK scaling (transformers `rope_type: dynamic`) within the trained context, where it is plain RoPE.
+
+    Beyond the trained context transformers rotates new keys with another base than the cached ones, so no cache has
+    the keys of a pass over all tokens. `ModelConfig.max_positions` ends the context before that.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless `factor` is finite and positive.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_positive(self, "factor")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of a decoder of the Llama 2/3, Mistral, Qwen2/2.5, Qwen3 or Gemma 3 family: a field for each difference.
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv:2402.13753) as in transformers `_compute_longrope_parameters`, used by Phi-3 and Phi-4-mini.
+
+    Each frequency is divided by a factor of its own: by those of `short_factor` in a model whose `max_positions` is at
+    most `original_max_positions`, else by those of `long_factor`. transformers chooses by the length of the batch and
+    reads the prompt again where a response crosses it. Here one choice holds for a run, so that cached keys stay right.
+
+    Attributes:
+      short_factor, long_factor: one divisor for each frequency.
+      original_max_positions: context before it was stretched. factor: by which it was stretched.
+      attention_factor: multiplies cos and sin; None: sqrt(1 + ln(factor) / ln(original_max_positions)).
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: unless all numbers are finite and positive, and both tuples have the same length.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_positions: int
+    factor: float
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_positive(self, "factor")
+        check_whole("original_max_positions", self.original_max_positions, 2)
+        if self.attention_factor is not None:
+            _check_positive(self, "attention_factor")
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"expected as many long as short factors; got {len(self.long_factor)} and {len(self.short_factor)}"
+            )
+        for factor in (*self.short_factor, *self.long_factor):
+            if not 0 < factor < math.inf:
+                raise ValueError(f"expected finite factors > 0 in short_factor and long_factor; got {factor}")
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | DynamicRope | LongRope
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelConfig(WrittenRepr):
+    """Shape of a decoder of one of the families in `smd_jax.model.families`: a field for each difference.
 
     Attributes:
       vocab_size: rows of the embedding table.
@@ -140,13 +202,22 @@ class ModelConfig:
       mlp_bias: on the three projections of the MLP.
       qk_norm: RMSNorm per head on q and k (Qwen3, Gemma).
       query_pre_attn_scalar: scores are divided by its square root (Gemma); None: by that of head_dim.
-      activation: of the MLP's gate: SwiGLU, or Gemma's GeGLU with the approximation by tanh.
+      activation: of the MLP's gate: SwiGLU, Gemma's GeGLU with the approximation by tanh, or the squared ReLU (Arcee).
       norm_plus_one: every RMSNorm multiplies by 1 + scale (Gemma), so that a scale of zero leaves its input's size.
       post_norms: RMSNorms also on what attention and MLP add to the residual stream (Gemma).
       scale_embeddings: embeddings are multiplied by the square root of hidden_size (Gemma).
       sliding_windows: for each layer, how many of the newest keys a query sees, itself included, or None for all;
         empty: no layer has a window.
       tie_embeddings: the output projection is the transposed embedding.
+      pre_norms: RMSNorms on what attention and MLP read (all but OLMo 2 and 3).
+      qk_norm_over: what the RMSNorms on q and k run over: each head, or all heads together (OLMo 2 and 3).
+      rope_layers: for each layer, whether it has RoPE (SmolLM3); empty: all have.
+      rotary_dim: how many of a head's channels RoPE rotates, the first ones (Phi-4-mini); None: all.
+      rope_interleaved: RoPE pairs neighbouring channels (Ernie 4.5), in place of the first and second half.
+      attention_multiplier: scores are multiplied by it (Granite); None: divided as `query_pre_attn_scalar` says.
+      embedding_multiplier: of embeddings. residual_multiplier: of what attention and MLP add. logits_divisor: of logits
+        (all three Granite).
+      gated_mlp: the MLP has a gate; without one it is down(activation(up(x))) (Arcee).
       dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
         computed in float32 or wider whatever this is.
     """
@@ -175,6 +246,16 @@ class ModelConfig:
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     dtype: FloatName = "float32"
+    pre_norms: bool = added(True)
+    qk_norm_over: QKNormOver = added("head")
+    rope_layers: tuple[bool, ...] = added(())
+    rotary_dim: int | None = added(None)
+    rope_interleaved: bool = added(False)
+    attention_multiplier: float | None = added(None)
+    embedding_multiplier: float = added(1.0)
+    residual_multiplier: float = added(1.0)
+    logits_divisor: float = added(1.0)
+    gated_mlp: bool = added(True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -192,6 +273,44 @@ class ModelConfig:
                 f"expected sliding_windows beside local_rope_theta, the RoPE base of layers with a window; got none, "
                 f"and local_rope_theta={self.local_rope_theta}"
             )
+        self._check_rope()
+        self._check_multipliers()
+
+    def _check_rope(self) -> None:
+        if self.rope_layers and len(self.rope_layers) != self.num_layers:
+            raise ValueError(
+                f"expected rope_layers with a boolean for each of {self.num_layers} layers; got {len(self.rope_layers)}"
+            )
+        rotary = self.rotary_dim
+        if rotary is not None and (rotary % 2 or not 2 <= rotary <= self.head_dim):
+            raise ValueError(
+                f"expected rotary_dim as an even number from 2 to head_dim {self.head_dim}, or None; got {rotary}"
+            )
+        scaling = self.rope_scaling
+        pairs = self.rotated // 2
+        if isinstance(scaling, LongRope) and len(scaling.short_factor) != pairs:
+            raise ValueError(
+                f"expected a factor of LongRope for each of {pairs} frequencies; got {len(scaling.short_factor)}"
+            )
+
+    def _check_multipliers(self) -> None:
+        _check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_divisor")
+        if self.attention_multiplier is not None:
+            _check_positive(self, "attention_multiplier")
+            if self.query_pre_attn_scalar is not None:
+                raise ValueError(
+                    "expected attention_multiplier or query_pre_attn_scalar, because both scale scores; got "
+                    f"{self.attention_multiplier} and {self.query_pre_attn_scalar}"
+                )
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer has RoPE, see `rope_layers`."""
+        return self.rope_layers[layer] if self.rope_layers else True
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, see `sliding_windows`."""

@@ -1,7 +1,7 @@
-"""A Flax Linen decoder that is Llama 2/3, Mistral, Qwen2/2.5, Qwen3 or Gemma 3 by configuration.
+"""A Flax Linen decoder that is any of the families in `smd_jax.model.families` by configuration.
 
-All of them are RMSNorm, RoPE, grouped queries and a gated MLP. They differ in fields of `ModelConfig`, each of which is
-one line here: values, no other order of things, so that one class says it more plainly than one for each family.
+All of them are RMSNorm, RoPE, grouped queries and an MLP. They differ in fields of `ModelConfig`, each of which is a
+line or two here.
 
 Pure functions of a plain parameter pytree:
 
@@ -12,15 +12,15 @@ and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler
 parameters with adapters, see `smd_jax.model.lora`. The parameters:
 
     embed/embedding                                          [vocab, hidden]
-    layers_0/attention_norm/scale                            [hidden]
+    layers_0/attention_norm/scale                            [hidden]                                   with pre_norms
     layers_0/attention/{q_proj,k_proj,v_proj}/kernel         [hidden, heads * head_dim], of k and v kv_heads * head_dim
     layers_0/attention/{q_proj,k_proj,v_proj}/bias           [heads * head_dim], …                      with qkv_bias
-    layers_0/attention/{q_norm,k_norm}/scale                 [head_dim]                                 with qk_norm
+    layers_0/attention/{q_norm,k_norm}/scale                 [head_dim], or [heads * head_dim], …       with qk_norm
     layers_0/attention/o_proj/kernel                         [heads * head_dim, hidden]
     layers_0/attention/o_proj/bias                           [hidden]                                   with o_bias
     layers_0/attention_post_norm/scale                       [hidden]                                   with post_norms
-    layers_0/mlp_norm/scale                                  [hidden]
-    layers_0/mlp/{gate_proj,up_proj}/kernel                  [hidden, intermediate]
+    layers_0/mlp_norm/scale                                  [hidden]                                   with pre_norms
+    layers_0/mlp/{gate_proj,up_proj}/kernel                  [hidden, intermediate]                     gate: gated_mlp
     layers_0/mlp/down_proj/kernel                            [intermediate, hidden]
     layers_0/mlp/{gate_proj,up_proj,down_proj}/bias          [intermediate], …                          with mlp_bias
     layers_0/mlp_post_norm/scale                             [hidden]                                   with post_norms
@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import ModelConfig, check_choice
+from smd_jax.config import Activation, ModelConfig, check_choice
 from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
@@ -101,55 +101,83 @@ class Attention(nn.Module):
             self.q_norm = norm_of(c)
             self.k_norm = norm_of(c)
 
-    def __call__(self, x: Array, rope: Rope, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
+    def __call__(self, x: Array, rope: Rope | None, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         tokens = flat(x)
+        projected = [self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)]
+        if self.config.qk_norm and self.config.qk_norm_over == "all":
+            projected[:2] = self.q_norm(projected[0]), self.k_norm(projected[1])
         # Pinned to where x lies: a projection has work for a device's own tokens, and what goes around between the
         # devices of a sequence is these and the output, tokens against heads.
-        q, k, v = (
-            constrain_tokens(self._split(proj(tokens), x.shape), axis=2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.config.qk_norm:
+        q, k, v = (constrain_tokens(self._split(part, x.shape), axis=2) for part in projected)
+        if self.config.qk_norm and self.config.qk_norm_over == "head":
             # Over each head by itself and before RoPE.
             q = self.q_norm(q)
             k = self.k_norm(k)
         # Rotated before the library sees them: a cache keeps keys at their original positions.
-        out, layer = attend(rotate(q, self._scaled(rope)), rotate(k, rope), v, layer)
+        q, k = self._rotated(q, k, rope)
+        out, layer = attend(q, k, v, layer)
         out = constrain_tokens(out, axis=2).swapaxes(1, 2)
         return self.o_proj(out.reshape(*tokens.shape[:-1], -1)).reshape(x.shape), layer
 
-    def _scaled(self, rope: Rope) -> Rope:
-        """What queries are turned with. Attention divides scores by sqrt(head_dim): where the model divides by
-        something else, the tables carry the ratio, so that queries of 16 bits are rounded once."""
-        scalar = self.config.query_pre_attn_scalar
-        if scalar is None or scalar == self.config.head_dim:
-            return rope
-        scale = (self.config.head_dim / scalar) ** 0.5
-        return scale * rope[0], scale * rope[1]
+    def _rotated(self, q: Array, k: Array, rope: Rope | None) -> tuple[Array, Array]:
+        """Queries and keys with their positions in them, and queries scaled. Attention divides scores by
+        sqrt(head_dim): where the model scales them otherwise, queries carry the ratio."""
+        c = self.config
+        scale = _query_scale(c)
+        if rope is None:
+            return _times(q, scale), k
+        turn = partial(rotate, interleaved=c.rope_interleaved)
+        if scale == 1:
+            return turn(q, rope), turn(k, rope)
+        if c.rotated < c.head_dim:
+            return turn(_times(q, scale), rope), turn(k, rope)
+        # The tables carry the ratio, so that queries of 16 bits are rounded once.
+        return turn(q, (scale * rope[0], scale * rope[1])), turn(k, rope)
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
         """What `flat` tokens became, `[..., heads * head_dim]` -> `[batch, heads, tokens, head_dim]`."""
         return x.reshape(*shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
 
+def _query_scale(config: ModelConfig) -> float:
+    """What queries are multiplied by: the model's scale of scores over 1 / sqrt(head_dim)."""
+    if config.attention_multiplier is not None:
+        return config.attention_multiplier * config.head_dim**0.5
+    scalar = config.query_pre_attn_scalar
+    return 1.0 if scalar is None or scalar == config.head_dim else (config.head_dim / scalar) ** 0.5
+
+
+def _times(x: Array, factor: float) -> Array:
+    """x * factor, multiplied in float32 or wider and rounded once."""
+    return x if factor == 1 else (x.astype(jnp.promote_types(x.dtype, jnp.float32)) * factor).astype(x.dtype)
+
+
 class MLP(nn.Module):
-    """SwiGLU, or GeGLU."""
+    """SwiGLU, GeGLU, or without a gate."""
 
     config: ModelConfig
 
     def setup(self) -> None:
         c = self.config
         dense = partial(Projection, dtype=c.dtype, precision=product_precision(c.dtype))
-        self.gate_proj = dense(c.intermediate_size, use_bias=c.mlp_bias)
+        if c.gated_mlp:
+            self.gate_proj = dense(c.intermediate_size, use_bias=c.mlp_bias)
         self.up_proj = dense(c.intermediate_size, use_bias=c.mlp_bias)
         self.down_proj = dense(c.hidden_size, use_bias=c.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         tokens = flat(x)
-        return self.down_proj(self._activated(self.gate_proj(tokens)) * self.up_proj(tokens)).reshape(x.shape)
+        if not self.config.gated_mlp:
+            return self.down_proj(activated(self.up_proj(tokens), self.config.activation)).reshape(x.shape)
+        gate = activated(self.gate_proj(tokens), self.config.activation)
+        return self.down_proj(gate * self.up_proj(tokens)).reshape(x.shape)
 
-    def _activated(self, gate: Array) -> Array:
-        return nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else nn.silu(gate)
+
+def activated(x: Array, activation: Activation) -> Array:
+    """The activation function of an MLP."""
+    if activation == "gelu_tanh":
+        return nn.gelu(x, approximate=True)
+    return nn.silu(x) if activation == "silu" else jnp.square(nn.relu(x))
 
 
 class Layer(nn.Module):
@@ -159,20 +187,23 @@ class Layer(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.attention_norm = norm_of(c)
+        if c.pre_norms:
+            self.attention_norm = norm_of(c)
+            self.mlp_norm = norm_of(c)
         self.attention = Attention(c)
-        self.mlp_norm = norm_of(c)
         self.mlp = MLP(c)
         if c.post_norms:
             self.attention_post_norm = norm_of(c)
             self.mlp_post_norm = norm_of(c)
 
-    def __call__(self, x: Array, rope: Rope, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
+    def __call__(self, x: Array, rope: Rope | None, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         """The residual stream behind this layer, and the layer's new state."""
-        out, layer = self.attention(self.attention_norm(x), rope, attend, layer)
-        x = x + (self.attention_post_norm(out) if self.config.post_norms else out)
-        out = self.mlp(self.mlp_norm(x))
-        return constrain_tokens(x + (self.mlp_post_norm(out) if self.config.post_norms else out)), layer
+        c = self.config
+        out, layer = self.attention(self.attention_norm(x) if c.pre_norms else x, rope, attend, layer)
+        x = x + _times(self.attention_post_norm(out) if c.post_norms else out, c.residual_multiplier)
+        out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
+        x = x + _times(self.mlp_post_norm(out) if c.post_norms else out, c.residual_multiplier)
+        return constrain_tokens(x), layer
 
 
 # What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
@@ -266,10 +297,11 @@ class Decoder(nn.Module):
         if c.scale_embeddings:
             # The factor itself in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
             x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)
+        x = _times(x, c.embedding_multiplier)
         new = []
         for index, (layer, state) in enumerate(zip(self.layers, layers, strict=True)):
             rope = ropes[0] if c.window(index) is None else ropes[-1]
-            x, state = layer(x, rope, attend, state)
+            x, state = layer(x, rope if c.has_rope(index) else None, attend, state)
             new.append(state)
         return self.norm(x), tuple(new)
 
@@ -279,7 +311,8 @@ class Decoder(nn.Module):
         table = self.embed.embedding.T if self.config.tie_embeddings else self.lm_head()
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
         product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
-        return product("btd,dv->btv", hidden, table.astype(hidden.dtype))
+        logits = product("btd,dv->btv", hidden, table.astype(hidden.dtype))
+        return logits if self.config.logits_divisor == 1 else logits / self.config.logits_divisor
 
     @property
     def recomputed(self) -> Remat:

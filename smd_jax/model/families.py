@@ -1,14 +1,7 @@
-"""The families of dense language models that the decoder is, by their model type in transformers.
+"""The families of language models that the decoder is, by their model type in transformers.
 
-What they have in common, and where they differ:
-
-                       llama   mistral   qwen2   qwen3   gemma3_text
-    biases of q, k, v  a       -         always  a       a
-    bias of the output a       -         -       a       a            a: with attention_bias
-    biases of the MLP  m       -         -       -       -            m: with mlp_bias
-    norms of q and k   -       -         -       yes     yes
-    sliding windows    -       all       some    some    some         of the layers
-    Gemma's norms, GeGLU, scaled embeddings, two bases of RoPE        gemma3_text alone
+A `Family` says what config.json leaves open, under which key, and what transformers takes where the file says nothing.
+`smd_jax.model.hf_config` reads and writes config.json by it.
 """
 
 from __future__ import annotations
@@ -18,8 +11,61 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smd_jax.config import ModelConfig
+from smd_jax.model.tensor_table import Layout
 
-ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
+ModelType = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "granite",
+    "ministral",
+    "arcee",
+    "ernie4_5",
+    "seed_oss",
+    "gemma",
+]
+
+
+@dataclass(frozen=True)
+class LocalRope:
+    """RoPE parameters of the layers with a window, which are never stretched.
+
+    Attributes:
+      key: of config.json for their base, outside of `rope_parameters`.
+      default: their base where config.json says nothing; None: the base of the other layers.
+    """
+
+    key: str
+    default: float | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which layers of a family may have a sliding window.
+
+    Attributes:
+      layers: "all" of them or none; "some": those that `layer_types` names.
+      default: window of a file without `sliding_window`; None: no window.
+      flag: whether `use_sliding_window` turns windows on.
+      pattern: without `layer_types`, each so-manyth layer sees all, and the others have a window; None: all have one.
+      pattern_key: key of config.json for `pattern`.
+      first_layer: whether `max_window_layers` says from which layer on there are windows (Qwen).
+      without_rope: whether windows are in the layers without RoPE (SmolLM3).
+    """
+
+    layers: Literal["all", "some"]
+    default: int | None = 4096
+    flag: bool = False
+    pattern: int | None = None
+    pattern_key: str | None = None
+    first_layer: bool = False
+    without_rope: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,30 +74,46 @@ class Family:
 
     Attributes:
       architecture: transformers' class.
-      always: fields of ModelConfig that are so in every model of the family; of the fields in `SET_BY_FAMILY` all
-        others have ModelConfig's defaults.
-      attention_bias, mlp_bias: whether config.json may ask for biases in attention (on q, k, v and the output), and in
-        the MLP.
-      windows: which layers may have a sliding window: none, all, or those that `layer_types` names.
       sizes: transformers' defaults of keys that are absent in config.json.
+      always: fields of ModelConfig that are so in every model of the family.
+      biases: fields of ModelConfig that config.json may turn on, and the key for each.
+      flags: defaults of those keys that are not false.
+      numbers: fields of ModelConfig that are a number in config.json: the key, and the value of an absent key.
+      windows: which layers may have a sliding window; None: no layer.
+      local_rope: RoPE parameters of layers with a window, if they have any of their own (Gemma 3, OLMo 3).
+      rope_layers: whether config.json may name layers without RoPE (SmolLM3).
+      partial_rope: whether config.json may rotate a part of the channels only (Phi).
+      layout: of the tensors in a checkpoint.
+      rope_theta, norm_eps, tie_embeddings: where config.json says nothing.
       num_kv_heads: the default of an absent num_key_value_heads; None: num_attention_heads.
       null_kv_heads: whether a num_key_value_heads of null means num_attention_heads.
       head_dim: where config.json gives none; None: hidden_size / num_attention_heads.
-      tie_embeddings: where config.json says nothing.
-      only: keys of config.json and the one value that the decoder can do; absent and null mean the same.
+      only: keys of config.json and the values that the decoder can do, the first of which is written; absent and null
+        mean the same.
+      whole_heads: whether transformers wants a hidden_size that is a multiple of num_attention_heads.
+      own_head_dim: whether config.json may have a head_dim that is no share of hidden_size.
     """
 
     architecture: str
+    sizes: Mapping[str, int]
     always: Mapping[str, Any] = field(default_factory=dict)
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    windows: Literal["none", "all", "some"] = "none"
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    windows: Windows | None = None
+    local_rope: LocalRope | None = None
+    rope_layers: bool = False
+    partial_rope: bool = False
+    layout: Layout = "split"
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
     num_kv_heads: int | None = None
     null_kv_heads: bool = True
     head_dim: int | None = None
-    tie_embeddings: bool = False
-    only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": ("silu",)})
+    whole_heads: bool = False
+    own_head_dim: bool = True
 
 
 def _sizes(vocab: int, hidden: int, mlp: int, layers: int, heads: int, positions: int) -> dict[str, int]:
@@ -65,113 +127,259 @@ def _sizes(vocab: int, hidden: int, mlp: int, layers: int, heads: int, positions
     }
 
 
+ATTENTION_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+ALL_BIASES = {**ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
+QWEN_WINDOWS = Windows("some", flag=True, first_layer=True)
+GEMMA = {"activation": "gelu_tanh", "norm_plus_one": True, "scale_embeddings": True}
+OLMO = {"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True}
+# Where scores are divided by the root of head_dim, ModelConfig says None.
+QUERY_SCALAR = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256.0)}
+
 FAMILIES: dict[ModelType, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        attention_bias=True,
-        mlp_bias=True,
-        sizes=_sizes(32_000, 4096, 11_008, 32, 32, 2048),
+        _sizes(32_000, 4096, 11_008, 32, 32, 2048),
+        biases=ALL_BIASES,
+        whole_heads=True,
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        windows="all",
-        sizes=_sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+        _sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+        windows=Windows("all"),
         num_kv_heads=8,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
+        _sizes(151_936, 4096, 22_016, 32, 32, 32_768),
         {"qkv_bias": True},
-        windows="some",
-        sizes=_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
+        windows=QWEN_WINDOWS,
         num_kv_heads=32,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
+        _sizes(151_936, 4096, 22_016, 32, 32, 32_768),
         {"qk_norm": True},
-        attention_bias=True,
-        windows="some",
-        sizes=_sizes(151_936, 4096, 22_016, 32, 32, 32_768),
+        biases=ATTENTION_BIASES,
+        windows=QWEN_WINDOWS,
         num_kv_heads=32,
         head_dim=128,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        {
-            "qk_norm": True,
-            "activation": "gelu_tanh",
-            "norm_plus_one": True,
-            "post_norms": True,
-            "scale_embeddings": True,
-        },
-        attention_bias=True,
-        windows="some",
-        sizes=_sizes(262_208, 2304, 9216, 26, 8, 131_072),
+        _sizes(262_208, 2304, 9216, 26, 8, 131_072),
+        {**GEMMA, "qk_norm": True, "post_norms": True},
+        biases=ATTENTION_BIASES,
+        numbers=QUERY_SCALAR,
+        windows=Windows("some", pattern=6, pattern_key="sliding_window_pattern"),
+        local_rope=LocalRope("rope_local_base_freq", 1e4),
+        rope_theta=1e6,
         num_kv_heads=4,
         null_kv_heads=False,
         head_dim=256,
         tie_embeddings=True,
         only={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "use_bidirectional_attention": False,
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False,),
+        },
+        whole_heads=True,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _sizes(50_304, 4096, 11_008, 32, 32, 2048),
+        OLMO,
+        biases=ATTENTION_BIASES,
+        norm_eps=1e-5,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _sizes(50_304, 4096, 11_008, 32, 32, 2048),
+        OLMO,
+        biases=ATTENTION_BIASES,
+        windows=Windows("some", pattern=4),
+        local_rope=LocalRope("rope_theta"),
+        rope_theta=5e5,
+        norm_eps=1e-5,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _sizes(128_256, 2048, 11_008, 36, 16, 32_768),
+        biases=ALL_BIASES,
+        windows=Windows("some", default=None, flag=True, without_rope=True),
+        rope_layers=True,
+        rope_theta=2e6,
+        num_kv_heads=4,
+        tie_embeddings=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        _sizes(32_064, 3072, 8192, 32, 32, 4096),
+        windows=Windows("all", default=None),
+        partial_rope=True,
+        layout="fused",
+        norm_eps=1e-5,
+        own_head_dim=False,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        _sizes(32_000, 4096, 11_008, 32, 32, 2048),
+        biases=ALL_BIASES,
+        numbers={
+            "attention_multiplier": ("attention_multiplier", 1.0),
+            "embedding_multiplier": ("embedding_multiplier", 1.0),
+            "residual_multiplier": ("residual_multiplier", 1.0),
+            "logits_divisor": ("logits_scaling", 1.0),
+        },
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        _sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+        windows=Windows("some"),
+        num_kv_heads=8,
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        _sizes(32_000, 2560, 18_432, 32, 32, 4096),
+        {"activation": "relu2", "gated_mlp": False},
+        biases=ALL_BIASES,
+        norm_eps=1e-5,
+        only={"hidden_act": ("relu2",)},
+        whole_heads=True,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        _sizes(103_424, 1024, 3072, 18, 16, 131_072),
+        {"rope_interleaved": True},
+        biases=dict.fromkeys(ALL_BIASES, "use_bias"),
+        rope_theta=5e5,
+        norm_eps=1e-5,
+        num_kv_heads=2,
+        head_dim=128,
+        tie_embeddings=True,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _sizes(155_136, 4096, 27_648, 64, 80, 524_288),
+        biases={**ALL_BIASES, "o_bias": "attention_out_bias"},
+        flags={"attention_bias": True},
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _sizes(256_000, 3072, 24_576, 28, 16, 8192),
+        GEMMA,
+        biases=ATTENTION_BIASES,
+        num_kv_heads=16,
+        null_kv_heads=False,
+        head_dim=256,
+        tie_embeddings=True,
+        # Files from before the activation was named rightly say gelu, and mean the approximation.
+        only={
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "use_bidirectional_attention": (False,),
         },
     ),
 }
-SET_BY_FAMILY: dict[str, Any] = {
+
+# Fields of ModelConfig that make one family differ from another, as they are in a family that doesn't speak of them.
+NEUTRAL: dict[str, Any] = {
     "qk_norm": False,
+    "qk_norm_over": "head",
     "activation": "silu",
     "norm_plus_one": False,
+    "pre_norms": True,
     "post_norms": False,
     "scale_embeddings": False,
+    "gated_mlp": True,
+    "rope_interleaved": False,
+    "qkv_bias": False,
+    "o_bias": False,
+    "mlp_bias": False,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_divisor": 1.0,
+    "rope_layers": (),
+    "rotary_dim": None,
+    "local_rope_theta": None,
 }
+
+
+_SHOWN_FAMILIES = 4
 
 
 def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
     """The transformers model type that expresses `config`; of several `prefer`, if it is one of them, or the first.
 
     Raises:
-      ValueError: none does.
+      ValueError: none does; the message names the closest ones.
     """
-    reasons = {model_type: _why_not(config, model_type) for model_type in FAMILIES}
-    possible: list[ModelType] = [model_type for model_type in FAMILIES if reasons[model_type] is None]
+    reasons = {model_type: _reasons(config, family) for model_type, family in FAMILIES.items()}
+    possible: list[ModelType] = [model_type for model_type in FAMILIES if not reasons[model_type]]
     for model_type in possible:
         if model_type == prefer:
             return model_type
     if possible:
         return possible[0]
-    listed = "; ".join(f"{model_type} {reason}" for model_type, reason in reasons.items())
-    raise ValueError(f"expected the shape of a model type that is written for transformers; of those {listed}")
+    closest = sorted(reasons, key=lambda model_type: len(reasons[model_type]))[:_SHOWN_FAMILIES]
+    listed = "; ".join(f"{model_type} {reasons[model_type][0]}" for model_type in closest)
+    raise ValueError(f"expected the shape of a model type that is written for transformers; of the closest {listed}")
 
 
-def _why_not(config: ModelConfig, model_type: ModelType) -> str | None:
-    """Why no config.json of this model type says `config`, or None if one does."""
-    family = FAMILIES[model_type]
-    shape = vars(config)
-    for name, expected in {**SET_BY_FAMILY, **family.always}.items():
-        if shape[name] != expected:
-            return f"has {name}={expected}; got {name}={shape[name]}"
-    biases = (config.qkv_bias, config.o_bias)
-    possible = {(True, True), (False, False)} if family.attention_bias else {("qkv_bias" in family.always, False)}
-    if biases not in possible:
-        return f"has (qkv_bias, o_bias) of {' or '.join(map(str, sorted(possible)))}; got {biases}"
-    if config.mlp_bias and not family.mlp_bias:
-        return "has no mlp_bias; got mlp_bias=True"
+def _reasons(config: ModelConfig, family: Family) -> list[str]:
+    """Why no config.json of this family says `config`; empty if one does."""
+    several = _why_not_biases(config, family), _why_not_windows(config, family), _why_not_sizes(config, family)
+    return [*_differing_fields(config, family), *(reason for reason in several if reason is not None)]
+
+
+def _differing_fields(config: ModelConfig, family: Family) -> list[str]:
+    open_fields = {*family.numbers, *family.biases}
+    open_fields |= {"rope_layers"} if family.rope_layers else set()
+    open_fields |= {"rotary_dim"} if family.partial_rope else set()
+    open_fields |= {"local_rope_theta"} if family.local_rope else set()
+    return [
+        f"has {name}={expected}; got {name}={getattr(config, name)}"
+        for name, expected in {**NEUTRAL, **family.always}.items()
+        if name not in open_fields and getattr(config, name) != expected
+    ]
+
+
+def _why_not_biases(config: ModelConfig, family: Family) -> str | None:
+    by_key: dict[str, dict[str, bool]] = {}
+    for name, key in family.biases.items():
+        by_key.setdefault(key, {})[name] = getattr(config, name)
+    for key, values in by_key.items():
+        if len(set(values.values())) > 1:
+            return f"has one {key} for {', '.join(values)}; got {values}"
+    return None
+
+
+def _why_not_windows(config: ModelConfig, family: Family) -> str | None:
     kinds = set(config.sliding_windows)
     sizes = kinds - {None}
-    if sizes and family.windows == "none":
+    if sizes and family.windows is None:
         return f"has no sliding_windows; got {config.sliding_windows}"
-    if len(kinds if family.windows == "all" else sizes) > 1:
-        return f"has one sliding window in {family.windows} of its layers; got {config.sliding_windows}"
-    if model_type != "gemma3_text" and (config.local_rope_theta, config.query_pre_attn_scalar) != (None, None):
-        given = f"local_rope_theta={config.local_rope_theta}, query_pre_attn_scalar={config.query_pre_attn_scalar}"
-        return f"has neither local_rope_theta nor query_pre_attn_scalar; got {given}"
-    if model_type == "gemma3_text" and sizes and config.local_rope_theta is None:
+    if family.windows is not None and len(kinds if family.windows.layers == "all" else sizes) > 1:
+        return f"has one sliding window in {family.windows.layers} of its layers; got {config.sliding_windows}"
+    local = family.local_rope
+    if sizes and local and config.local_rope_theta is None and (local.default or config.rope_scaling):
         return "has local_rope_theta where layers have windows; got None"
+    return None
+
+
+def _why_not_sizes(config: ModelConfig, family: Family) -> str | None:
     scalar = config.query_pre_attn_scalar
     if scalar is not None and scalar != int(scalar):
         return f"has a whole number for query_pre_attn_scalar; got {scalar}"
-    # transformers checks it of these two.
-    if model_type in ("llama", "gemma3_text") and config.hidden_size % config.num_heads:
-        return f"has a hidden_size that is a multiple of num_heads; got {config.hidden_size} and {config.num_heads}"
+    if "attention_multiplier" in family.numbers and config.attention_multiplier is None:
+        return "has an attention_multiplier; got None"
+    heads = config.num_heads
+    if family.whole_heads and config.hidden_size % heads:
+        return f"has a hidden_size that is a multiple of num_heads; got {config.hidden_size} and {heads}"
+    if not family.own_head_dim and config.head_dim * heads != config.hidden_size:
+        return f"has head_dim = hidden_size / num_heads; got {config.head_dim}, {config.hidden_size} and {heads}"
     return None

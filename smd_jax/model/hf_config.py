@@ -1,4 +1,4 @@
-"""Hugging Face's config.json <-> ModelConfig, for the dense families of `FAMILIES`.
+"""Hugging Face's config.json <-> ModelConfig, for the families of `FAMILIES`.
 
 What a config.json asks for and the decoder does not do is refused here: a silent difference would show up only as a
 worse model. The defaults of absent keys are those of transformers' own configuration classes.
@@ -11,10 +11,11 @@ from typing import Any
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import FloatName, ModelConfig, RopeScaling, YarnRope
-from smd_jax.model.families import FAMILIES, SET_BY_FAMILY, Family, ModelType, model_type_of
-from smd_jax.model.hf_fields import LARGEST, flag, names, number, shown, whole
-from smd_jax.model.hf_rope import LAYER_TYPES, LOCAL_THETA, read_rope, read_two_ropes, rope_to_hf
+from smd_jax.config import FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
+from smd_jax.model.families import FAMILIES, Family, ModelType, model_type_of
+from smd_jax.model.hf_fields import LARGEST, flag, number, shown, whole
+from smd_jax.model.hf_rope import read_rope, rope_to_hf, stretched_positions
+from smd_jax.model.hf_windows import read_windows, windows_to_hf
 
 _FLOAT_NAMES: dict[str, FloatName] = {
     "float32": "float32",
@@ -24,17 +25,11 @@ _FLOAT_NAMES: dict[str, FloatName] = {
 }
 
 
-_ONLY_SUPPORTED: dict[str, Any] = {
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "num_experts": None,
-    "num_local_experts": None,
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "num_experts": (None,),
+    "num_local_experts": (None,),
 }
-FULL, SLIDING = LAYER_TYPES
-# transformers' own, of every family that has windows.
-_DEFAULT_WINDOW = 4096
-_GEMMA_PATTERN = 6  # every sixth layer sees all
-_QWEN_WINDOW_LAYERS = 28  # layers from this one on have a window
 _MOST_LAYERS = 4096
 
 
@@ -64,17 +59,19 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
     Raises:
       ValueError: a value has the wrong type, or asks for something that the decoder does not do; names the key.
     """
-    model_type = _model_type(config)
-    family = FAMILIES[model_type]
-    _refuse_unsupported(config, model_type)
+    family = FAMILIES[_model_type(config)]
+    _refuse_unsupported(config, family)
     head_dim = _head_dim(config, family)
-    windows = _windows(config, model_type)
-    local_theta = None
-    if model_type == "gemma3_text":
-        rope_theta, rope_scaling, local_theta = read_two_ropes(config)
-    else:
-        rope_theta, rope_scaling = read_rope(config)
-    attention_bias = family.attention_bias and flag(config, "attention_bias", False)
+    rope_layers = _rope_layers(config, family)
+    windows = read_windows(config, family, _num_layers(config), rope_layers)
+    rope = read_rope(config, family)
+    if rope.rotated != 1 and not family.partial_rope:
+        raise ValueError(
+            f"{config['model_type']} with partial_rotary_factor={rope.rotated} is not supported; only "
+            "partial_rotary_factor=1.0 is"
+        )
+    rotated = int(head_dim * rope.rotated)
+    biases = {name: flag(config, key, family.flags.get(key, False)) for name, key in family.biases.items()}
     return ModelConfig(
         vocab_size=_size(config, "vocab_size"),
         hidden_size=_size(config, "hidden_size"),
@@ -83,19 +80,18 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         num_heads=_size(config, "num_attention_heads"),
         num_kv_heads=_num_kv_heads(config, family),
         head_dim=head_dim,
-        max_positions=_max_positions(config, rope_scaling),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        max_positions=_max_positions(config, rope.scaling),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         # A Gemma without windows does not use its second base.
-        local_rope_theta=local_theta if windows else None,
-        norm_eps=number(config, "rms_norm_eps", 1e-6, zero=True),
-        o_bias=attention_bias,
-        mlp_bias=family.mlp_bias and flag(config, "mlp_bias", False),
-        query_pre_attn_scalar=_query_scalar(config, head_dim) if model_type == "gemma3_text" else None,
+        local_rope_theta=rope.local_theta if windows else None,
+        rope_layers=rope_layers,
+        rotary_dim=None if rotated == head_dim else rotated,
+        norm_eps=number(config, "rms_norm_eps", family.norm_eps, zero=True),
         sliding_windows=windows,
         tie_embeddings=flag(config, "tie_word_embeddings", family.tie_embeddings),
         dtype=dtype,
-        **{"qkv_bias": attention_bias, **SET_BY_FAMILY, **family.always},
+        **{**family.always, **biases, **_numbers(config, family, head_dim)},
     )
 
 
@@ -128,21 +124,22 @@ def _model_type(config: dict[str, Any]) -> ModelType:
     for known in FAMILIES:
         if model_type == known:
             return known
-    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (dense models of text); got {shown(model_type)}")
+    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}")
 
 
-def _refuse_unsupported(config: dict[str, Any], model_type: ModelType) -> None:
-    family = FAMILIES[model_type]
-    supported = {**_ONLY_SUPPORTED, **family.only}
-    # Qwen2's biases are fixed, and it does not read the key.
-    if not family.attention_bias and model_type != "qwen2":
-        supported["attention_bias"] = False
-    if not family.mlp_bias:
-        supported["mlp_bias"] = False
-    for key, value in supported.items():
+def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
+    supported = {**_UNSUPPORTED, **family.only}
+    for key in ("attention_bias", "mlp_bias"):
+        # Qwen2's biases are fixed, and it does not read the key.
+        if key not in family.biases.values() and "qkv_bias" not in family.always:
+            supported[key] = (False,)
+    if not family.partial_rope:
+        supported["partial_rotary_factor"] = (1.0,)
+    for key, values in supported.items():
         got = config.get(key)
-        if got is not None and got != value:
-            raise ValueError(f"{model_type} with {key}={shown(got)} is not supported; only {key}={value!r} is")
+        if got is not None and not any(got == value and type(got) is not bool or got is value for value in values):
+            only = " or ".join(f"{key}={value!r}" for value in values)
+            raise ValueError(f"{config['model_type']} with {key}={shown(got)} is not supported; only {only} is")
 
 
 def _head_dim(config: dict[str, Any], family: Family) -> int:
@@ -158,73 +155,40 @@ def _head_dim(config: dict[str, Any], family: Family) -> int:
     return hidden // heads
 
 
-def _query_scalar(config: dict[str, Any], head_dim: int) -> float | None:
-    """None where it is head_dim, which every other family divides by."""
-    scalar = number(config, "query_pre_attn_scalar", 256.0)
-    return None if scalar == head_dim else scalar
+def _numbers(config: dict[str, Any], family: Family, head_dim: int) -> dict[str, float | None]:
+    """The fields of `family.numbers`."""
+    found = {name: number(config, key, default) for name, (key, default) in family.numbers.items()}
+    # Every other family divides scores by the root of head_dim.
+    return {name: None if name == "query_pre_attn_scalar" and x == head_dim else x for name, x in found.items()}
+
+
+def _rope_layers(config: dict[str, Any], family: Family) -> tuple[bool, ...]:
+    """Whether each layer has RoPE; empty if all have."""
+    if not family.rope_layers:
+        return ()
+    layers = _num_layers(config)
+    given = config.get("no_rope_layers")
+    if given is None:
+        interval = whole(config, "no_rope_layer_interval", 4)
+        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(given, list) or not all(type(has) is int and has in (0, 1) for has in given):
+        raise ValueError(f"expected no_rope_layers as a list of 0 (no RoPE) and 1, or null; got {shown(given)}")
+    if len(given) != layers:
+        raise ValueError(f"expected no_rope_layers for each of {layers} layers; got {len(given)}")
+    return () if all(given) else tuple(map(bool, given))
 
 
 def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
     """The context. Under YaRN it may be longer than the file says: Qwen2.5's cards tell users to add `rope_scaling`
-    with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before."""
+    with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before. Under LongRoPE it is the
+    one that the short factors are for: up to there the model is the one of transformers at any length."""
     given = _size(config, "max_position_embeddings")
+    if isinstance(rope_scaling, LongRope):
+        return min(given, rope_scaling.original_max_positions)
     if not isinstance(rope_scaling, YarnRope):
         return given
     # The larger, because a file may give either context, the trained or the stretched one.
     return max(given, min(int(rope_scaling.factor * rope_scaling.original_max_positions), LARGEST))
-
-
-def _windows(config: dict[str, Any], model_type: ModelType) -> tuple[int | None, ...]:
-    """The window of every layer; empty if none has one."""
-    layers = _num_layers(config)
-    window = _window(config, model_type)
-    kinds = names(config, "layer_types") or _layer_types(config, model_type, window)
-    possible = (FULL,) if FAMILIES[model_type].windows == "none" else LAYER_TYPES
-    unknown = sorted(set(kinds) - set(possible))
-    if unknown:
-        raise ValueError(f"layer_types of {model_type} must be {' or '.join(possible)}; got {shown(unknown)}")
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name the kind of each of {layers} layers; got {len(kinds)}")
-    # transformers' Mistral does not read the key: where it says something else, another model is meant.
-    if model_type == "mistral" and kinds != _layer_types(config, model_type, window):
-        raise ValueError(
-            f"mistral has windows in all layers or in none; got sliding_window={window} and {shown(kinds)}"
-        )
-    if SLIDING not in kinds:
-        return ()
-    if window is None:
-        raise ValueError(
-            f"{model_type} with layers of {SLIDING!r} needs a sliding_window that is in use; got "
-            f"sliding_window={shown(config.get('sliding_window'))}, "
-            f"use_sliding_window={shown(config.get('use_sliding_window'))}"
-        )
-    return tuple(window if kind == SLIDING else None for kind in kinds)
-
-
-def _window(config: dict[str, Any], model_type: ModelType) -> int | None:
-    """The size of the windows, None if there are none."""
-    if FAMILIES[model_type].windows == "none":
-        return None
-    # Qwen's files give a size also where it is not used.
-    if model_type in ("qwen2", "qwen3") and not flag(config, "use_sliding_window", False):
-        return None
-    # Null turns windows off; an absent key leaves them at the default.
-    if "sliding_window" in config and config["sliding_window"] is None:
-        return None
-    return whole(config, "sliding_window", _DEFAULT_WINDOW)
-
-
-def _layer_types(config: dict[str, Any], model_type: ModelType, window: int | None) -> list[str]:
-    """The kind of every layer where the file does not name it: older files have a rule for each family."""
-    layers = range(_num_layers(config))
-    if model_type == "gemma3_text":
-        pattern = whole(config, "sliding_window_pattern", _GEMMA_PATTERN)
-        return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
-    if window is None:
-        return [FULL for _ in layers]
-    # All layers of a Mistral; of a Qwen those from a certain one on.
-    first = 0 if model_type == "mistral" else whole(config, "max_window_layers", _QWEN_WINDOW_LAYERS, 0)
-    return [SLIDING if layer >= first else FULL for layer in layers]
 
 
 # Writing
@@ -250,11 +214,12 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
+        "max_position_embeddings": _written_positions(config),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_theta,
-        **_family_keys(config, chosen),
+        **_rope_keys(config, FAMILIES[chosen]),
+        **_family_keys(config, FAMILIES[chosen]),
         "torch_dtype": dtype,
         "dtype": dtype,
         # Llama's defaults of 1 and 2 would be wrong for most tokenizers: say that we do not know.
@@ -264,42 +229,45 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
     }
 
 
-def _family_keys(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
-    """What every family has keys of its own for: rope, activation, biases, windows."""
+def _written_positions(config: ModelConfig) -> int:
+    if isinstance(config.rope_scaling, LongRope):
+        return max(config.max_positions, stretched_positions(config.rope_scaling))
+    return config.max_positions
+
+
+def _rope_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """RoPE's keys: transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and
+    reads all."""
     rope = rope_to_hf(config.rope_scaling)
-    # transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and reads all.
-    ropes = {
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-    }
-    biases = {"attention_bias": config.o_bias}
-    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
-    window = next((window for window in config.sliding_windows if window is not None), None)
-    if model_type == "llama":
-        return ropes | {"hidden_act": "silu", **biases, "mlp_bias": config.mlp_bias}
-    if model_type == "mistral":
-        return ropes | {"hidden_act": "silu", "sliding_window": window}
-    if model_type == "gemma3_text":
-        local_theta = LOCAL_THETA if config.local_rope_theta is None else config.local_rope_theta
-        scalar = config.head_dim if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar
-        ropes["rope_parameters"] = {
-            "full_attention": ropes["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
-        }
-        return {
-            **ropes,
-            **biases,
-            "rope_local_base_freq": local_theta,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": int(scalar),
-            "sliding_window": _DEFAULT_WINDOW if window is None else window,
-            "layer_types": kinds,
-        }
-    qwen: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": window is not None, "sliding_window": window}
-    if model_type == "qwen3":
-        qwen |= biases
-    if window is None:
-        return ropes | qwen
-    # Older readers know no `layer_types`, but this: the layers from here on have a window.
-    first = kinds.index(SLIDING)
-    return ropes | qwen | {"layer_types": kinds, "max_window_layers": first}
+    new = {**rope, "rope_theta": config.rope_theta}
+    keys: dict[str, Any] = {"rope_scaling": None if config.rope_scaling is None else rope}
+    if config.rotary_dim is not None:
+        share = config.rotary_dim / config.head_dim
+        if int(config.head_dim * share) != config.rotary_dim:
+            # transformers takes the whole part of the product, which rounding may have made one less.
+            share = (config.rotary_dim + 0.5) / config.head_dim
+        keys["partial_rotary_factor"] = new["partial_rotary_factor"] = share
+    if isinstance(config.rope_scaling, LongRope):
+        keys["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
+    if family.local_rope is None:
+        return {**keys, "rope_parameters": new}
+    default = config.rope_theta if family.local_rope.default is None else family.local_rope.default
+    theta = default if config.local_rope_theta is None else config.local_rope_theta
+    near = {"rope_type": "default", "rope_theta": theta}
+    if family.local_rope.key != "rope_theta":
+        keys[family.local_rope.key] = theta
+    return {**keys, "rope_parameters": {"full_attention": new, "sliding_attention": near}}
+
+
+def _family_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys that not every family has: activation, biases, multipliers, layers without RoPE, windows."""
+    keys: dict[str, Any] = {key: values[0] for key, values in family.only.items() if values[0] not in (None, False)}
+    keys |= {key: getattr(config, name) for name, key in family.biases.items()}
+    for name, (key, default) in family.numbers.items():
+        value = getattr(config, name)
+        if name == "query_pre_attn_scalar":
+            value = int(config.head_dim if value is None else value)
+        keys[key] = default if value is None else value
+    if family.rope_layers:
+        keys["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
+    return keys | windows_to_hf(config, family)

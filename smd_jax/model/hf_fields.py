@@ -50,6 +50,18 @@ def number(fields: Fields, key: str, default: float | None = None, *, zero: bool
     raise ValueError(f"expected {key} as a finite number {'>=' if zero else '>'} 0; got {shown(value)}")
 
 
+def numbers(fields: Fields, key: str) -> tuple[float, ...]:
+    """A list of finite numbers > 0 in a JSON object.
+
+    Raises:
+      ValueError: another value, or none.
+    """
+    value = fields.get(key)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected {key} as a list of finite numbers > 0; got {shown(value)}")
+    return tuple(number({key: item}, key) for item in value)
+
+
 def flag(fields: Fields, key: str, default: bool) -> bool:
     """A boolean of a JSON object; `default` if the key is absent.
 

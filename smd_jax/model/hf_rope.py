@@ -1,8 +1,8 @@
 """RoPE in Hugging Face's config.json: base and scaling, in the spellings of transformers 4 and 5.
 
-transformers 4    rope_theta, rope_scaling {type or rope_type, factor, …}
-transformers 5    rope_parameters {rope_type, rope_theta, factor, …}
-Gemma 3           rope_theta, rope_local_base_freq, rope_scaling; or rope_parameters {full_attention: {…},
+transformers 4    rope_theta, rope_scaling {type or rope_type, factor, …}, partial_rotary_factor
+transformers 5    rope_parameters {rope_type, rope_theta, factor, partial_rotary_factor, …}
+Gemma 3, OLMo 3   as transformers 4, Gemma with rope_local_base_freq; or rope_parameters {full_attention: {…},
                   sliding_attention: {…}}
 """
 
@@ -10,42 +10,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from smd_jax.config import LinearRope, Llama3Rope, RopeScaling, YarnRope
-from smd_jax.model.hf_fields import flag, mapping, number, shown, some, whole
+from smd_jax.config import DynamicRope, LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from smd_jax.model.families import Family
+from smd_jax.model.hf_fields import flag, mapping, number, numbers, shown, some, whole
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Gemma 3's, where a file doesn't give them.
-GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies and their scaling. As in transformers 5, `rope_scaling` comes before
-    `rope_parameters`.
+class RopeFields(NamedTuple):
+    """What config.json says of RoPE.
+
+    Attributes:
+      theta, scaling: of the layers that see all, and of the others where these have no parameters of their own.
+      local_theta: base of the layers with a window; None: they have RoPE as all others.
+      rotated: share of a head's channels that is rotated.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    local_theta: float | None
+    rotated: float
+
+
+def read_rope(config: Mapping[str, Any], family: Family) -> RopeFields:
+    """RoPE's parameters. As in transformers 5, `rope_scaling` comes before `rope_parameters`.
 
     Raises:
-      ValueError: a kind of scaling that is not supported, or keys that are missing or unknown.
+      ValueError: a kind of scaling that is not supported, keys that are missing or unknown, parameters for no kind of
+        layer, or a scaling of the layers with a window.
     """
-    rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
-    return _parse(rope, config, "rope_theta", 10_000.0)
-
-
-def read_two_ropes(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
-    """Gemma's: base and scaling of the layers that see all, and the base of those with a window.
-
-    Raises:
-      ValueError: as `read_rope`; parameters for no kind of layer; a scaling of the layers with a window.
-    """
+    local = family.local_rope
+    if local is None:
+        rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
+        theta, scaling, rotated = _parse(rope, config, "rope_theta", family.rope_theta)
+        return RopeFields(theta, scaling, None, rotated)
     given = mapping(config, "rope_parameters")
     unknown = sorted(set(given) - set(LAYER_TYPES))
     if unknown:
@@ -53,12 +64,13 @@ def read_two_ropes(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None
             f"expected rope_parameters of {' and '.join(LAYER_TYPES)}, each with its own; got also {some(unknown)}"
         )
     far = {**mapping(given, "full_attention"), **mapping(config, "rope_scaling")}
-    theta, scaling = _parse(far, config, "rope_theta", GLOBAL_THETA)
+    theta, scaling, rotated = _parse(far, config, "rope_theta", family.rope_theta)
     near = mapping(given, "sliding_attention")
-    local_theta, local_scaling = _parse(near, config, "rope_local_base_freq", LOCAL_THETA)
+    local_theta, local_scaling, _ = _parse(near, config, local.key, theta if local.default is None else local.default)
     if local_scaling is not None:
         raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(near)}")
-    return theta, scaling, local_theta
+    same = local.default is None and scaling is None and local_theta == theta
+    return RopeFields(theta, scaling, None if same else local_theta, rotated)
 
 
 def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -76,6 +88,10 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_positions,
             }
+        case DynamicRope():
+            return {"rope_type": "dynamic", "factor": scaling.factor}
+        case LongRope():
+            return _longrope_to_hf(scaling)
         case YarnRope():
             yarn = {
                 "rope_type": "yarn",
@@ -84,30 +100,51 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
             }
-            given = scaling.attention_factor is not None
-            return {**yarn, "attention_factor": scaling.attention_factor} if given else yarn
+            if scaling.attention_factor is not None:
+                yarn["attention_factor"] = scaling.attention_factor
+            return yarn if scaling.truncate else {**yarn, "truncate": False}
+
+
+def _longrope_to_hf(scaling: LongRope) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": list(scaling.short_factor),
+        "long_factor": list(scaling.long_factor),
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+    # Else the ratio of the two contexts says it.
+    if stretched_positions(scaling) / scaling.original_max_positions != scaling.factor:
+        rope["factor"] = scaling.factor
+    given = scaling.attention_factor is not None
+    return {**rope, "attention_factor": scaling.attention_factor} if given else rope
+
+
+def stretched_positions(scaling: LongRope) -> int:
+    """The context after it was stretched."""
+    return round(scaling.factor * scaling.original_max_positions)
 
 
 def _parse(
     given: Mapping[str, Any], config: Mapping[str, Any], theta_key: str, default_theta: float
-) -> tuple[float, RopeScaling | None]:
-    """One dictionary of parameters. The base of one without a `rope_theta` is `config[theta_key]`, or the default."""
+) -> tuple[float, RopeScaling | None, float]:
+    """Base, scaling and rotated share of one dictionary of parameters. The base of one without a `rope_theta` is
+    `config[theta_key]`, or the default."""
     rope = dict(given)
     # Older files say `type` where newer ones say `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     base = rope.pop("rope_theta", None)
     theta = number(config, theta_key, default_theta) if base is None else number(given, "rope_theta")
-    partial = rope.pop("partial_rotary_factor", None)
+    share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = 1.0 if share is None else number({"partial_rotary_factor": share}, "partial_rotary_factor")
+    rope_type = "longrope" if rope_type == "su" else rope_type  # Phi-3's first name for it
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise ValueError(f"rope type must be one of {', '.join(ROPE_KEYS)}; got {shown(rope_type)}")
-    if partial is not None and partial != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1.0 or absent; got {shown(partial)}")
     unknown = sorted(set(rope) - set(ROPE_KEYS[rope_type]))
     if unknown:
         known = ", ".join(ROPE_KEYS[rope_type]) or "no further keys"
         raise ValueError(f"rope type {rope_type!r} takes {known}; got also {some(unknown)}")
-    return theta, _scaling(rope_type, rope, config)
+    return theta, _scaling(rope_type, rope, config), rotated
 
 
 def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
@@ -115,6 +152,8 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
         return None
     if rope_type == "linear":
         return LinearRope(factor=number(rope, "factor"))
+    if rope_type == "dynamic":
+        return DynamicRope(factor=number(rope, "factor"))
     original = _original_positions(rope, config)
     if rope_type == "llama3":
         return Llama3Rope(
@@ -124,8 +163,8 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
             original_max_positions=original,
         )
     given = {key: value for key, value in rope.items() if value is not None}
-    if not flag(given, "truncate", True):
-        raise ValueError("yarn with truncate=False is not supported; only truncate=True is")
+    if rope_type == "longrope":
+        return _longrope(given, config, original)
     # An absent factor is the ratio of the two contexts.
     factor = number(given, "factor") if "factor" in given else whole(config, "max_position_embeddings") / original
     return YarnRope(
@@ -134,6 +173,18 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
         beta_fast=number(given, "beta_fast", 32.0),
         beta_slow=number(given, "beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(given, factor),
+        truncate=flag(given, "truncate", True),
+    )
+
+
+def _longrope(rope: Mapping[str, Any], config: Mapping[str, Any], original: int) -> LongRope:
+    given = "factor" in rope
+    return LongRope(
+        short_factor=numbers(rope, "short_factor"),
+        long_factor=numbers(rope, "long_factor"),
+        original_max_positions=original,
+        factor=number(rope, "factor") if given else whole(config, "max_position_embeddings") / original,
+        attention_factor=number(rope, "attention_factor") if "attention_factor" in rope else None,
     )
 
 

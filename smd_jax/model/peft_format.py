@@ -4,7 +4,8 @@
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     [rank, in]
                                  base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out, rank]
 
-Names come from the decoder's table of tensors; as kernels, A and B are transposed.
+Names come from the decoder's table of tensors; as kernels, A and B are transposed. Matrices that a checkpoint stores as
+one have one adapter in PEFT's format, see `smd_jax.model.peft_fused`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
+from smd_jax.model.families import FAMILIES, model_type_of
 from smd_jax.model.hf_config import float_name
 from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
+from smd_jax.model.peft_fused import FUSED, PATTERNS, check_patterns, fused_targets, join, patterns, split
 from smd_jax.model.stored_tensors import STORED_DTYPES, check_finite_weights, read_json
-from smd_jax.model.weights import tensor_table
+from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.safetensors_files import write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
@@ -72,20 +75,23 @@ def save_peft(
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
     adapters: Adapters = params[LORA]
-    paths = {path: name for name, path in _modules(config, adapters.config).items()}
+    layout = _layout_of(config, base_model)
+    modules = _modules(config, adapters.config, layout)
     pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
-    if pairs.keys() != paths.keys():
-        wrong = sorted(pairs.keys() ^ paths.keys())
-        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(wrong)}")
+    expected = {leaf.path for tensor in modules.values() for leaf in tensor.leaves}
+    if wrong := sorted({f"{path}/kernel" for path in pairs} ^ expected):
+        paths = [path.removesuffix("/kernel") for path in wrong]
+        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(paths)}")
     kind = jnp.dtype(float_name(dtype))
-    tensors = {
-        _tensor_name(paths[path], matrix): np.ascontiguousarray(np.asarray(pair[matrix]).astype(kind).T)
-        for path, pair in pairs.items()
-        for matrix in _MATRICES
-    }
+    tensors = {}
+    for name, tensor in modules.items():
+        parts = [pairs[_module(leaf)] for leaf in tensor.leaves]
+        pair = parts[0] if len(parts) == 1 else join(parts)
+        for matrix in _MATRICES:
+            tensors[_tensor_name(name, matrix)] = np.ascontiguousarray(np.asarray(pair[matrix]).astype(kind).T)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_peft_config(adapters.config, base_model), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(_peft_config(adapters.config, base_model, layout), indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
     # Written under another name and renamed: a reader sees the old file or the new one.
     new_config = directory / f"{CONFIG_FILE}.new-{os.getpid()}"
@@ -111,43 +117,66 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"expected adapters with {name} in {directory}; there is no such file")
-    content = _read_config(directory / CONFIG_FILE)
     tensors = _read_tensors(directory / TENSOR_FILE)
+    layout: Layout = "fused" if any(f".{name}." in tensor for name in FUSED for tensor in tensors) else "split"
+    content = _read_config(directory / CONFIG_FILE, layout)
     lora = _lora_config(content, tensors, directory)
     flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
     matrices: dict[str, Any] = {}
-    for name, path in _modules(config, lora).items():
-        kernel = flat[f"{path}/kernel"]
-        shapes = {"lora_A": (lora.rank, kernel.shape[0]), "lora_B": (kernel.shape[1], lora.rank)}
+    for name, tensor in _modules(config, lora, layout).items():
+        widths = [leaf.shape[1] for leaf in tensor.leaves]
+        joined = len(widths) > 1 and bool(content.get("rank_pattern"))
+        rank = lora.rank * len(widths) if joined else lora.rank
+        shapes = {"lora_A": (rank, tensor.leaves[0].shape[0]), "lora_B": (sum(widths), rank)}
+        found = {}
         for matrix, shape in shapes.items():
-            tensor = _taken(tensors, _tensor_name(name, matrix), shape, directory)
-            check_finite_weights(f"{_tensor_name(name, matrix)} of {directory}", tensor)
+            array = _taken(tensors, _tensor_name(name, matrix), shape, directory)
+            check_finite_weights(f"{_tensor_name(name, matrix)} of {directory}", array)
+            found[matrix] = array.T
+        parts = [found] if len(widths) == 1 else split(found["lora_A"], found["lora_B"], widths, lora.rank, name)
+        for leaf, part in zip(tensor.leaves, parts, strict=True):
             # A copy, so that JAX never aliases a buffer that belongs to safetensors.
-            wide = jnp.promote_types(kernel.dtype, jnp.float32)
-            matrices[f"{path}/{matrix}"] = jnp.array(tensor.T.astype(wide))
+            wide = jnp.promote_types(flat[leaf.path].dtype, jnp.float32)
+            matrices |= {f"{_module(leaf)}/{matrix}": jnp.array(part[matrix].astype(wide)) for matrix in _MATRICES}
     if tensors:
         raise ValueError(f"expected adapters of whole layers in {directory}; got {some(sorted(tensors))}, too")
     return {**params, LORA: Adapters(unflatten_dict(matrices, sep="/"), lora)}
 
 
-def _modules(config: ModelConfig, lora: LoraConfig) -> dict[str, str]:
-    """Module in transformers (`model.layers.0.self_attn.q_proj`) -> path here (`layers_0/attention/q_proj`)."""
-    modules = {
-        name.removesuffix(".weight"): leaf.path.removesuffix("/kernel")
-        for name, leaf in tensor_table(config).items()
-        if leaf.is_transposed
+def _modules(config: ModelConfig, lora: LoraConfig, layout: Layout) -> dict[str, StoredTensor]:
+    """Module in transformers (`model.layers.0.self_attn.q_proj`) -> its weight, of those that have adapters."""
+    if layout == "fused":
+        fused_targets(lora)
+    return {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in tensor_table(config, layout).items()
+        if tensor.transposed and _module(tensor.leaves[0]).split("/")[-1] in lora.targets
     }
-    return {name: path for name, path in modules.items() if path.split("/")[-1] in lora.targets}
+
+
+def _module(leaf: Leaf) -> str:
+    """Path of the module of a kernel (`layers_0/attention/q_proj`)."""
+    return leaf.path.removesuffix("/kernel")
+
+
+def _layout_of(config: ModelConfig, base_model: str | Path | None) -> Layout:
+    """Layout of the base's tensors: of the model type in its directory, if there is one, that expresses `config`."""
+    file = None if base_model is None else Path(base_model) / "config.json"
+    given = read_json(file).get("model_type") if file is not None and file.is_file() else None
+    return FAMILIES[model_type_of(config, given if isinstance(given, str) else None)].layout
 
 
 def _tensor_name(module: str, matrix: str) -> str:
     return f"{_PREFIX}{module}.{matrix}.weight"
 
 
-def _peft_config(lora: LoraConfig, base_model: str | Path | None) -> dict[str, Any]:
+def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout) -> dict[str, Any]:
     # PEFT's own alpha is an integer in its annotations, and any number where it computes.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    fused = fused_targets(lora) if layout == "fused" else {}
+    alone = [target for target in lora.targets if not any(target in parts for parts in fused.values())]
     return {
+        **(patterns(lora) if fused else {}),
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base_model is None else str(base_model),
@@ -155,22 +184,21 @@ def _peft_config(lora: LoraConfig, base_model: str | Path | None) -> dict[str, A
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rank_stabilised,
-        "target_modules": list(lora.targets),
+        "target_modules": [*fused, *alone],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
     }
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path, layout: Layout) -> dict[str, Any]:
     content = read_json(file)
     if content.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {file}; got {shown(content.get('peft_type'))}")
     # An option that is not listed here may be a new one of PEFT's: it must be off.
+    known = (*_WITHOUT_EFFECT, "init_lora_weights", *(PATTERNS if layout == "fused" else ()))
     odd = [
-        f"{name} {shown(value)}"
-        for name, value in content.items()
-        if name not in _WITHOUT_EFFECT and name != "init_lora_weights" and not _is_off(name, value)
+        f"{name} {shown(value)}" for name, value in content.items() if name not in known and not _is_off(name, value)
     ]
     if odd:
         raise ValueError(f"expected plain LoRA in {file}, because these make another function of it; got {some(odd)}")
@@ -210,12 +238,16 @@ def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], 
     """Rank and alpha as the file gives them; the targets from the tensors, because PEFT may name those by a pattern."""
     # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
     there = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
+    there = {part for name in there for part in FUSED.get(name, (name,))}
     targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in there)
     if not targets or there - set(targets):
         raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
     try:
         rank, alpha = whole(content, "r"), number(content, "lora_alpha")
-        return LoraConfig(rank=rank, alpha=alpha, targets=targets, rank_stabilised=flag(content, "use_rslora", False))
+        stabilised = flag(content, "use_rslora", False)
+        lora = LoraConfig(rank=rank, alpha=alpha, targets=targets, rank_stabilised=stabilised)
+        check_patterns(content, lora)
+        return lora
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
 

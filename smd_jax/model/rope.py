@@ -8,29 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from smd_jax.config import DynamicRope, LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
 
 Rope = tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]  # cos and sin
 
 
 def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`).
+    """Inverse frequencies `[rotated / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`).
 
     Args:
       local: those of layers with a sliding window, where these have a base of their own.
     """
     # In float64 on the host: sizes are static, and the result is a constant of the program.
-    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    half = np.arange(0, config.rotated, 2, dtype=np.float64) / config.rotated
     if local and config.local_rope_theta is not None:
         return 1.0 / config.local_rope_theta**half, 1.0
     plain = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or isinstance(scaling, DynamicRope):
         return plain, 1.0
     if isinstance(scaling, LinearRope):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, Llama3Rope):
         return _llama3_frequencies(plain, scaling), 1.0
+    if isinstance(scaling, LongRope):
+        return _longrope_frequencies(plain, scaling, config)
     return _yarn_frequencies(plain, scaling, config)
 
 
@@ -43,15 +45,25 @@ def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
     return (1 - smooth) * plain / scaling.factor + smooth * plain
 
 
+def _longrope_frequencies(plain: np.ndarray, scaling: LongRope, config: ModelConfig) -> tuple[np.ndarray, float]:
+    is_long = config.max_positions > scaling.original_max_positions
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_max_positions))
+    return plain / np.asarray(scaling.long_factor if is_long else scaling.short_factor), factor
+
+
 def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig) -> tuple[np.ndarray, float]:
     # The index of the frequency that makes so many turns within the original context; no whole number.
     def dimension(rotations: float) -> float:
         length = scaling.original_max_positions / (rotations * 2 * math.pi)
-        return config.head_dim * math.log(length) / (2 * math.log(config.rope_theta))
+        return config.rotated * math.log(length) / (2 * math.log(config.rope_theta))
 
     # More turns than beta_fast: untouched; fewer than beta_slow: stretched by the whole factor.
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotated - 1)
     # 0: the plain frequency; 1: divided by the factor. The least width avoids a division by zero.
     ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0.0, 1.0)
     factor = scaling.attention_factor
@@ -61,7 +73,7 @@ def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig)
 
 
 def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, local: bool = False) -> Rope:
-    """cos and sin of every token's angles, `[batch, tokens, head_dim / 2]` in float32 or wider; `local` as above."""
+    """cos and sin of every token's angles, `[batch, tokens, rotated / 2]` in float32 or wider; `local` as above."""
     frequencies, factor = inverse_frequencies(config, local=local)
     wide = jnp.promote_types(config.dtype, jnp.float32)
     # Whatever the compute dtype: bfloat16 does not tell all positions above 256 apart.
@@ -70,9 +82,24 @@ def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, l
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "batch heads tokens head_dim"], rope: Rope) -> Float[Array, "batch heads tokens head_dim"]:
-    """Applies RoPE in the dtype of the tables; first and second half of head_dim are the pairs (Hugging Face)."""
+def rotate(
+    x: Float[Array, "batch heads tokens head_dim"], rope: Rope, *, interleaved: bool = False
+) -> Float[Array, "batch heads tokens head_dim"]:
+    """Applies RoPE in the dtype of the tables, to the first channels where the tables have fewer pairs than a head.
+
+    Args:
+      interleaved: pairs are neighbours; else the first and second half of the rotated channels (Hugging Face).
+    """
     cos = rope[0][:, None]
     sin = rope[1][:, None]
-    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    rotated = 2 * cos.shape[-1]
+    partial = rotated < x.shape[-1]
+    turned = (x[..., :rotated] if partial else x).astype(cos.dtype)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    out = jnp.stack(pair, -1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, -1)
+    out = out.astype(x.dtype)
+    return jnp.concatenate([out, x[..., rotated:]], -1) if partial else out

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_fields import shown, some
-from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Leaf, tensor_table
+from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTensor, tensor_table
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -135,8 +135,10 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     return stored
 
 
-def match_tensors(config: ModelConfig, files: list[Path], where: str) -> dict[str, tuple[Leaf, Stored]]:
-    """The parameters of `config` and where each is stored, by the tensor's name; from headers, without weights.
+def match_tensors(
+    config: ModelConfig, files: list[Path], where: str, layout: Layout = "split"
+) -> dict[str, tuple[StoredTensor, Stored]]:
+    """The tensors of `config` and where each is stored, by name; from headers, without weights.
 
     A tied embedding may be stored under either of its two names, and both names must then hold equal tensors.
 
@@ -152,9 +154,9 @@ def match_tensors(config: ModelConfig, files: list[Path], where: str) -> dict[st
             f"tensors in {where} do not fit its configuration: expected {config.num_layers} layers, as "
             f"num_hidden_layers says; got tensors of {len(layers)}"
         )
-    table = tensor_table(config)
+    table = tensor_table(config, layout)
     if config.tie_embeddings and EMBEDDING not in stored and OUTPUT in stored:
-        table = {OUTPUT if name == EMBEDDING else name: leaf for name, leaf in table.items()}
+        table = {OUTPUT if name == EMBEDDING else name: tensor for name, tensor in table.items()}
     check_names(
         missing=table.keys() - stored.keys(),
         extra={name for name in stored.keys() - table.keys() if not is_redundant(name, config)},
@@ -163,7 +165,7 @@ def match_tensors(config: ModelConfig, files: list[Path], where: str) -> dict[st
     check_stored(table, stored)
     if config.tie_embeddings and {EMBEDDING, OUTPUT} <= stored.keys():
         _check_tied(stored[EMBEDDING], stored[OUTPUT], where)
-    return {name: (leaf, stored[name]) for name, leaf in table.items()}
+    return {name: (tensor, stored[name]) for name, tensor in table.items()}
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
@@ -196,12 +198,12 @@ def _wide(block: np.ndarray) -> np.ndarray:
     return block.astype(np.float64)
 
 
-def check_stored(table: dict[str, Leaf], stored: dict[str, Stored]) -> None:
+def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
     """Raises ValueError for tensors of another shape than the table's, or whose numbers are no floats."""
     wrong = [
-        f"{name}: expected {list(leaf.hf_shape)}, got {shown(list(stored[name].shape))}"
-        for name, leaf in table.items()
-        if stored[name].shape != leaf.hf_shape
+        f"{name}: expected {list(tensor.hf_shape)}, got {shown(list(stored[name].shape))}"
+        for name, tensor in table.items()
+        if stored[name].shape != tensor.hf_shape
     ]
     if wrong:
         raise ValueError(f"tensors of the wrong shape for config.json: {some(wrong)}")
@@ -213,15 +215,17 @@ def check_stored(table: dict[str, Leaf], stored: dict[str, Stored]) -> None:
 # Parts of tensors
 
 
-def load_parameter(tensor: Any, leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
+def load_parameter(
+    content: Any, tensor: StoredTensor, leaf: Leaf, dtype: FloatName, sharding: Sharding | None
+) -> jax.Array:
     """A parameter on the devices of this process, whose parts are read one after the other.
 
     Args:
-      tensor: what `safe_open(...).get_slice(name)` gives.
+      content: what `safe_open(...).get_slice(name)` gives, of the tensor that holds it.
       sharding: where the parts belong; None: the whole, uncommitted, on JAX's default device.
     """
     if sharding is None:
-        whole = read_part(tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)
+        whole = read_part(content, tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)
         (array,) = _put(whole, [None])
         del whole
         jax.device_put(np.int8(0))  # see below
@@ -233,16 +237,17 @@ def load_parameter(tensor: Any, leaf: Leaf, dtype: FloatName, sharding: Sharding
         devices_of.setdefault(tuple((begin, end) for begin, end, _ in ends), []).append(device)
     arrays: list[jax.Array] = []
     for bounds, devices in devices_of.items():
-        arrays += _put(read_part(tensor, leaf, bounds, dtype), devices)
+        arrays += _put(read_part(content, tensor, leaf, bounds, dtype), devices)
         # JAX lets go of what it has copied at its next call: here, and not when another part was read already.
         jax.device_put(np.int8(0), devices[0])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
-def read_part(tensor: Any, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+def read_part(content: Any, tensor: StoredTensor, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
     """A part of a parameter, converted; of what is stored no more than a block exists besides.
 
     Args:
+      content: as in `load_parameter`.
       bounds: of the part, in the parameter's own order of axes.
 
     Raises:
@@ -250,14 +255,18 @@ def read_part(tensor: Any, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.n
     """
     part = host_array(tuple(end - begin for begin, end in bounds), dtype)
     # In the order of the file, a view into the part.
-    there = part.T if leaf.is_transposed else part
-    (first, last), *others = bounds[::-1] if leaf.is_transposed else bounds
+    there = part.T if tensor.transposed else part
+    # Parameters lie one behind the other along the last axis.
+    shift = tensor.begin(leaf)
+    *before, (begin, end) = bounds
+    moved = (*before, (begin + shift, end + shift))
+    (first, last), *others = moved[::-1] if tensor.transposed else moved
     rest = tuple(slice(begin, end) for begin, end in others)
     step = max(min(BLOCK_BYTES, part.nbytes // 32) * len(there) // max(part.nbytes, 1), 1)
     for begin in range(first, last, step):
         end = min(begin + step, last)
         with np.errstate(over="ignore"):  # found below, with the tensor's name
-            there[begin - first : end - first] = tensor[(slice(begin, end), *rest)]
+            there[begin - first : end - first] = content[(slice(begin, end), *rest)]
         check_finite_weights(leaf.path, there[begin - first : end - first])
     return part
 

@@ -1,16 +1,20 @@
-"""Which tensor of a Hugging Face checkpoint is which parameter of the decoder.
+"""Which tensor of a Hugging Face checkpoint holds which parameters of the decoder.
 
-A `kernel` here is [in, out] where a Linear's weight there is [out, in], so kernels are transposed and everything else
-is taken as it is; rope uses transformers' half-and-half convention, so no head is permuted. Gemma's norms are stored
-less one on both sides.
+A `kernel` here is [in, out] where a Linear's weight there is [out, in], so kernels are transposed. Phi stores q, k and
+v as one matrix, and gate and up as another. Everything else is taken as it is: RoPE uses the same pairs of channels on
+both sides, so no head is permuted, and Gemma's norms are stored less one on both sides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from smd_jax.config import ModelConfig
 
+# "fused": q, k and v are one tensor, and gate and up another.
+Layout = Literal["split", "fused"]
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
@@ -22,59 +26,106 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
 
-    @property
-    def is_transposed(self) -> bool:
-        return self.path.endswith("/kernel")
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+      leaves: the parameters in it, one behind the other along their last axis; mostly one.
+      transposed: whether it is stored as the transpose.
+    """
+
+    leaves: tuple[Leaf, ...]
+    transposed: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.is_transposed else self.shape
+        """Its shape in the file."""
+        shape = (*self.leaves[0].shape[:-1], sum(leaf.shape[-1] for leaf in self.leaves))
+        return shape[::-1] if self.transposed else shape
+
+    def begin(self, leaf: Leaf) -> int:
+        """Where a parameter begins along the last axis."""
+        return sum(other.shape[-1] for other in self.leaves[: self.leaves.index(leaf)])
 
 
-def tensor_table(config: ModelConfig) -> dict[str, Leaf]:
-    """Hugging Face tensor name -> parameter, for every parameter of a decoder of shape `config`."""
+def tensor_table(config: ModelConfig, layout: Layout = "split") -> dict[str, StoredTensor]:
+    """Hugging Face tensor name -> what it holds, for every parameter of a decoder of shape `config`."""
     hidden = config.hidden_size
-    ffn = config.intermediate_size
-    vocab = config.vocab_size
+    table = {EMBEDDING: _plain("embed/embedding", config.vocab_size, hidden)}
+    fused = layout == "fused"
+    layer = {**_attention(config, fused), **_norms(config), **_mlp(config, fused)}
+    for n in range(config.num_layers):
+        for name, tensor in layer.items():
+            leaves = tuple(Leaf(f"layers_{n}/{leaf.path}", leaf.shape) for leaf in tensor.leaves)
+            table[f"model.layers.{n}.{name}"] = StoredTensor(leaves, tensor.transposed)
+    table["model.norm.weight"] = _plain("norm/scale", hidden)
+    if not config.tie_embeddings:
+        table[OUTPUT] = _kernel({"lm_head/kernel": config.vocab_size}, hidden)
+    return table
+
+
+def parameters(table: Mapping[str, StoredTensor]) -> dict[str, Leaf]:
+    """Path -> parameter, for all that the tensors hold."""
+    return {leaf.path: leaf for tensor in table.values() for leaf in tensor.leaves}
+
+
+def _plain(path: str, *shape: int) -> StoredTensor:
+    return StoredTensor((Leaf(path, shape),))
+
+
+def _kernel(widths: Mapping[str, int], width_in: int) -> StoredTensor:
+    """A Linear's weight: path -> output width of the kernels in it."""
+    return StoredTensor(tuple(Leaf(path, (width_in, width)) for path, width in widths.items()), transposed=True)
+
+
+def _attention(config: ModelConfig, fused: bool) -> dict[str, StoredTensor]:
+    hidden = config.hidden_size
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * config.head_dim
-    # One name, two places: of Gemma it is the norm of what attention gives, of all others that of what the MLP takes.
-    norms = {"post_attention_layernorm.weight": Leaf("mlp_norm/scale", (hidden,))}
-    if config.post_norms:
-        norms = {
-            "post_attention_layernorm.weight": Leaf("attention_post_norm/scale", (hidden,)),
-            "pre_feedforward_layernorm.weight": Leaf("mlp_norm/scale", (hidden,)),
-            "post_feedforward_layernorm.weight": Leaf("mlp_post_norm/scale", (hidden,)),
+    widths = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    kernels = {f"attention/{name}/kernel": width for name, width in widths.items()}
+    if fused:
+        tensors = {"self_attn.qkv_proj.weight": _kernel(kernels, hidden)}
+    else:
+        tensors = {
+            f"self_attn.{name}.weight": _kernel({f"attention/{name}/kernel": width}, hidden)
+            for name, width in widths.items()
         }
-    layer = {
-        "input_layernorm.weight": Leaf("attention_norm/scale", (hidden,)),
-        "self_attn.q_proj.weight": Leaf("attention/q_proj/kernel", (hidden, q)),
-        "self_attn.k_proj.weight": Leaf("attention/k_proj/kernel", (hidden, kv)),
-        "self_attn.v_proj.weight": Leaf("attention/v_proj/kernel", (hidden, kv)),
-        "self_attn.o_proj.weight": Leaf("attention/o_proj/kernel", (q, hidden)),
-        **norms,
-        "mlp.gate_proj.weight": Leaf("mlp/gate_proj/kernel", (hidden, ffn)),
-        "mlp.up_proj.weight": Leaf("mlp/up_proj/kernel", (hidden, ffn)),
-        "mlp.down_proj.weight": Leaf("mlp/down_proj/kernel", (ffn, hidden)),
-    }
+    tensors["self_attn.o_proj.weight"] = _kernel({"attention/o_proj/kernel": hidden}, q)
     if config.qkv_bias:
-        layer["self_attn.q_proj.bias"] = Leaf("attention/q_proj/bias", (q,))
-        layer["self_attn.k_proj.bias"] = Leaf("attention/k_proj/bias", (kv,))
-        layer["self_attn.v_proj.bias"] = Leaf("attention/v_proj/bias", (kv,))
+        tensors |= {f"self_attn.{name}.bias": _plain(f"attention/{name}/bias", width) for name, width in widths.items()}
     if config.o_bias:
-        layer["self_attn.o_proj.bias"] = Leaf("attention/o_proj/bias", (hidden,))
-    if config.mlp_bias:
-        layer["mlp.gate_proj.bias"] = Leaf("mlp/gate_proj/bias", (ffn,))
-        layer["mlp.up_proj.bias"] = Leaf("mlp/up_proj/bias", (ffn,))
-        layer["mlp.down_proj.bias"] = Leaf("mlp/down_proj/bias", (hidden,))
+        tensors["self_attn.o_proj.bias"] = _plain("attention/o_proj/bias", hidden)
     if config.qk_norm:
-        layer["self_attn.q_norm.weight"] = Leaf("attention/q_norm/scale", (config.head_dim,))
-        layer["self_attn.k_norm.weight"] = Leaf("attention/k_norm/scale", (config.head_dim,))
-    blocks = [(f"model.layers.{n}", f"layers_{n}") for n in range(config.num_layers)]
-    table = {EMBEDDING: Leaf("embed/embedding", (vocab, hidden))}
-    for there, here in blocks:
-        table |= {f"{there}.{name}": Leaf(f"{here}/{leaf.path}", leaf.shape) for name, leaf in layer.items()}
-    table["model.norm.weight"] = Leaf("norm/scale", (hidden,))
-    if not config.tie_embeddings:
-        table[OUTPUT] = Leaf("lm_head/kernel", (hidden, vocab))
-    return table
+        over_all = config.qk_norm_over == "all"
+        for name, width in (("q_norm", q), ("k_norm", kv)):
+            scale = _plain(f"attention/{name}/scale", width if over_all else config.head_dim)
+            tensors[f"self_attn.{name}.weight"] = scale
+    return tensors
+
+
+def _norms(config: ModelConfig) -> dict[str, StoredTensor]:
+    # One name, two places: where norms follow attention it is theirs, else the MLP's.
+    if config.post_norms:
+        paths = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
+        if config.pre_norms:
+            paths |= {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm"}
+    else:
+        paths = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    return {f"{name}.weight": _plain(f"{path}/scale", config.hidden_size) for name, path in paths.items()}
+
+
+def _mlp(config: ModelConfig, fused: bool) -> dict[str, StoredTensor]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    wide = ["gate_proj", "up_proj"] if config.gated_mlp else ["up_proj"]
+    if fused:
+        tensors = {"mlp.gate_up_proj.weight": _kernel({f"mlp/{name}/kernel": ffn for name in wide}, hidden)}
+    else:
+        tensors = {f"mlp.{name}.weight": _kernel({f"mlp/{name}/kernel": ffn}, hidden) for name in wide}
+    tensors["mlp.down_proj.weight"] = _kernel({"mlp/down_proj/kernel": hidden}, ffn)
+    if config.mlp_bias:
+        widths = {**dict.fromkeys(wide, ffn), "down_proj": hidden}
+        tensors |= {f"mlp.{name}.bias": _plain(f"mlp/{name}/bias", width) for name, width in widths.items()}
+    return tensors

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from smd_jax.config import FloatName, ModelConfig
 from smd_jax.devices.sharding import param_spec
 from smd_jax.disk import check_space, check_writable
 from smd_jax.message.gate import EVICTION_GATE
+from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.hf_fields import some
 from smd_jax.model.lora import LORA
@@ -36,7 +38,7 @@ from smd_jax.model.stored_tensors import (
     read_json,
     tensor_files,
 )
-from smd_jax.model.tensor_table import Leaf, tensor_table
+from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, parameters, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
 from smd_jax.safetensors_files import write_safetensors
@@ -74,15 +76,16 @@ def load_checkpoint(
     """
     directory = Path(directory)
     name = float_name(dtype)
-    config = _parsed_config(directory, name)
-    tensors = match_tensors(config, tensor_files(directory), str(directory))
+    config, layout = _parsed_config(directory, name)
+    tensors = match_tensors(config, tensor_files(directory), str(directory), layout)
     flat: dict[str, Any] = {}
     # File by file, so that each is opened once.
     for file in sorted({stored.file for _, stored in tensors.values()}):
         with safe_open(file, framework="numpy") as opened:
-            for n, (leaf, stored) in tensors.items():
-                if stored.file == file:
-                    flat[leaf.path] = load_parameter(opened.get_slice(n), leaf, name, _sharding(leaf, mesh))
+            for n, (tensor, stored) in tensors.items():
+                for leaf in tensor.leaves if stored.file == file else ():
+                    sharding = _sharding(leaf, mesh)
+                    flat[leaf.path] = load_parameter(opened.get_slice(n), tensor, leaf, name, sharding)
     return config, unflatten_dict(flat, sep="/")
 
 
@@ -97,12 +100,12 @@ def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelC
     twice.
     """
     directory = Path(directory)
-    config = _parsed_config(directory, float_name(dtype))
-    match_tensors(config, tensor_files(directory), str(directory))
+    config, layout = _parsed_config(directory, float_name(dtype))
+    match_tensors(config, tensor_files(directory), str(directory), layout)
     return config
 
 
-def _parsed_config(directory: Path, dtype: FloatName) -> ModelConfig:
+def _parsed_config(directory: Path, dtype: FloatName) -> tuple[ModelConfig, Layout]:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"expected a checkpoint directory; there is none at {directory}. A model of the Hugging Face Hub has to be "
@@ -111,7 +114,7 @@ def _parsed_config(directory: Path, dtype: FloatName) -> ModelConfig:
     file = directory / "config.json"
     content = read_json(file)
     try:
-        return model_config_from_hf(content, dtype)
+        return model_config_from_hf(content, dtype), FAMILIES[content["model_type"]].layout
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -158,7 +161,7 @@ def save_checkpoint(
     dtype = float_name(dtype)
     source = None if tokenizer_from is None else Path(tokenizer_from)
     hf_config = hf_config_from_model(config, dtype, _model_type_of(source))
-    table = tensor_table(config)
+    table = tensor_table(config, FAMILIES[hf_config["model_type"]].layout)
     flat = flatten_dict(dict(params), sep="/")
     # Before the first file is written, because this needs no more than names and shapes.
     _check_params(table, flat)
@@ -197,8 +200,8 @@ def check_export_source(config: ModelConfig, tokenizer_from: str | Path, tokeniz
 # Writing
 
 
-def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
-    leaves = {leaf.path: leaf for leaf in table.values()}
+def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> None:
+    leaves = parameters(table)
     if any(path.startswith(f"{VALUE_HEAD}/") for path in flat):
         raise ValueError(
             "expected parameters without a value head, because a language model in Hugging Face's format has none: "
@@ -224,22 +227,23 @@ def _check_params(table: dict[str, Leaf], flat: Mapping[str, Any]) -> None:
         raise ValueError(f"parameters of the wrong shape for the config: {some(wrong)}")
 
 
-def _to_stored(parameter: Any, leaf: Leaf, dtype: FloatName) -> np.ndarray:
+def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) -> np.ndarray:
     # NumPy has no bfloat16 of its own; JAX's dtype brings it along.
-    array = np.asarray(parameter).astype(jnp.dtype(dtype))
+    parts = [np.asarray(flat[leaf.path]).astype(jnp.dtype(dtype)) for leaf in tensor.leaves]
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     # safetensors writes the buffer and ignores strides.
-    return np.ascontiguousarray(array.T if leaf.is_transposed else array)
+    return np.ascontiguousarray(array.T if tensor.transposed else array)
 
 
 def _write_tensors(
-    directory: Path, table: dict[str, Leaf], flat: Mapping[str, Any], dtype: FloatName, max_shard_bytes: int
+    directory: Path, table: dict[str, StoredTensor], flat: Mapping[str, Any], dtype: FloatName, max_shard_bytes: int
 ) -> None:
     itemsize = jnp.dtype(dtype).itemsize
-    sizes = {name: int(np.prod(leaf.shape)) * itemsize for name, leaf in table.items()}
+    sizes = {name: math.prod(tensor.hf_shape) * itemsize for name, tensor in table.items()}
     shards = _pack(sizes, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip([SINGLE_FILE] if len(shards) == 1 else names, shards, strict=True):
-        tensors = {name: _to_stored(flat[table[name].path], table[name], dtype) for name in shard}
+        tensors = {name: _to_stored(flat, table[name], dtype) for name in shard}
         write_safetensors(directory / file, tensors, {"format": "pt"})  # transformers 4 insists on "pt"
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}

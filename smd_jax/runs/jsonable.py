@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from smd_jax.added_fields import written_fields
+
 # Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -60,7 +62,7 @@ def config_differences(saved: Json, given: Json, words: tuple[str, str] = ("expe
 
 
 def _fields_to_jsonable(value: Any, path: str) -> dict[str, Json]:
-    return {f.name: to_jsonable(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+    return {f.name: to_jsonable(getattr(value, f.name), f"{path}.{f.name}") for f in written_fields(value)}
 
 
 def _string_key(key: object, path: str) -> str:

@@ -165,6 +165,39 @@ def test_parameters_that_do_not_fit(tmp_path: Path):
         load_peft(tmp_path / "b", PARAMS, CONFIG)
 
 
+def fused_adapter(directory: Path, **options: Any) -> dict[str, np.ndarray]:
+    """Files as PEFT writes them for a Phi whose q, k and v are one matrix; and their matrices by layer."""
+    rng = np.random.default_rng(0)
+    widths = {"qkv_proj": CONFIG.head_dim * (CONFIG.num_heads + 2 * CONFIG.num_kv_heads)}
+    tensors = {}
+    for layer in range(CONFIG.num_layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.qkv_proj"
+        tensors[f"{name}.lora_A.weight"] = rng.normal(size=(3, CONFIG.hidden_size)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = rng.normal(size=(widths["qkv_proj"], 3)).astype(np.float32)
+    save_file(tensors, directory / TENSOR_FILE)
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["qkv_proj"], **options}
+    (directory / CONFIG_FILE).write_text(json.dumps(config))
+    return tensors
+
+
+def test_an_adapter_of_a_fused_matrix(tmp_path: Path):
+    """q, k and v start with its A, and with their rows of its B."""
+    tensors = fused_adapter(tmp_path)
+    merged = merge_lora(load_peft(tmp_path, base_params(PARAMS), CONFIG))
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    added = 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    there, before = merged["layers_1"]["attention"], PARAMS["layers_1"]["attention"]
+    found = [np.asarray(there[part]["kernel"] - before[part]["kernel"]).T for part in ("q_proj", "k_proj", "v_proj")]
+    np.testing.assert_allclose(np.concatenate(found), added, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [{"qkv_proj": 6}, {"qkv_proj": 9, "o_proj": 2}, [3]])
+def test_ranks_of_single_matrices_are_refused(tmp_path: Path, pattern: Any):
+    fused_adapter(tmp_path, rank_pattern=pattern)
+    with pytest.raises(ValueError, match=r"expected rank_pattern to be {'qkv_proj': 9} or empty; got"):
+        load_peft(tmp_path, base_params(PARAMS), CONFIG)
+
+
 # With PEFT at hand
 
 

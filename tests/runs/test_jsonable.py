@@ -1,12 +1,14 @@
 """Settings as JSON, and the lines in which two of them differ."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from smd_jax.config import YarnRope
 from smd_jax.runs.jsonable import config_differences, to_jsonable
+from smd_jax.testing import tiny_model_config
 
 
 def test_to_jsonable_by_hand():
@@ -56,3 +58,14 @@ def test_two_classes_with_equal_fields_differ():
     assert lines == ['_class: expected "Recent", got "Random"']
     assert config_differences([], {}) == [": expected [], got {}"]
     assert config_differences({"a": []}, {"a": []}) == []
+
+
+def test_fields_that_were_added_later_are_left_out_at_their_default():
+    """Settings that were saved before a field existed equal those of today, and a value of its own shows."""
+    config = tiny_model_config()
+    for shown in (repr(config), to_jsonable(config)):
+        assert "pre_norms" not in shown and "tie_embeddings" in shown
+    other = replace(config, pre_norms=False)
+    assert repr(other).endswith("pre_norms=False)") and to_jsonable(other)["pre_norms"] is False
+    assert config_differences(to_jsonable(config), to_jsonable(other)) == ["pre_norms: expected (absent), got false"]
+    assert repr(YarnRope(4.0, 16)).endswith("attention_factor=None)")

@@ -1,0 +1,133 @@
+"""Every family of transformers that the decoder is: the same logits, the same files after export, and adapters.
+
+The checkpoints and logits under golden/hf are made by golden/make_family_logits.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.config import ModelConfig
+from smd_jax.message.masks import dense_mask
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import TARGETS, LoraConfig, base_params, merge_lora
+from smd_jax.model.peft_format import load_peft, save_peft
+from smd_jax.model.teacher_forced import apply_model
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
+from tests import paths
+from tests.adapted import adapted
+from tests.bitwise import assert_bitwise_equal
+
+GOLDEN = paths.GOLDEN / "hf"
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/logits.npz") if "valid" in np.load(path).files)
+# Of logits of standard deviation 1.2; measured on CPU: at most 5e-6.
+RELATIVE = 1e-4
+every_family = pytest.mark.parametrize("name", NAMES)
+
+apply_jitted = jax.jit(apply_model, static_argnums=0)
+
+
+@functools.cache
+def opened(name: str) -> tuple[ModelConfig, Any]:
+    config, params = load_checkpoint(GOLDEN / name)
+    # LongRoPE's long factors are those of a context that is longer than the one before it was stretched.
+    return (replace(config, max_positions=64) if name == "phi3_long" else config), params
+
+
+def batch_of(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / name / "logits.npz"))
+
+
+def logits(config: ModelConfig, params: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+    """Of real tokens."""
+    valid = batch["valid"]
+    places = jnp.asarray(batch["positions"])
+    out = apply_jitted(Decoder(config), params, jnp.asarray(batch["tokens"]), places, dense_mask(jnp.asarray(valid)))
+    return np.asarray(out)[valid]
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(actual - expected).max() <= RELATIVE * np.abs(expected).max()
+
+
+@every_family
+def test_logits_are_those_of_transformers(name: str):
+    config, params = opened(name)
+    batch = batch_of(name)
+    assert_close(logits(config, params, batch), batch["logits"][batch["valid"]])
+
+
+@every_family
+def test_an_export_is_the_same_model(name: str, tmp_path: Path):
+    config, params = load_checkpoint(GOLDEN / name)
+    save_checkpoint(tmp_path, params, config, dtype="bfloat16")
+    again, weights = load_checkpoint(tmp_path)
+    assert again == config
+    assert_bitwise_equal(weights, params)
+
+
+def with_adapters(name: str) -> Any:
+    _, params = opened(name)
+    kernels = {path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"}
+    targets = tuple(target for target in TARGETS if target in kernels)
+    return adapted(params, LoraConfig(rank=2, alpha=3.0, targets=targets, rank_stabilised=True), size=0.5)
+
+
+@every_family
+def test_adapters(name: str, tmp_path: Path):
+    """Merged they are the same model, which the base is not; and PEFT's format goes round."""
+    config, _ = opened(name)
+    params, batch = with_adapters(name), batch_of(name)
+    found = logits(config, params, batch)
+    assert_close(logits(config, merge_lora(params), batch), found)
+    assert np.abs(found - logits(config, base_params(params), batch)).max() > 0.05
+    save_peft(tmp_path, params, config, base_model=GOLDEN / name)
+    assert_bitwise_equal(load_peft(tmp_path, base_params(params), config), params)
+
+
+@every_family
+@pytest.mark.filterwarnings("default")  # PEFT's own, about what transformers is going to rename
+def test_peft_opens_what_we_save(name: str, tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    config, _ = opened(name)
+    params, batch = with_adapters(name), batch_of(name)
+    save_peft(tmp_path, params, config, base_model=GOLDEN / name)
+    base = AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=torch.float32, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path)).eval()
+    assert_close(torch_logits(torch, model, batch), logits(config, params, batch))
+
+
+@every_family
+def test_transformers_opens_an_export(name: str, tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config, params = load_checkpoint(GOLDEN / name)
+    save_checkpoint(tmp_path, params, config, dtype="float32")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    batch = batch_of(name)
+    assert_close(torch_logits(torch, model, batch), batch["logits"][batch["valid"]])
+
+
+def torch_logits(torch: Any, model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+    with torch.no_grad():
+        out = model.eval()(
+            input_ids=torch.from_numpy(batch["tokens"]).long(),
+            attention_mask=torch.from_numpy(batch["valid"]).long(),
+            position_ids=torch.from_numpy(batch["positions"]).long(),
+        )
+    return out.logits.numpy()[batch["valid"]]
