@@ -1,10 +1,9 @@
-"""smd-plot: curves of runs side by side, from the evaluation before training on, and what their samplers forgot.
+"""smd-plot: curves of runs, and what their samplers forgot.
 
     smd-plot runs/train runs/other                 writes runs.html, one page that needs no network
-    smd-plot runs/train --out curves.png           the curves alone, as a picture; .svg, too
+    smd-plot runs/train --out curves.png           only the curves, as a picture; .svg, too
 
-A directory may be a run or hold several; runs of one arm that differ by their seed (ARM/seed-0, ARM-seed-0) are one
-curve with its 95 % interval. --config FILE reads options from a YAML file; flags override them.
+A directory may be a run or hold several. --config FILE reads options from a YAML file; flags override them.
 """
 
 from __future__ import annotations

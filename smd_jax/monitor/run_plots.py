@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from smd_jax.monitor.curves import Arm, Series, last_step, load_arms, main_metrics, metric_names, series_of
+from smd_jax.monitor.curves import Run, curve_of, last_step, load_runs, main_metrics
 from smd_jax.text.visible_text import visible
 
 try:
@@ -27,19 +27,17 @@ try:
 except ImportError as error:
     raise ImportError("pictures of runs need matplotlib: pip install -e '.[train]'") from error
 
-# Okabe and Ito's palette, which is safe for common colour blindness; page.css has the same.
+# Okabe and Ito's palette, which is safe for common colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 COLUMNS = 4  # of panels
-LOGARITHMIC = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "mismatch_kl")
+LOGARITHMIC = ("sampling/sampling_logp_difference/mean",)
 MARKED = 30  # curves with at most this many points also show them as dots
 
 
 def plot_runs(paths: Sequence[str | Path], out: str | Path) -> None:
-    """Draws the main metrics of all runs at or below the paths, from their start; seeds of one arm as a mean with its
-    95 % t interval.
+    """Draws the main metrics of all runs at or below the paths, one line per run.
 
     Args:
-      paths: as `smd_jax.monitor.page.write_page`.
       out: the image file; its ending chooses the format.
 
     Raises:
@@ -47,47 +45,59 @@ def plot_runs(paths: Sequence[str | Path], out: str | Path) -> None:
       ValueError: a file of a run that cannot be read, or none of the main metrics in any of them.
     """
     out = Path(out)
-    figure = runs_figure(load_arms(paths))
+    figure = runs_figure(load_runs(paths))
     out.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, out, out.suffix.removeprefix("."))
+    save_figure(figure, out, out.suffix.removeprefix("."))
 
 
-def runs_figure(arms: Sequence[Arm]) -> Figure:
-    """One panel for each main metric, and a legend."""
-    names = main_metrics(metric_names(arms))
+def runs_figure(runs: Sequence[Run]) -> Figure:
+    """One panel for each main metric, and a legend.
+
+    Raises:
+      ValueError: no main metric in any of the runs.
+    """
+    names = main_metrics(runs)
     if not names:
-        raise ValueError(f"expected runs with rewards or another of the main metrics; got {metric_names(arms)}")
+        metrics = sorted({name for run in runs for row in run.history for name in row} - {"step"})
+        raise ValueError(f"expected runs with rewards or another of the main metrics; got {metrics}")
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(4.0 * columns, 2.9 * rows + 0.5), layout="constrained")
     panels = np.ravel(figure.subplots(rows, columns, squeeze=False))
     for axes, name in zip(panels, names, strict=False):
-        draw_metric(axes, arms, name)
+        _draw_metric(axes, runs, name)
         axes.set_title(_literal(name), fontsize=10)
     for axes in panels[len(names) :]:
         axes.set_axis_off()
-    figure.legend(handles=_handles(arms), loc="outside lower center", ncols=min(len(arms), 4), frameon=False)
+    figure.legend(handles=_handles(runs), loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
     return figure
 
 
-def metric_svg(arms: Sequence[Arm], name: str) -> bytes:
-    """The picture of one metric as an SVG file, without a title."""
-    figure = Figure(figsize=(4.4, 2.4), layout="constrained")
-    draw_metric(figure.subplots(), arms, name)
-    file = io.BytesIO()
-    _save(figure, file, "svg")
-    return file.getvalue()
+def save_figure(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
+    """Writes a figure; the same runs give the same bytes."""
+    with rc_context({"svg.hashsalt": "smd_jax"}), warnings.catch_warnings():
+        # Characters of a folder's name that the font lacks become boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(target, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
 
 
-def draw_metric(axes: Axes, arms: Sequence[Arm], name: str) -> None:
-    """Draws one metric of all arms that have it, over the steps of the longest run."""
-    series = series_of(arms, name)
-    for one in series:
-        _draw_series(axes, one)
-    positive = any((one.mean.mean > 0).any() for one in series)
+def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
+    """Draws one metric of all runs that have it, over the steps of the longest run."""
+    positive = False
+    for index, run in enumerate(runs):
+        curve = curve_of(run, name)
+        if curve is None:
+            continue
+        positive |= bool((curve.values > 0).any())
+        colour, marker = COLOURS[index % len(COLOURS)], "o" if len(curve.steps) <= MARKED else ""
+        axes.plot(
+            curve.steps, curve.values, _line_style(index), color=colour, linewidth=1.5, marker=marker, markersize=3.5
+        )
+        if curve.low is not None and curve.high is not None:
+            axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
     if name in LOGARITHMIC and positive:
         axes.set_yscale("log", nonpositive="clip")
-    end = max(last_step(arms), 1)
+    end = max(last_step(runs), 1)
     axes.set_xlim(-0.02 * end, 1.02 * end)
     axes.set_xlabel("rollouts learned from", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
@@ -95,27 +105,6 @@ def draw_metric(axes: Axes, arms: Sequence[Arm], name: str) -> None:
     axes.grid(color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Figure, target: Path | io.BytesIO, kind: str) -> None:
-    # A fixed salt and no date, so that the same runs give the same file.
-    with rc_context({"svg.hashsalt": "smd_jax"}), warnings.catch_warnings():
-        # Characters of a folder's name that the font lacks become boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(target, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-
-
-def _draw_series(axes: Axes, series: Series) -> None:
-    """The seeds as thin lines, their mean as a thick one, its interval as a band."""
-    colour = COLOURS[series.index % len(COLOURS)]
-    for seed in series.seeds:
-        axes.plot(seed.steps, seed.mean, color=colour, linewidth=0.6, alpha=0.35)
-    curve = series.mean
-    marker = "o" if len(curve.steps) <= MARKED else ""
-    style = _line_style(series.index)
-    axes.plot(curve.steps, curve.mean, style, color=colour, linewidth=1.7, marker=marker, markersize=3.5)
-    if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
 
 
 def _line_style(index: int) -> Literal["-", "--"]:
@@ -128,11 +117,10 @@ def _literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def _handles(arms: Sequence[Arm]) -> list[Line2D]:
+def _handles(runs: Sequence[Run]) -> list[Line2D]:
     found = []
-    for index, arm in enumerate(arms):
-        seeds = f" ({len(arm.runs)} seeds)" if len(arm.runs) > 1 else ""
-        label = _literal(f"{arm.name}{seeds}")
+    for index, run in enumerate(runs):
+        label = _literal(run.name)
         # Matplotlib leaves names that begin with an underscore out of the legend.
         label = f" {label}" if label.startswith("_") else label
         found.append(Line2D([], [], color=COLOURS[index % len(COLOURS)], linestyle=_line_style(index), label=label))
