@@ -77,7 +77,6 @@ class DataSource:
 class DataArgs(DataSource):
     """The prompts, and which of them are left out."""
 
-    dataset_streaming: bool = False  # read rows one after the other instead of all before the start
     long_prompts: Literal["drop", "refuse"] = "drop"  # what to do with prompts over --max-prompt-length
 
 

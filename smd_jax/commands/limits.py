@@ -9,7 +9,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
-from smd_jax.tasks.task import SteppedTask, prompt_text
+from smd_jax.tasks.task import prompt_text
 from smd_jax.text.prompts import unreachable_tokens
 from smd_jax.train.loop import Loop
 
@@ -89,9 +89,9 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
 
 
 def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Raises UserError for a prompt with a token outside the embedding. A stream is checked as it is read."""
+    """Raises UserError for a prompt with a token outside the embedding."""
     outside = unreachable_tokens(tokenizer, vocab_size)
-    if not outside or isinstance(task, SteppedTask):
+    if not outside:
         return
     for index in range(len(task)):
         text = prompt_text(task[index], tokenizer)

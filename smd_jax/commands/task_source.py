@@ -12,9 +12,9 @@ from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import exists
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
-from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
+from smd_jax.tasks.dataset_task import first_rows, own_reward
 from smd_jax.tasks.functions import import_function
-from smd_jax.tasks.lengths import PromptLimit, select_prompts, usable_lengths
+from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
@@ -34,7 +34,7 @@ class Data(NamedTuple):
       counts: lines on what was kept and dropped.
     """
 
-    task: Task | StreamTask
+    task: Task
     held_out: Task | None
     width: int
     counts: list[str]
@@ -48,27 +48,18 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     """
     data = args.data
     choice = task_choice(data, args.run.seed)
-    if data.dataset_streaming:
-        if data.max_prompt_length is None:
-            raise UserError("expected --max-prompt-length with --dataset-streaming, whose longest prompt nobody knows")
-        refuse = data.long_prompts == "refuse"
-        choice = replace(choice, streaming=True, limit=PromptLimit(tokenizer, data.max_prompt_length, refuse))
     task: Any = task_of(choice)
     if not args.rewards.reward:
         check_has_reward(task)
-    counts = []
-    width = data.max_prompt_length
-    if not isinstance(task, StreamTask):
-        task, width, line = fitting(task, tokenizer, data)
-        counts.append(f"to train on: {line}")
+    task, width, line = fitting(task, tokenizer, data)
+    counts = [f"to train on: {line}"]
     held_out = None
     if args.evaluation.eval_steps:
         whole: Any = task_of(held_out_choice(args.evaluation, choice))
         held_out = first_rows(whole, args.evaluation.eval_rows)
         held_out, wide, line = fitting(held_out, tokenizer, data)
         counts.append(f"to evaluate on: {line}")
-        width = max(width or 0, wide)
-    assert width is not None
+        width = max(width, wide)
     return Data(task, held_out, width, counts)
 
 
@@ -119,7 +110,7 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
 
 def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
     """The rows to evaluate on: in the layout of those to train on, unless it is another dataset."""
-    own = replace(training, streaming=False, limit=None, held_out=True, split=args.eval_split, source=args.eval_source)
+    own = replace(training, held_out=True, split=args.eval_split, source=args.eval_source)
     if args.eval_seed is not None:
         if not (args.eval_dataset or training.name).startswith(PROCEDURAL):
             raise UserError(f"expected --eval-seed with {PROCEDURAL}NAME alone, whose rows are made from it")

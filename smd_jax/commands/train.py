@@ -69,7 +69,7 @@ from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_state
 from smd_jax.runs.stop import RunStoppedError
-from smd_jax.tasks.dataset_task import StreamTask, first_rows
+from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import Task, prompt_length, prompt_text
@@ -318,9 +318,9 @@ def print_prompts(ready: Prepared) -> None:
         print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
 
 
-def repeated_rows(prompts: int, task: Task | StreamTask) -> str | None:
+def repeated_rows(prompts: int, task: Task) -> str | None:
     """A line for the plan if a rollout has more prompts than the dataset has rows; otherwise None."""
-    if isinstance(task, StreamTask) or prompts <= len(task):
+    if prompts <= len(task):
         return None
     return f"{prompts} prompts a rollout from {len(task)} rows: each rollout has rows more than once"
 

@@ -4,7 +4,6 @@ Reward functions have TRL's signature: `reward(prompts, completions, **columns) 
 """
 
 from smd_jax.tasks.task import Task as Task
-from smd_jax.tasks.task import SteppedTask as SteppedTask
 from smd_jax.tasks.task import Prompt as Prompt
 from smd_jax.tasks.task import Completion as Completion
 from smd_jax.tasks.task import Row as Row
@@ -16,13 +15,11 @@ from smd_jax.tasks.sources import DataSource as DataSource
 from smd_jax.tasks.sources import load_rows as load_rows
 from smd_jax.tasks.row_format import RowFormat as RowFormat
 from smd_jax.tasks.dataset_task import DatasetTask as DatasetTask
-from smd_jax.tasks.dataset_task import StreamTask as StreamTask
 from smd_jax.tasks.dataset_task import first_rows as first_rows
 from smd_jax.tasks.dataset_task import own_reward as own_reward
 from smd_jax.tasks.lengths import select_prompts as select_prompts
 from smd_jax.tasks.lengths import PromptCounts as PromptCounts
 from smd_jax.tasks.lengths import usable_lengths as usable_lengths
-from smd_jax.tasks.lengths import PromptLimit as PromptLimit
 from smd_jax.tasks.functions import import_function as import_function
 from smd_jax.tasks.task import completion_text as completion_text
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask as ReasoningGymTask

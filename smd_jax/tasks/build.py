@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smd_jax.config import check_seed
-from smd_jax.tasks.dataset_task import DatasetTask, StreamTask
-from smd_jax.tasks.lengths import PromptLimit
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.presets import PRESETS, Preset
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFormat, RowFunction
-from smd_jax.tasks.sources import DataSource, MissingColumnError, Rows, load_rows
-from smd_jax.tasks.task import SteppedTask, Task
+from smd_jax.tasks.sources import DataSource, MissingColumnError, load_rows
+from smd_jax.tasks.task import Task
 
 PROCEDURAL = "reasoning_gym:"
 
@@ -35,13 +34,12 @@ class TaskChoice:
     Attributes:
       name: a preset of `PRESETS`; "reasoning_gym:NAME"; or what `DataSource.name` takes.
       source: replaces the rows of a preset by others in its layout; same values as `DataSource.name`.
-      config, split, streaming: see DataSource. None: the preset's own, or the only one.
+      config, split: see DataSource. None: the preset's own, or the only one.
       held_out: take the evaluation rows of a preset or a procedural data set.
       prompt_column, system_prompt, map_row, chat_template_kwargs: see RowFormat. A preset brings its own prompt column
         and map function.
       reward: TRL's signature; None: that of the preset or the procedural data set. Other data has none, see
         `own_reward`.
-      limit: longest prompt of a stream; for rows by number see `select_prompts`.
       seed, size, parameters: of a procedural data set, see ReasoningGymTask.
     """
 
@@ -49,14 +47,12 @@ class TaskChoice:
     source: str | None = None
     config: str | None = None
     split: str | None = None
-    streaming: bool = False
     held_out: bool = False
     prompt_column: str | None = None
     system_prompt: str | None = None
     map_row: RowFunction | None = None
     chat_template_kwargs: tuple[tuple[str, object], ...] = ()
     reward: RewardFunction | None = None
-    limit: PromptLimit | None = None
     seed: int = 0
     size: int = 10_000
     parameters: tuple[tuple[str, object], ...] = ()
@@ -65,8 +61,8 @@ class TaskChoice:
         check_seed("seed", self.seed)
 
 
-def build_task(choice: TaskChoice) -> Task | SteppedTask:
-    """Builds the task; with `streaming` a SteppedTask.
+def build_task(choice: TaskChoice) -> Task:
+    """Builds the task.
 
     Raises:
       ValueError: options that exclude each other. For other errors see `load_rows`.
@@ -83,7 +79,7 @@ def build_task(choice: TaskChoice) -> Task | SteppedTask:
         raise ValueError(
             f"expected parameters with {PROCEDURAL}NAME alone; got {choice.parameters} for {choice.name!r}"
         )
-    source = DataSource(choice.name, choice.config, choice.split, choice.streaming)
+    source = DataSource(choice.name, choice.config, choice.split)
     prompt_column = choice.prompt_column or "prompt"
     row_format = RowFormat(prompt_column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
     # A map function may make the prompt column itself.
@@ -94,16 +90,14 @@ def build_task(choice: TaskChoice) -> Task | SteppedTask:
         raise MissingColumnError(f"{error}; prompt_column says which one has the prompt") from error
 
 
-def _preset(choice: TaskChoice, preset: Preset) -> Task | SteppedTask:
+def _preset(choice: TaskChoice, preset: Preset) -> Task:
     _refuse(choice, ("prompt_column", "map_row", "parameters"), "a preset")
     if choice.source is None:
         own = preset.held_out if choice.held_out else preset.train
-        source = dataclasses.replace(
-            own, config=choice.config or own.config, split=choice.split or own.split, streaming=choice.streaming
-        )
+        source = dataclasses.replace(own, config=choice.config or own.config, split=choice.split or own.split)
     else:
         # The preset's configuration and split do not apply to other data.
-        source = DataSource(choice.source, choice.config, choice.split, choice.streaming)
+        source = DataSource(choice.source, choice.config, choice.split)
     row_format = RowFormat("prompt", choice.system_prompt, preset.map_row, choice.chat_template_kwargs)
     return _task(choice, source, row_format, choice.reward or preset.reward, preset.columns)
 
@@ -114,15 +108,12 @@ def _task(
     row_format: RowFormat,
     reward: RewardFunction | None,
     columns: tuple[str, ...],
-) -> DatasetTask | StreamTask:
-    rows = load_rows(source, columns)
-    if isinstance(rows, Rows):
-        return DatasetTask(rows, reward, row_format)
-    return StreamTask(rows, reward, row_format, choice.limit)
+) -> DatasetTask:
+    return DatasetTask(load_rows(source, columns), reward, row_format)
 
 
 def _procedural(choice: TaskChoice) -> Task:
-    _refuse(choice, ("source", "config", "split", "streaming", "prompt_column", "map_row"), "a procedural data set")
+    _refuse(choice, ("source", "config", "split", "prompt_column", "map_row"), "a procedural data set")
     seed = choice.seed + HELD_OUT_SEED if choice.held_out else choice.seed
     task = ReasoningGymTask(choice.name.removeprefix(PROCEDURAL), seed, choice.size, choice.parameters)
     row_format = RowFormat("prompt", choice.system_prompt, chat_template_kwargs=choice.chat_template_kwargs)

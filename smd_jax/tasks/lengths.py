@@ -23,8 +23,7 @@ class PromptCounts:
 
     Attributes:
       kept, too_long, empty: number of prompts; an empty one has no text.
-      longest: tokens of the longest prompt, dropped ones included.
-      median: tokens of the median prompt without empty ones; None for a stream.
+      longest, median: tokens of the longest and the median prompt, dropped ones included, empty ones not.
     """
 
     kept: int = 0
@@ -43,38 +42,6 @@ class PromptCounts:
             f"{self.kept} prompts kept, {self.too_long} dropped as too long and {self.empty} as empty; "
             f"the longest has {self.longest} tokens{median}"
         )
-
-
-@dataclass(frozen=True)
-class PromptLimit:
-    """The longest prompt of a stream.
-
-    Attributes:
-      most: tokens, including those of the chat template.
-      refuse: raise at a longer prompt instead of dropping it.
-    """
-
-    tokenizer: Tokenizer
-    most: int
-    refuse: bool = False
-
-    def __post_init__(self) -> None:
-        _check_most(self.most)
-
-    def takes(self, row: Row, counts: PromptCounts, where: str) -> bool:
-        """Counts the row's prompt and tells whether it is short enough and not empty.
-
-        Raises:
-          ValueError: `refuse`, and the prompt is too long; `where` names the row.
-        """
-        length = usable_length(row, self.tokenizer)
-        counts.longest = max(counts.longest, length)
-        if length > self.most and self.refuse:
-            raise ValueError(f"{where}: expected a prompt of at most {self.most} tokens; got {length}")
-        counts.kept += 1 <= length <= self.most
-        counts.too_long += length > self.most
-        counts.empty += length == 0
-        return 1 <= length <= self.most
 
 
 @dataclass(frozen=True, eq=False)

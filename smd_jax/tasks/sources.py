@@ -3,7 +3,6 @@
     load_rows(DataSource("openai/gsm8k", config="main", split="train"))      the Hub, or its cache
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout; `save_to_disk`
-    load_rows(DataSource("folder", streaming=True))                          one by one, nothing is copied
 
 `datasets` finds files and splits (`smd_jax.tasks.folders`) and reads Parquet and Arrow. `smd_jax.tasks.text_files`
 reads CSV and JSON, and keeps their values as they are.
@@ -19,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
 
 from smd_jax.tasks.data_files import (
     builder_name,
@@ -59,13 +56,11 @@ class DataSource:
       config: one of several configurations (subsets); None if there is only one.
       split: "train", or a part such as "train[:1000]", "train[90%:]", "train+validation". None: the only split, or else
         "train". A file has the one split "train".
-      streaming: read rows one by one during the run instead of all of them before it.
     """
 
     name: str
     config: str | None = None
     split: str | None = None
-    streaming: bool = False
 
 
 @runtime_checkable
@@ -77,19 +72,8 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-@runtime_checkable
-class RowStream(Protocol):
-    """Rows one by one, any number of times: the part of `datasets.IterableDataset` that we use."""
-
-    def __iter__(self) -> Iterator[Row]: ...
-
-    def shuffle(
-        self, *, generator: np.random.Generator, buffer_size: int, max_buffer_input_shards: int
-    ) -> RowStream: ...
-
-
-def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows | RowStream:
-    """Loads the rows of a source: by number, or with `streaming` one by one.
+def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
+    """Loads the rows of a source.
 
     Args:
       columns: columns that the rows must have.
@@ -136,7 +120,7 @@ def check_hub_id(name: str) -> None:
         )
 
 
-def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     if source.config is not None:
         raise ValueError(f"expected no configuration with a file, which has none; got {source.config!r} with {path}")
     builder = builder_name(path)
@@ -154,23 +138,14 @@ def _of_text_files(
     source: DataSource,
     columns: Sequence[str],
     separator: str | None = None,
-) -> Rows | RowStream:
+) -> Rows:
     """The rows of CSV or JSON files."""
-    if source.streaming:
-        streams = {name: _text_stream(paths, columns, separator) for name, paths in splits.items()}
-        return _stream_of(streams, source, columns)
     wanted = _chosen_split([*splits], source)
     named = {part.partition("[")[0].strip() for part in wanted.split("+")}
     read = {name: [*_checked_rows([*map(str, splits[name])], columns, separator)] for name in named}
     if wanted in read:
         return read[wanted]  # without `datasets`, whose import takes a second
     return _rows_of(read, replace(source, split=wanted), columns)
-
-
-def _text_stream(paths: Sequence[Path], columns: Sequence[str], separator: str | None) -> Any:
-    # `datasets` makes one stream per item of a list, which must be the files and not the columns.
-    files = {"paths": [str(path) for path in paths], "columns": tuple(columns), "separator": separator}
-    return library().IterableDataset.from_generator(_checked_rows, gen_kwargs=files)
 
 
 def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str | None) -> Iterator[Row]:
@@ -180,7 +155,7 @@ def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str |
             yield row
 
 
-def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     # `save_to_disk` writes a data set without splits, or one with splits.
     one, several = (path / "state.json").is_file(), (path / "dataset_dict.json").is_file()
     if not one and not several:
@@ -190,12 +165,10 @@ def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows |
     with _read_errors(source):
         saved = library().load_from_disk(str(path))
     splits: Mapping[str, Any] = {str(name): rows for name, rows in saved.items()} if several else {FILE_SPLIT: saved}
-    if source.streaming:
-        return _stream_of({name: rows.to_iterable_dataset() for name, rows in splits.items()}, source, columns)
     return _rows_of(splits, source, columns)
 
 
-def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     """The rows of files in the Hub's layout."""
     try:
         builder, splits = files_of_folder(path, source.config)
@@ -209,7 +182,7 @@ def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) 
     return _of_text_files(splits, source, columns, separator)
 
 
-def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
     name, here = source.name, Path(source.name).expanduser().absolute()
     try:
         builder = builder_of(name, source.config)
@@ -232,15 +205,8 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
     return _of_folder_of_files(fetch_files(name, builder), source, columns)
 
 
-def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Rows | RowStream:
+def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Rows:
     """The rows of a `datasets.DatasetBuilder`."""
-    if source.streaming:
-        with _read_errors(source):
-            streams = builder.as_streaming_dataset()
-        stream = _chosen_stream(streams, source)
-        with _read_errors(source):
-            first = next(iter(stream), None)
-        return _checked_stream(stream, first, source, columns)
     with _read_errors(source):
         builder.download_and_prepare()
     wanted = _chosen_split([*builder.info.splits], source)
@@ -274,26 +240,6 @@ def _ranges(wanted: str, lengths: Mapping[str, int], source: DataSource) -> list
     if not any(numbers for _, numbers in parts):
         raise ValueError(f"expected at least one row in split {wanted!r} of {source.name}; got none")
     return parts
-
-
-def _stream_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[str]) -> RowStream:
-    stream = _chosen_stream(splits, source)
-    return _checked_stream(stream, next(iter(stream), None), source, columns)
-
-
-def _chosen_stream(splits: Mapping[Any, Any], source: DataSource) -> Any:
-    named = {str(name): stream for name, stream in splits.items()}
-    wanted = _chosen_split([*named], source)
-    if wanted not in named:
-        raise ValueError(f"expected a whole split of {source.name} to stream, one of {[*named]}; got {wanted!r}")
-    return named[wanted]
-
-
-def _checked_stream(stream: Any, first: Row | None, source: DataSource, columns: Sequence[str]) -> RowStream:
-    if first is None:
-        raise ValueError(f"expected at least one row in {source.name}; got none")
-    check_columns(first, columns, source.name)
-    return stream
 
 
 @contextmanager

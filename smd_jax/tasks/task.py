@@ -179,21 +179,6 @@ def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-@runtime_checkable
-class SteppedTask(Protocol):
-    """A task that gives the rows of a step, such as a stream, whose rows have no numbers."""
-
-    def batch(self, size: int, step: int, seed: int) -> list[Row]:
-        """The `size` rows of a step, a function of these arguments only."""
-        ...
-
-    def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
-        """As `Task.reward`."""
-        ...
-
-
-def rows_of_step(task: Task | SteppedTask, size: int, step: int, seed: int) -> list[Row]:
+def rows_of_step(task: Task, size: int, step: int, seed: int) -> list[Row]:
     """The rows of a training step; arguments as `batch_indices`."""
-    if isinstance(task, SteppedTask):
-        return task.batch(size, step, seed)
     return [task[int(index)] for index in batch_indices(len(task), size, step, seed)]

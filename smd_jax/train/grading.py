@@ -23,7 +23,7 @@ from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, t
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, SteppedTask, Task, batch_columns, prompt_text, rows_of_step
+from smd_jax.tasks.task import Row, Task, batch_columns, prompt_text, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, encode_prompts, wants_special_tokens
 from smd_jax.train.loop_config import LoopConfig
 
@@ -128,17 +128,15 @@ def _over_processes(name: str, numbers: list[float]) -> float:
     return max(numbers) if name.startswith("time/") else float(np.mean(numbers))
 
 
-def reward_columns(rewards: Rewards, task: Task | SteppedTask, config: LoopConfig) -> list[str]:
+def reward_columns(rewards: Rewards, task: Task, config: LoopConfig) -> list[str]:
     """Names of the row fields, other than the prompt, that the reward functions ask for.
 
     In nearly every task the first row has them all. If a function asks for more, all rows are searched, because each
-    may have its own fields; of a stream, the rows of the first step.
+    may have its own fields.
     """
     names = dict.fromkeys(batch_columns(rows_of_step(task, 1, 0, config.seed)))
     if not rewards.lacks(names):
         return list(names)
-    if isinstance(task, SteppedTask):
-        return list(batch_columns(rows_of_step(task, config.prompts_per_step, 0, config.seed)))
     return list(batch_columns([task[index] for index in range(len(task))]))
 
 

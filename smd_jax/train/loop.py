@@ -46,7 +46,7 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
 from smd_jax.sampler.static import Sampler
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import SteppedTask, Task
+from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.train.async_rollout import RolloutAhead, copied
 from smd_jax.train.compile_ahead import compiling, rows_on
@@ -118,7 +118,7 @@ class Loop:
     """
 
     model: LanguageModel
-    task: Task | SteppedTask
+    task: Task
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
     config: LoopConfig

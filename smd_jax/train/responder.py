@@ -26,7 +26,7 @@ from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.params import converted
-from smd_jax.tasks.task import Row, SteppedTask, Task, rows_of_step
+from smd_jax.tasks.task import Row, Task, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.compile_ahead import rows_on
@@ -63,7 +63,7 @@ class Responder:
     """Samples completions. Its attributes are those of the loop."""
 
     model: LanguageModel
-    task: Task | SteppedTask
+    task: Task
     tokenizer: Tokenizer
     config: LoopConfig
     mesh: Mesh

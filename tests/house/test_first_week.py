@@ -115,9 +115,7 @@ def test_numbers_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--map-function", "FILE:same"], ["--dataset-streaming", "--max-prompt-length", "9"]]
-)
+@pytest.mark.parametrize("more", [[], ["--map-function", "FILE:same"]])
 def test_rows_without_a_prompt(more: list[str], place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n' * 2)
     (tmp_path / "same.py").write_text("def same(row):\n    return row\n")

@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 import pytest
 
-from smd_jax.tasks.sources import DataSource, Rows, RowStream, load_rows
+from smd_jax.tasks.sources import DataSource, Rows, load_rows
 from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
 
 __all__ = ["no_hub"]
@@ -30,10 +30,10 @@ ROWS = questions(6)
 
 
 def read(source: DataSource) -> list[dict[str, Any]]:
-    """All rows, whichever way they come."""
+    """All rows."""
     rows = load_rows(source, ("question",))
-    assert isinstance(rows, RowStream if source.streaming else Rows)
-    return list(rows) if isinstance(rows, RowStream) else [rows[i] for i in range(len(rows))]
+    assert isinstance(rows, Rows)
+    return [rows[i] for i in range(len(rows))]
 
 
 def write_csv(path: Path, delimiter: str) -> Path:
@@ -74,10 +74,9 @@ def closed_files(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.bz2"])
-def test_a_file_of_every_kind(tmp_path: Path, kind: str, streaming: bool):
-    assert read(DataSource(str(write_file(tmp_path, kind)), streaming=streaming)) == ROWS
+def test_a_file_of_every_kind(tmp_path: Path, kind: str):
+    assert read(DataSource(str(write_file(tmp_path, kind)))) == ROWS
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -95,15 +94,13 @@ def test_a_name_with_brackets_and_a_relative_path(tmp_path: Path, monkeypatch: p
     assert read(DataSource("rows [1].parquet")) == ROWS
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path, streaming: bool):
+def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path):
     splits = {"train": questions(4), "test": questions(2, first=4)}
     name = str(write_hub_folder(tmp_path / "gsm8k", {"main": splits, "socratic": {"train": questions(3, first=9)}}))
-    assert read(DataSource(name, "main", streaming=streaming)) == splits["train"]
-    assert read(DataSource(name, "main", "test", streaming)) == splits["test"]
-    assert read(DataSource(name, "socratic", streaming=streaming)) == questions(3, first=9)
-    if not streaming:
-        assert read(DataSource(name, "main", "train[1:2]+test")) == [splits["train"][1], *splits["test"]]
+    assert read(DataSource(name, "main")) == splits["train"]
+    assert read(DataSource(name, "main", "test")) == splits["test"]
+    assert read(DataSource(name, "socratic")) == questions(3, first=9)
+    assert read(DataSource(name, "main", "train[1:2]+test")) == [splits["train"][1], *splits["test"]]
 
 
 def test_a_folder_of_files_without_a_card(tmp_path: Path):
@@ -114,14 +111,13 @@ def test_a_folder_of_files_without_a_card(tmp_path: Path):
     assert read(DataSource(str(tmp_path), split="test")) == ROWS[:1]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_what_save_to_disk_wrote(tmp_path: Path, streaming: bool):
+def test_what_save_to_disk_wrote(tmp_path: Path):
     one = datasets.Dataset.from_list(ROWS)
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": one.select([0]), "test": one.select([1])}).save_to_disk(str(tmp_path / "several"))
-    assert read(DataSource(str(tmp_path / "one"), streaming=streaming)) == ROWS
-    assert read(DataSource(str(tmp_path / "several"), streaming=streaming)) == ROWS[:1]
-    assert read(DataSource(str(tmp_path / "several"), split="test", streaming=streaming)) == ROWS[1:2]
+    assert read(DataSource(str(tmp_path / "one"))) == ROWS
+    assert read(DataSource(str(tmp_path / "several"))) == ROWS[:1]
+    assert read(DataSource(str(tmp_path / "several"), split="test")) == ROWS[1:2]
 
 
 def test_rows_on_disk_stay_there(tmp_path: Path):
@@ -137,13 +133,12 @@ def expect(kind: type[Exception], message: str, name: str | Path, **options: Any
         load_rows(DataSource(str(name), **options), columns)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_missing_columns_are_named_beside_those_that_are_there(tmp_path: Path, kind: str, streaming: bool):
+def test_missing_columns_are_named_beside_those_that_are_there(tmp_path: Path, kind: str):
     path = write_file(tmp_path, kind)
     message = r"expected the columns \['answer', 'prompt'\]; got \['question', 'answer'\], without \['prompt'\]"
     where = "rows.jsonl, line 1: " if kind == "jsonl" else ""
-    expect(ValueError, where + message, path, columns=("answer", "prompt"), streaming=streaming)
+    expect(ValueError, where + message, path, columns=("answer", "prompt"))
 
 
 def test_a_column_that_a_later_line_lacks(tmp_path: Path):
@@ -212,7 +207,6 @@ def test_a_broken_line_is_named(tmp_path: Path):
 def test_files_that_are_not_what_they_are_called(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     expect(ValueError, message, tmp_path / name)
-    expect(ValueError, message, tmp_path / name, streaming=True)
 
 
 def test_splits_and_configurations_that_are_not_there(tmp_path: Path):
@@ -220,21 +214,10 @@ def test_splits_and_configurations_that_are_not_there(tmp_path: Path):
     two = write_hub_folder(tmp_path / "two", {"main": splits, "socratic": splits})
     expect(ValueError, r"expected a configuration of .*one of \['main', 'socratic'\]; got None", two)
     expect(ValueError, r"one of \['main', 'socratic'\]; got 'other'", two, config="other")
-    for streaming in (False, True):
-        there = r"expected a split of .*one of \['train', 'test'\]; got "
-        expect(ValueError, there + "'validation'", two, config="main", split="validation", streaming=streaming)
-        expect(
-            ValueError, there + r"'train\+dev\[:1\]'", two, config="main", split="train+dev[:1]", streaming=streaming
-        )
+    there = r"expected a split of .*one of \['train', 'test'\]; got "
+    expect(ValueError, there + "'validation'", two, config="main", split="validation")
+    expect(ValueError, there + r"'train\+dev\[:1\]'", two, config="main", split="train+dev[:1]")
     expect(ValueError, "expected a split such as", two, config="main", split="train[:x]")
-    expect(
-        ValueError,
-        r"expected a whole split .* got 'train\[:2\]'",
-        two,
-        config="main",
-        split="train[:2]",
-        streaming=True,
-    )
     expect(ValueError, r"expected at least one row in split 'train\[9:\]'", two, config="main", split="train[9:]")
     one = write_hub_folder(tmp_path / "one", {"main": {"dev": ROWS, "test": ROWS}})
     expect(ValueError, "expected the configuration 'main' of .* got 'other'", one, config="other")

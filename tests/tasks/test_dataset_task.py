@@ -1,21 +1,16 @@
-"""From rows to tasks: prompts, map functions, prompts that are too long, streams and their order."""
+"""From rows to tasks: prompts, map functions, prompts that are too long, and the order of rows."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smd_jax.tasks.dataset_task import DatasetTask, StreamTask, first_rows
-from smd_jax.tasks.lengths import PromptCounts, PromptLimit, select_prompts, usable_lengths
+from smd_jax.tasks.dataset_task import DatasetTask, first_rows
+from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.row_format import RowFormat
-from smd_jax.tasks.sources import DataSource, RowStream, load_rows
 from smd_jax.tasks.task import (
     Row,
-    SteppedTask,
     Task,
     batch_columns,
     batch_indices,
@@ -23,9 +18,7 @@ from smd_jax.tasks.task import (
     rows_of_step,
 )
 from smd_jax.testing import byte_tokenizer
-from tests.bitwise import assert_bitwise_equal
-from tests.hub_files import no_hub, write_parquet
-from tests.toy_loop import CONFIG, new_loop, new_state, run, share_programs
+from tests.hub_files import no_hub
 
 __all__ = ["no_hub"]
 
@@ -48,7 +41,7 @@ def new_task(rows: list[Row], *, prompt_column: str = "prompt", **options: Any) 
 def test_the_prompt_column_and_the_others():
     task = new_task([{"q": "1+1?", "answer": "2", "level": 3}], prompt_column="q")
     assert task[0] == {"prompt": "1+1?", "answer": "2", "level": 3}
-    assert isinstance(task, Task) and not isinstance(task, SteppedTask)
+    assert isinstance(task, Task)
     assert task.reward(["1+1?"], ["abc"], answer=["2"]) == [3.0]
 
 
@@ -144,8 +137,6 @@ def test_prompts_that_say_nothing_are_empty_whatever_the_template_makes_of_them(
     assert lengths.tolist() == [lengths[0], 0, 0, lengths[0], 0] and lengths[0] > 10
     _, counts = select_prompts(task, lengths, 100)
     assert (counts.kept, counts.empty) == (2, 3)
-    limit, seen = PromptLimit(CHAT, 100), PromptCounts()
-    assert [limit.takes(task[i], seen, "") for i in range(5)] == [True, False, False, True, False] and seen.empty == 3
 
 
 @pytest.mark.parametrize("prompt", ["\ud83d", [{"role": "user", "content": "\udc00"}]])
@@ -191,110 +182,10 @@ def test_the_first_rows():
         first_rows(task, 0)
 
 
-# --- streams
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty rows, numbered by the prompt, in four files."""
-    folder = tmp_path_factory.mktemp("stream")
-    for file in range(4):
-        rows = [{"prompt": f"{number}=", "answer": str(number % 10)} for number in range(10 * file, 10 * file + 10)]
-        write_parquet(folder / f"train-0000{file}-of-00004.parquet", rows)
-    return folder
-
-
-def new_stream(files: Path, **options: Any) -> StreamTask:
-    stream = load_rows(DataSource(str(files), streaming=True))
-    assert isinstance(stream, RowStream)
-    return StreamTask(stream, lengths_of_completions, **{"buffer": 8, **options})
-
-
-def numbers(rows: list[Row]) -> list[int]:
-    return [int(row["prompt"][:-1]) for row in rows]
-
-
-pytest_no_hub = pytest.mark.usefixtures("no_hub")
-
-
-@pytest_no_hub
-def test_every_epoch_of_a_stream_visits_every_row_once_in_an_order_of_its_own(files: Path):
-    task = new_stream(files)
-    assert isinstance(task, SteppedTask) and not isinstance(task, Task)
-    visited = numbers([row for step in range(20) for row in rows_of_step(task, 6, step, seed=3)])
-    epochs = [visited[start : start + 40] for start in (0, 40, 80)]
-    assert all(Counter(epoch) == Counter(range(40)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != sorted(epochs[0])
-    # Files come in another order in every epoch, and rows in another order within them.
-    assert len({number // 10 for epoch in epochs for number in epoch[:4]}) > 1
-    assert all(epoch[:10] != sorted(epoch[:10]) for epoch in epochs)
-
-
-@pytest_no_hub
-def test_a_step_of_a_stream_depends_on_seed_and_step_alone(files: Path):
-    whole = new_stream(files)
-    steps = [numbers(whole.batch(6, step, seed=3)) for step in range(20)]
-    for start in (0, 1, 6, 7, 13, 19):
-        resumed = new_stream(files)
-        assert numbers(resumed.batch(6, start, seed=3)) == steps[start]
-        assert numbers(resumed.batch(6, (start + 4) % 20, seed=3)) == steps[(start + 4) % 20]
-    # Backwards, to another seed and back, with an epoch's length known.
-    assert [numbers(whole.batch(6, step, seed=3)) for step in (19, 3, 8)] == [steps[19], steps[3], steps[8]]
-    assert numbers(whole.batch(6, 3, seed=4)) != steps[3]
-    assert numbers(whole.batch(6, 3, seed=3)) == steps[3]
-
-
-@pytest_no_hub
-def test_a_stream_without_its_long_prompts(files: Path):
-    short = new_stream(files, limit=PromptLimit(PLAIN, 2))
-    rows = [row for step in range(4) for row in short.batch(5, step, seed=0)]
-    assert Counter(numbers(rows)) == Counter([*range(10), *range(10)])
-    fresh = new_stream(files, limit=PromptLimit(PLAIN, 2))
-    fresh.batch(10, 0, seed=0)
-    assert fresh.counts.kept == 10 and 0 <= fresh.counts.too_long <= 30
-    with pytest.raises(ValueError, match="of the stream: expected a prompt of at most 2 tokens; got 3"):
-        new_stream(files, limit=PromptLimit(PLAIN, 2, refuse=True)).batch(40, 0, seed=0)
-    with pytest.raises(
-        ValueError, match="expected at least one prompt in the stream; got none .*40 dropped as too long"
-    ):
-        new_stream(files, limit=PromptLimit(PLAIN, 1)).batch(1, 0, seed=0)
-
-
-@pytest_no_hub
-def test_the_first_rows_of_a_stream_lie_as_in_the_file(files: Path):
-    first = first_rows(new_stream(files), 3)
-    assert isinstance(first, Task) and numbers([first[i] for i in range(3)]) == [0, 1, 2]
-    assert len(first_rows(new_stream(files), 100)) == 40
-    short = first_rows(new_stream(files, limit=PromptLimit(PLAIN, 2)), 100)
-    assert len(short) == 10 and short.reward(["0="], ["abc"]) == [3.0]
-
-
-def test_streams_refuse_bad_arguments(files: Path):
-    for arguments, said in (((0, 0, 0), "size >= 1"), ((1, -1, 0), "step >= 0"), ((1, 0, -1), "seed >= 0")):
-        with pytest.raises(ValueError, match=f"expected .*{said}.*; got"):
-            new_stream(files).batch(*arguments)
-    with pytest.raises(ValueError, match="expected buffer >= 1 rows; got 0"):
-        new_stream(files, buffer=0)
+# --- the order of rows
 
 
 def test_rows_by_number_come_in_the_order_of_batch_indices():
     task = new_task([{"prompt": str(number)} for number in range(7)])
     expected = [str(index) for index in batch_indices(7, 4, 3, seed=5)]
     assert [row["prompt"] for row in rows_of_step(task, 4, 3, seed=5)] == expected
-
-
-# --- training
-
-
-@pytest_no_hub
-def test_a_run_on_a_stream_resumes_bitwise(files: Path):
-    def loop() -> Any:
-        made = dataclasses.replace(new_loop(CONFIG), task=new_stream(files))
-        share_programs(made)
-        return made
-
-    whole, whole_rows = run(loop(), new_state(), 4)
-    half, first_rows = run(loop(), new_state(), 2)
-    resumed, last_rows = run(loop(), half, 2)
-    assert first_rows + last_rows == whole_rows
-    assert_bitwise_equal(resumed, whole)

@@ -12,7 +12,7 @@ from reasoning_gym.factory import DATASETS
 from smd_jax.tasks.answers import last_boxed
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
 from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
-from smd_jax.tasks.dataset_task import StreamTask, first_rows, own_reward
+from smd_jax.tasks.dataset_task import first_rows, own_reward
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Row, Task, batch_columns
@@ -83,8 +83,6 @@ def test_a_preset_on_rows_as_the_hub_has_them(tmp_path: Path, name: str):
     assert isinstance(task, Task) and len(task) == 2
     good, bad = rewards(task, task[0], right, wrong)
     assert good == pytest.approx(1.0) and bad < 0.2
-    stream = build_task(TaskChoice(name, source=str(folder), streaming=True))
-    assert isinstance(stream, StreamTask) and stream.batch(1, 0, seed=0) == [task[0]]
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -214,7 +212,6 @@ def test_every_data_set_of_reasoning_gym():
         (TaskChoice("gsm8k", prompt_column="question"), "expected no prompt_column with a preset, which has its own"),
         (TaskChoice("gsm8k", map_row=dict), "expected no map_row with a preset"),
         (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
-        (TaskChoice("reasoning_gym:gcd", streaming=True), "expected no streaming with a procedural data set"),
         (TaskChoice("reasoning_gym:gdc"), r"got 'gdc'\. Did you mean gcd\?"),
         (TaskChoice("reasoning_gym:composite"), "expected parameters that 'composite' takes.*at least one dataset"),
         (

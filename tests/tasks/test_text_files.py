@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from smd_jax.tasks import data_files, folders
-from smd_jax.tasks.sources import DataSource, RowStream, load_rows
+from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.text_files import MAX_DEPTH
 from tests.hub_files import no_hub, write_lines, write_parquet
 
@@ -30,28 +30,26 @@ WORDS = ["None", "NA", "N/A", "null", "nan", "007", "7", "1e3", "1.50", "true", 
 VALUES = ["007", 3, "1e3", 2.5, None, True, 2**70, [1, "x"], {"a": [None]}, "2024-01-31 10:00:00", 0.1 + 0.2]
 
 
-def read(name: str | Path, streaming: bool = False, split: str | None = None) -> list[dict[str, Any]]:
-    rows = load_rows(DataSource(str(name), split=split, streaming=streaming))
-    return list(rows) if isinstance(rows, RowStream) else [rows[i] for i in range(len(rows))]
+def read(name: str | Path, split: str | None = None) -> list[dict[str, Any]]:
+    rows = load_rows(DataSource(str(name), split=split))
+    return [rows[i] for i in range(len(rows))]
 
 
 def refused(name: str | Path, message: str, columns: tuple[str, ...] = ()) -> None:
-    """By number and as a stream, in one short message."""
-    for streaming in (False, True):
-        with pytest.raises(ValueError, match=message) as error:
-            list(load_rows(DataSource(str(name), streaming=streaming), columns))  # pyright: ignore[reportArgumentType]
-        assert len(str(error.value).replace(str(name), "")) < 700
+    """In one short message."""
+    with pytest.raises(ValueError, match=message) as error:
+        load_rows(DataSource(str(name)), columns)
+    assert len(str(error.value).replace(str(name), "")) < 700
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_a_field_of_csv_is_text(tmp_path: Path, suffix: str, separator: str, streaming: bool):
+def test_a_field_of_csv_is_text(tmp_path: Path, suffix: str, separator: str):
     path = tmp_path / f"rows.{suffix}"
     path.write_text(f"prompt{separator}answer\n" + "".join(f"q{separator}{word}\n" for word in WORDS))
-    assert [row["answer"] for row in read(path, streaming)] == WORDS
+    assert [row["answer"] for row in read(path)] == WORDS
     numbers = tmp_path / f"numbers.{suffix}"
     numbers.write_text(f"prompt{separator}answer\nq{separator}12\nq{separator}7\n")
-    assert [row["answer"] for row in read(numbers, streaming)] == ["12", "7"]
+    assert [row["answer"] for row in read(numbers)] == ["12", "7"]
 
 
 def test_quotes_and_line_ends_of_csv(tmp_path: Path):
@@ -69,9 +67,8 @@ def test_a_long_field_of_csv(tmp_path: Path):
     assert [len(row["prompt"]) for row in read(path)] == [3_000_000] * 3
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["json", "lines.json", "jsonl", "jsonl.gz", "json.gz", "jsonl.xz", "jsonl.zst"])
-def test_json_gives_the_same_values_in_every_file(tmp_path: Path, kind: str, streaming: bool):
+def test_json_gives_the_same_values_in_every_file(tmp_path: Path, kind: str):
     rows = [{"prompt": "q", "answer": value} | ({"more": 1} if value == 3 else {}) for value in VALUES]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path = tmp_path / f"rows.{kind}"
@@ -88,24 +85,22 @@ def test_json_gives_the_same_values_in_every_file(tmp_path: Path, kind: str, str
             path.write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
         case _:
             path.write_bytes(lines)
-    got = read(path, streaming)
+    got = read(path)
     assert got == rows
     assert [type(row["answer"]) for row in got] == [type(value) for value in VALUES]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_files_of_a_folder_keep_their_values_too(tmp_path: Path, streaming: bool):
+def test_files_of_a_folder_keep_their_values_too(tmp_path: Path):
     for split in ("train", "test"):
         (tmp_path / "csv").mkdir(exist_ok=True)
         (tmp_path / "csv" / f"{split}.csv").write_text("prompt,answer\nq,007\nq,NA\n")
         (tmp_path / "json").mkdir(exist_ok=True)
         (tmp_path / "json" / f"{split}.json").write_text(json.dumps([{"answer": "007"}, {"answer": 3}]))
     for split in ("train", "test"):
-        assert [row["answer"] for row in read(tmp_path / "csv", streaming, split)] == ["007", "NA"]
-        assert [row["answer"] for row in read(tmp_path / "json", streaming, split)] == ["007", 3]
-    if not streaming:
-        assert [row["answer"] for row in read(tmp_path / "csv", split="test[1:]+train[:1]")] == ["NA", "007"]
-        assert [row["answer"] for row in read(tmp_path / "json", split="test[1:]+train[:1]")] == [3, "007"]
+        assert [row["answer"] for row in read(tmp_path / "csv", split)] == ["007", "NA"]
+        assert [row["answer"] for row in read(tmp_path / "json", split)] == ["007", 3]
+    assert [row["answer"] for row in read(tmp_path / "csv", split="test[1:]+train[:1]")] == ["NA", "007"]
+    assert [row["answer"] for row in read(tmp_path / "json", split="test[1:]+train[:1]")] == [3, "007"]
 
 
 def test_a_separator_of_the_card(tmp_path: Path):
@@ -114,9 +109,8 @@ def test_a_separator_of_the_card(tmp_path: Path):
     assert read(tmp_path) == [{"prompt": "q, r", "answer": "007"}]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["fold[3]", "lr=*", "a?b", "back\\slash", "sweep[lr=1]/fold[0-9]"])
-def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path, name: str, streaming: bool):
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path, name: str):
     for other in ("fold3", "lr=1", "aXb"):
         write_lines(tmp_path / "decoy.jsonl", [{"answer": "decoy"}])
         write_parquet(tmp_path / other / "train.parquet", [{"answer": "decoy"}])
@@ -127,8 +121,8 @@ def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path, name: str, str
             rows = [{"answer": f"{split} {i}"} for i in range(2)]
             file = folder / "data" / f"{split}-[0].{kind}"
             write_lines(file, rows) if kind == "jsonl" else write_parquet(file, rows)
-        assert read(folder, streaming) == [{"answer": "train 0"}, {"answer": "train 1"}]
-        assert read(folder, streaming, "test") == [{"answer": "test 0"}, {"answer": "test 1"}]
+        assert read(folder) == [{"answer": "train 0"}, {"answer": "train 1"}]
+        assert read(folder, "test") == [{"answer": "test 0"}, {"answer": "test 1"}]
 
 
 def test_text_files_of_the_hub_are_read_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -289,9 +283,8 @@ def test_what_save_to_disk_did_not_write(tmp_path: Path, name: str, content: str
         (saved / name).write_text(content)
     if (name, content) == ("dataset_info.json", "{}"):
         return  # nothing that is needed
-    for streaming in (False, True):
-        with pytest.raises((ValueError, FileNotFoundError), match="expected"):
-            load_rows(DataSource(str(saved), streaming=streaming))
+    with pytest.raises((ValueError, FileNotFoundError), match="expected"):
+        load_rows(DataSource(str(saved)))
 
 
 def test_names_that_are_no_paths(tmp_path: Path):
