@@ -50,7 +50,7 @@ def check_space(directory: str | Path, needed: int, what: str, deleted_before: i
     if free < needed:
         raise OSError(
             f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "
-            "room, keep fewer checkpoints (keep, keep_best), or name another directory"
+            "room, keep fewer checkpoints (keep), or name another directory"
         )
 
 

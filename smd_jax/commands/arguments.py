@@ -111,7 +111,6 @@ class EvaluationArgs(EvaluationRows):
     eval_split: str | None = None  # as --split
     eval_temperature: float | None = None  # 0: greedy; None: --temperature
     metric_for_best_model: str | None = None  # keep the checkpoint with the best value, such as eval/dense/reward
-    early_stopping_patience: int | None = None  # stop after this many evaluations in a row without a better value
 
 
 @dataclass(frozen=True, kw_only=True)

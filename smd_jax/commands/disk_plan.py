@@ -43,8 +43,8 @@ def checkpoint_plan(size: int, settings: RunConfig) -> str:
     """
     saves = 1 if settings.checkpoint_every == 0 else -(-settings.steps // settings.checkpoint_every)
     kept = min(saves, settings.keep)
-    best = ", and the best one" if settings.keeps_best else ""
-    total = (kept + settings.keeps_best) * size
+    best = ", and the best one" if settings.objective else ""
+    total = (kept + (settings.objective is not None)) * size
     newest = f"the newest {kept}" if kept > 1 else "the newest one"
     return (
         f"checkpoints: {newest}{best}, {show_bytes(size)} each, {show_bytes(total)} in all: parameters, optimizer and "

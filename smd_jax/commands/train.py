@@ -27,7 +27,7 @@ from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.disk_plan import check_disk, checkpoint_plan, kept_on_disk
-from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes, with_flags
+from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join, together
 from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
 from smd_jax.commands.model_source import shown_tokens
@@ -60,7 +60,6 @@ from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.leaves import OtherStateError
 from smd_jax.runs.checkpoint.ownership import OtherFormatError
 from smd_jax.runs.checkpoint.reading import OtherConfigError
-from smd_jax.runs.diagnosis import diagnose
 from smd_jax.runs.frozen_base import without_base
 from smd_jax.runs.interrupt import with_notes
 from smd_jax.runs.objective import NoSuchMetricError, Objective
@@ -206,8 +205,6 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
                 plot_runs([directory], directory / "training.png")
         except OSError as error:  # smd-plot can draw it later
             print_box("look at this", str(error))
-        for line in diagnose(history):
-            print_box("look at this", with_flags(line))
         print(kept_on_disk(directory))
     with together(), all_or_none():
         if failure is not None:
@@ -219,15 +216,13 @@ def run_config(args: Common) -> RunConfig:
     """Number of rollouts, checkpoints and evaluations, and the metric of the best checkpoint.
 
     Raises:
-      ValueError: numbers out of range; patience without a metric.
+      ValueError: numbers out of range.
     """
     evaluation = args.evaluation
     name = evaluation.metric_for_best_model
-    if name is None and evaluation.early_stopping_patience is not None:
-        raise UserError("expected --metric-for-best-model with --early-stopping-patience; got none")
     if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
         raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
-    objective = None if name is None else Objective(name, patience=evaluation.early_stopping_patience)
+    objective = None if name is None else Objective(name)
     run = args.run
     return RunConfig(
         steps=run.max_steps,

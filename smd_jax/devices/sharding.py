@@ -309,31 +309,6 @@ def gathered_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def moved_bytes(tree: Any, before: Any, after: Any) -> int:
-    """Bytes that all devices together receive when arrays lie in another way; what a device has already is not sent.
-
-    Args:
-      tree: of arrays, or of their shapes.
-      before, after: a sharding for every array, over the same devices.
-    """
-    return sum(
-        _moved(leaf, old, new) for leaf, old, new in zip(*map(jax.tree.leaves, (tree, before, after)), strict=True)
-    )
-
-
-def _moved(x: Any, before: NamedSharding, after: NamedSharding) -> int:
-    had = before.devices_indices_map(x.shape)
-    numbers = 0
-    for device, part in after.devices_indices_map(x.shape).items():
-        wanted = [side.indices(size)[:2] for side, size in zip(part, x.shape, strict=True)]
-        own = [side.indices(size)[:2] for side, size in zip(had[device], x.shape, strict=True)]
-        shared = [
-            max(min(end, last) - max(begin, first), 0) for (begin, end), (first, last) in zip(wanted, own, strict=True)
-        ]
-        numbers += math.prod(end - begin for begin, end in wanted) - math.prod(shared)
-    return numbers * x.dtype.itemsize
-
-
 class Parts(NamedTuple):
     """In how many parts a mesh cuts what the learner works on."""
 

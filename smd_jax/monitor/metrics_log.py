@@ -66,7 +66,6 @@ METRICS: dict[str, str] = {
     "rollout/entropy": "mean entropy of the distributions that tokens were sampled from (filters applied), nats",
     "rollout/evicted_share": "share of the tokens of whole sequences whose keys are evicted before the last query",
     "rollout/utilisation": "rows of the cache that were live / all of them, with `decode_rows`",
-    "rollout/weights_moved_bytes": "bytes that all devices receive so that the sampler has its weights whole, per step",
     "staleness/rollouts": "updates since the rollout was sampled; this and the next only with `rollouts_ahead`",
     "staleness/ratio_min": "minimum over tokens of p_learner / p_sampler at the first optimizer step, by age",
     "staleness/ratio_mean": "mean of the same",

@@ -112,7 +112,7 @@ class ActiveRun:
         """
         if unevaluated is not None and self.progress.stopped is None:
             self._finish_rollout(unevaluated)
-        while self.done < self._config.steps and self.progress.stopped is None and not self.progress.has_ended:
+        while self.done < self._config.steps and self.progress.stopped is None:
             metrics = self._step()
             self.done += 1
             self._unwritten = metrics
@@ -150,13 +150,9 @@ class ActiveRun:
         return metrics
 
     def _next_follows(self) -> bool:
-        """Whether a rollout certainly follows the present one, as far as is known before its update."""
-        objective = self._config.objective
+        """Whether a rollout follows the present one, as far as is known before its update."""
         if self.done + 1 == self._config.steps:
             return False
-        if self.progress.may_end and objective is not None:
-            ends = not objective.metric.startswith("eval/") or is_due(self.done + 1, self._config.evaluate_every)
-            return not ends
         # All processes must give the same answer, and a signal may have reached only one.
         return jax.process_count() > 1 or self._stop.received is None
 
@@ -188,7 +184,7 @@ class ActiveRun:
     def _update_progress(self) -> None:
         """Reads the progress from the rows, and saves the best checkpoint where the newest row is the best."""
         self.progress = gather_progress(self._stop, self._out.log, self.done)
-        if self._config.keeps_best and self.progress.is_best:
+        if self.progress.is_best:
             # A best checkpoint of this or a later rollout is from before a resume that went back.
             self._out.best.discard_after(self.done - 1)
             self._save(self._out.best)

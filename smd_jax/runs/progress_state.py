@@ -15,15 +15,11 @@ class ProgressState(NamedTuple):
 
     Attributes:
       stopped: the signal that one of the processes received; None without any.
-      has_ended: whether the objective's patience has ended.
-      may_end: whether it ends after one more value without a gain.
       is_best: whether the newest rollout has the best value of the objective.
       start_is_evaluated: whether the run log has an evaluation from before the first rollout.
     """
 
     stopped: signal.Signals | None
-    has_ended: bool
-    may_end: bool
     is_best: bool
     start_is_evaluated: bool
 
@@ -33,7 +29,7 @@ def gather_progress(stop: StopSignals, log: RunLog, done: int) -> ProgressState:
 
     The run log of the first process decides. A signal may reach any process.
     """
-    own = (stop.received, log.has_ended, log.may_end, log.is_best(done), log.start_is_evaluated)
+    own = (stop.received, log.is_best(done), log.start_is_evaluated)
     gathered = gather_json(own)
     received = next((number for number, *_ in gathered if number is not None), None)
     return ProgressState(None if received is None else signal.Signals(received), *gathered[0][1:])

@@ -46,7 +46,7 @@ def train(
     label: str = "train",
     loggers: Sequence[Logger] = (),
 ) -> TrainState:
-    """Runs `loop` to `run.steps`, or until its objective's patience ends, and returns the last state.
+    """Runs `loop` to `run.steps` rollouts and returns the last state.
 
     Signals and errors are described in docs/runs.md.
 
@@ -104,10 +104,6 @@ def train(
         active.save_last()
     if active.progress.stopped is not None:
         raise RunStoppedError(active.progress.stopped, active.done, run.steps, directory)
-    # The caller may evaluate next on these devices, and patience may have ended after a rollout was begun.
-    loop.settle()
-    if active.progress.has_ended and active.done < run.steps:
-        print_once(log.why_ended())
     return jax.block_until_ready(active.state)
 
 

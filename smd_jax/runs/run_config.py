@@ -18,7 +18,7 @@ class RunConfig:
       checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0: only the last one.
       evaluate_every: rollouts between two evaluations; start and end are evaluated, too. 0: never.
       keep: number of the newest checkpoints that stay on disk.
-      objective: selects the best checkpoint and may stop the run early; None: neither.
+      objective: selects the best checkpoint, which stays, too; None: no best one is kept.
     """
 
     steps: int
@@ -33,8 +33,3 @@ class RunConfig:
         check_whole("checkpoint_every", self.checkpoint_every, 0, "rollouts; 0: the last one only")
         check_whole("evaluate_every", self.evaluate_every, 0, "rollouts; 0: never")
         check_whole("keep", self.keep, 1, "checkpoints")
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept, too."""
-        return self.objective is not None and self.objective.keep_best

@@ -104,7 +104,7 @@ def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
     saves = 1 if run.checkpoint_every == 0 else -(-left // run.checkpoint_every)
     # An old one is deleted after the new one is complete, so that for a moment one more exists.
     new = min(saves, max(run.keep + 1 - len(there), 1))
-    if run.keeps_best:
+    if run.objective is not None:
         new += 2 - min(len(all_steps(directory / BEST)), 1)
     what = f"{new} checkpoints of {show_bytes(state_bytes)}" if new > 1 else "one checkpoint"
     # The next save first deletes what an interrupted one has left.

@@ -1,6 +1,6 @@
-"""The rows that a run writes, and the decisions from them: the best rollout, an early stop, warnings.
+"""The rows that a run writes, and what follows from them: the best rollout, warnings.
 
-Everything is read back from the files, so that a resumed run comes to the same conclusions.
+Everything is read back from the files, so that a resumed run comes to the same results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smd_jax.devices.processes import all_or_none, is_first
 from smd_jax.disk import written
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, meaning, read_metrics
 from smd_jax.runs.diagnosis import ROLLOUTS, warnings
-from smd_jax.runs.objective import Objective, ObjectiveProgress, check_metric
+from smd_jax.runs.objective import Best, Objective, check_metric
 
 Metrics = Mapping[str, float | int]
 
@@ -31,7 +31,7 @@ class RunLog:
 
     Attributes:
       start_is_evaluated: whether there is a row of an evaluation before the first rollout.
-      progress: of the objective.
+      best: of the objective.
     """
 
     def __init__(self, directory: Path, start: int, *, resume: bool, objective: Objective | None, evaluates: bool):
@@ -42,7 +42,7 @@ class RunLog:
         self._reported = set[str]()
         self._metric_is_checked = False
         self.start_is_evaluated = False
-        self.progress = ObjectiveProgress()
+        self.best = Best()
         with all_or_none():
             if is_first():
                 self._open(directory, start, resume, evaluates)
@@ -63,20 +63,9 @@ class RunLog:
         for row in read_metrics(metrics):
             self._count(row["step"] + 1, row)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the objective's patience has ended."""
-        return self._objective is not None and self.progress.has_ended(self._objective)
-
-    @property
-    def may_end(self) -> bool:
-        """Whether one more value without a gain ends the objective's patience."""
-        after_one_more = self.progress._replace(without_gain=self.progress.without_gain + 1)
-        return self._objective is not None and after_one_more.has_ended(self._objective)
-
     def is_best(self, done: int) -> bool:
         """Whether the newest row, of `done` finished rollouts, has the best value so far."""
-        return self.progress.best is not None and self.progress.best_at == done
+        return self.best.value is not None and self.best.at == done
 
     def write_evaluation(self, done: int, metrics: Metrics) -> None:
         """Writes the row of an evaluation after `done` rollouts. Rows of rollouts repeat all but that of the start."""
@@ -117,22 +106,9 @@ class RunLog:
         name = self._objective.metric
         return "grad_norm" in metrics or name.startswith("eval/") or not meaning(name)
 
-    def why_ended(self) -> str:
-        """Explains an early stop in one line."""
-        if self._objective is None:
-            return ""
-        progress = self.progress
-        if progress.best is None:
-            return f"stopped early: {self._objective.metric} was no number, {progress.without_gain} times"
-        more = f" by more than {self._objective.min_gain:g}" if self._objective.min_gain else ""
-        return (
-            f"stopped early: {self._objective.metric} was not better{more}, {progress.without_gain} times in a row; "
-            f"the best is {progress.best:.4g} after {progress.best_at} rollouts"
-        )
-
     def _count(self, done: int, metrics: Metrics) -> None:
         if self._objective is not None:
-            self.progress = self.progress.after(self._objective, done, metrics)
+            self.best = self.best.after(self._objective, done, metrics)
 
     def __enter__(self) -> RunLog:
         return self

@@ -30,9 +30,7 @@ from smd_jax.devices.sharding import (
     check_rows,
     check_sampled_rows,
     check_sequence,
-    gathered_shardings,
     make_mesh,
-    moved_bytes,
     shard_batch,
     shard_tree,
     tree_shardings,
@@ -55,7 +53,7 @@ from smd_jax.train.grading import GradedBatch, gather_graded, grade_part, reward
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import shortened
 from smd_jax.train.responder import Responder, Sampled
-from smd_jax.train.samples import ROLLOUTS, Samples, select_groups, signal_of_groups
+from smd_jax.train.samples import Samples, select_groups, signal_of_groups
 
 
 @runtime_checkable
@@ -93,7 +91,6 @@ class _Counters:
 
     steps: int = 0
     skipped_in_a_row: int = 0
-    weights_moved_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,7 @@ class Loop:
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
         host |= {"time/update": ended - collected, "step_time": ended - started}
-        host = self._with_throughput(host, state.params, tokens, samples.trajectory.valid.size)
+        host = _with_throughput(host, tokens, samples.trajectory.valid.size)
         # A refused rollout took no step: without parameters behind, the present ones have sampled it.
         self._check_rollout(index, state.params if sampled_with is None else sampled_with, state, samples, host)
         return state, host
@@ -412,27 +409,17 @@ class Loop:
             if is_first():
                 self.watch(index, samples)
 
-    def _with_throughput(
-        self, metrics: dict[str, float], params: Params, tokens: int, columns: int
-    ) -> dict[str, float]:
-        """Adds padding, tokens per second, and the bytes that devices received to hold the sampler's weights."""
-        counters = self._counters
-        if counters.weights_moved_bytes is None:
-            own = self.policy_params(params)
-            # As the sampler reads them: converted where they are, then gathered from fsdp.
-            read = jax.eval_shape(self.model.compute_params, own)
-            before, after = tree_shardings(own, self.mesh), gathered_shardings(own, self.mesh)
-            counters.weights_moved_bytes = float(moved_bytes(read, before, after))
-        added = {
-            # Every rollout gathers them, including those of dynamic sampling.
-            "rollout/weights_moved_bytes": counters.weights_moved_bytes * metrics.get(ROLLOUTS, 1.0),
-            "update/tokens_per_second": tokens / metrics["time/update"],
-            # A packed update measures its own padding.
-            "update/padding": metrics.get("update/padding", 1.0 - tokens / columns),
-        }
-        if "time/rollout" in metrics:  # a custom `collect` may omit it
-            added["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-        return metrics | added
+
+def _with_throughput(metrics: dict[str, float], tokens: int, columns: int) -> dict[str, float]:
+    """Adds padding and tokens per second."""
+    added = {
+        "update/tokens_per_second": tokens / metrics["time/update"],
+        # A packed update measures its own padding.
+        "update/padding": metrics.get("update/padding", 1.0 - tokens / columns),
+    }
+    if "time/rollout" in metrics:  # a custom `collect` may omit it
+        added["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+    return metrics | added
 
 
 def _batches_of_step(key: jax.Array, index: int, extra: int | None) -> Iterator[tuple[int, jax.Array]]:

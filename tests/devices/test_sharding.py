@@ -14,15 +14,12 @@ from jax.sharding import PartitionSpec as P
 from smd_jax.devices.sharding import (
     constrain,
     constrain_tree,
-    gathered_shardings,
     make_mesh,
-    moved_bytes,
     over_heads,
     over_rows,
     param_spec,
     shard_batch,
     shard_tree,
-    tree_shardings,
 )
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner import blocks
@@ -323,19 +320,3 @@ def test_a_mesh_takes_the_first_devices():
     mesh = make_mesh(1, 2, 2)
     assert list(mesh.devices.flat) == jax.devices()[:4]
     assert NamedSharding(mesh, P("fsdp")).shard_shape((8,)) == (4,)
-
-
-def test_bytes_that_a_new_layout_moves():
-    """By hand: a matrix of 16 x 8 in 16 bits. From fsdp 4, tensor 2 to tensor alone each of 8 devices has a quarter of
-    its half; it gets the other three. A vector is whole everywhere."""
-    mesh = make_mesh(fsdp=4, tensor=2)
-    tree = {
-        "q_proj": {"kernel": jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)},
-        "norm": {"scale": jax.ShapeDtypeStruct((16,), jnp.float32)},
-    }
-    before, after = tree_shardings(tree, mesh), gathered_shardings(tree, mesh)
-    assert moved_bytes(tree, before, after) == 8 * (3 / 4) * (16 * 8 / 2) * 2
-    assert moved_bytes(tree, before, before) == moved_bytes(tree, after, after) == 0
-    assert moved_bytes(tree, after, before) == 0, "a device keeps its part of what it has"
-    whole = {name: {leaf: NamedSharding(mesh, P()) for leaf in part} for name, part in tree.items()}
-    assert moved_bytes(tree, before, whole) == 8 * (7 / 8) * (16 * 8) * 2

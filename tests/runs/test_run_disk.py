@@ -50,7 +50,6 @@ def test_a_disk_without_room_is_refused_before_the_first_rollout(tmp_path, monke
         ({"steps": 9, "checkpoint_every": 1}, 4),
         ({"steps": 9, "checkpoint_every": 1, "keep": 5}, 6),
         ({"steps": 9, "objective": Objective("reward")}, 3),
-        ({"steps": 9, "objective": Objective("reward", keep_best=False)}, 1),
     ],
 )
 def test_room_for_all_that_is_there_at_once(tmp_path, monkeypatch, options, checkpoints):
