@@ -47,10 +47,6 @@ def as_number(completions):
     return [float(completion) for completion in completions]
 
 
-def skips_some(completions):
-    return [1.0 for completion in completions if completion != "bad"]
-
-
 def mean_of_all(completions):
     return sum(map(len, completions)) / len(completions)
 

@@ -142,7 +142,7 @@ class SamplerArgs(SamplingArgs):
 
     num_prompts: Basic[int] = 16  # prompts per rollout
     num_generations: Basic[int] = 8  # completions per prompt
-    decode_rows: int | None = None  # completions decoded at once; None: as many as fit
+    decode_rows: int | None = None  # completions decoded at once; None: all, or as many as fit into --memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class DeviceArgs(ComputeArgs):
 
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
     memory: str | None = None  # of one device, as 80GiB: sizes are chosen that fit; None: sizes stay
-    microbatch: int | None = None  # rows per forward and backward pass; None: as many as fit
+    microbatch: int | None = None  # rows per forward and backward pass; None: all, or as many as fit into --memory
     pack_columns: int | None = None  # columns of an update row that sequences share; None: one row each, padded
     share_prompts: bool = False  # read a prompt once for all its completions in a microbatch
 

@@ -49,10 +49,10 @@ class Rewards:
     list of numbers, with None where it does not apply, and may be async. The completion of chat messages is
     `[{"role": "assistant", "content": text}]`, else text.
 
-    A call that raises, takes too long or returns another number of rewards is repeated row by row, to find the rows
-    that cause it. That search ends after ten times the limit, and rows that it did not reach have failed. If no row
-    explains another number of rewards, all rows have failed. A completion fails if one function fails on it, because
-    its sum could not be compared within its group, or if every function returns None.
+    A call that raises or takes too long is repeated row by row, to find the rows that cause it. That search ends after
+    ten times the limit, and rows that it did not reach have failed. If a call returns another number of rewards, all of
+    its rows have failed. A completion fails if one function fails on it, because its sum could not be compared within
+    its group, or if every function returns None.
 
     Attributes:
       functions: at least one.
@@ -221,8 +221,9 @@ class Rewards:
 
     def _search(self, name: str, arguments: Mapping[str, Any], rows: int, failed: tuple[str, str]) -> list[Outcome]:
         """Repeats a failed call row by row."""
-        if rows == 1:
-            return [failed]
+        # Another number of rewards, such as one mean of all, is no reward of any completion.
+        if rows == 1 or failed[0] == ANOTHER_NUMBER:
+            return [failed] * rows
         began = time.monotonic()
         outcomes = list[Outcome]()
         for row in range(rows):
@@ -232,14 +233,9 @@ class Rewards:
             self._callers[name].begin({key: values[row : row + 1] for key, values in arguments.items()}, 1)
             outcomes.append(self._callers[name].finish())
         if all(isinstance(outcome, list) for outcome in outcomes):
-            if failed[0] == ANOTHER_NUMBER:
-                # Such as one mean of all, whose value for a single completion is no reward of it.
-                return [failed] * rows
             self._warn_once(
                 name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone"
             )
-        if failed[0] == ANOTHER_NUMBER:
-            return [_with_call_of_all(outcome, failed) for outcome in outcomes]
         return outcomes
 
     def _sum(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -312,13 +308,6 @@ def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:
     for name, values in arguments.items():
         if len(values) != rows:
             raise ValueError(f"expected {rows} values in {name!r}, one per completion; got {len(values)}")
-
-
-def _with_call_of_all(outcome: Outcome, failed: tuple[str, str]) -> Outcome:
-    """Adds the numbers of the whole call to an outcome with another number of rewards."""
-    if isinstance(outcome, tuple) and outcome[0] == ANOTHER_NUMBER:
-        return ANOTHER_NUMBER, f"{failed[1]}; for this completion alone: {outcome[1]}"
-    return outcome
 
 
 def _by_rows(values: list[Any]) -> list[Outcome]:
