@@ -192,20 +192,14 @@ def ppo_with_adapters() -> dict[str, np.ndarray]:
     )
 
 
-def judged_pairs() -> dict[str, np.ndarray]:
-    """Online DPO by a judge, that puts the completion with fewer letters first."""
+def pairs() -> dict[str, np.ndarray]:
+    """Online DPO."""
     config = OnlineDPOConfig(prompts_per_step=4, group_size=2, prompt_width=8, policy=H2O(), rollout=ROLLOUT)
-    loop = OnlineDPOLoop(
-        MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards(), judge=shorter_is_better
-    )
+    loop = OnlineDPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
     return steps_of(loop, params(), steps=1, reference=params())
 
 
-def shorter_is_better(prompts: Any, completions: list[list[str]]) -> list[list[int]]:
-    return [sorted(range(len(group)), key=lambda i: (len(group[i]), group[i])) for group in completions]
-
-
-RUNS = {take.__name__: take for take in (grpo, taught, few_rows, ppo_with_adapters, judged_pairs, half_without_rewards)}
+RUNS = {take.__name__: take for take in (grpo, taught, few_rows, ppo_with_adapters, pairs, half_without_rewards)}
 
 
 WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0

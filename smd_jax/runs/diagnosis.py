@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.value import VALUE_METRICS
 
 Row = Mapping[str, float | int | None]
@@ -48,9 +47,6 @@ def _value(row: Row, name: str) -> float:
 def _no_signal(row: Row) -> bool:
     if _value(row, "grad_norm") == 0:
         return True
-    # Pairs may come from a judge, which reads no rewards.
-    if any(name in row for name in DPO_METRICS):
-        return False
     # A critic compares rewards over the whole batch, and its groups may have one completion.
     has_critic = any(name in row for name in VALUE_METRICS)
     return _value(row, "reward_std") == 0 if has_critic else _value(row, "frac_reward_zero_std") == 1

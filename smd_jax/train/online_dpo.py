@@ -1,7 +1,6 @@
-"""Online DPO: a pair from every group, chosen by reward or by a judge, and the update.
+"""Online DPO: the best and the worst completion of every group as a pair, and the update.
 
-    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config)                  pairs by the task's rewards
-    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config, judge=my_judge)  pairs by a judge
+    loop = OnlineDPOLoop(model, task, tokenizer, optimizer, config)
     state = init_state(params, optimizer, key, reference=params)
 
 The loss has no ratio to the sampler. Several steps per rollout need no clipping, because the reference limits the
@@ -20,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from smd_jax.devices.processes import all_or_none, gather_json, on_host
+from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, sequence_ways, shard_batch
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
@@ -28,7 +27,7 @@ from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.step import check_sync
-from smd_jax.losses.pairs import Judge, Pairs, best_worst, check_group_size, judged_ranks, pairs_of_ranks
+from smd_jax.losses.pairs import Pairs, best_worst, check_group_size
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import LanguageModel, Params
@@ -45,7 +44,7 @@ class OnlineDPOConfig(LoopConfig):
     Attributes:
       update: the learner.
       missing_eos_penalty: subtracted from the reward of a completion that the length limit truncated, when pairs are
-        chosen; the metric `reward` stays the task's. None: no penalty. Not with a judge, which gives no rewards.
+        chosen; the metric `reward` stays the task's. None: no penalty.
     """
 
     update: DPOUpdateConfig = DPOUpdateConfig()
@@ -146,23 +145,9 @@ class PairLearner:
 
 @dataclass(frozen=True)
 class OnlineDPOLoop(Loop):
-    """The static parts of an online DPO run; see Loop.
-
-    Attributes:
-      judge: ranks the completions of every prompt, see `smd_jax.losses.pairs.judged_ranks`; None: the task's rewards
-        do.
-    """
+    """The static parts of an online DPO run; see Loop."""
 
     config: OnlineDPOConfig
-    judge: Judge | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.judge is not None and self.config.missing_eos_penalty is not None:
-            raise ValueError(
-                f"expected missing_eos_penalty None with a judge, which gives no rewards; "
-                f"got {self.config.missing_eos_penalty}"
-            )
 
     @cached_property
     def learner(self) -> PairLearner:
@@ -176,14 +161,11 @@ class OnlineDPOLoop(Loop):
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> PairBatch:
-        # Pairs by reward, which have the shapes of a judge's.
         return self.learner.batch(params, trajectory, best_worst(rewards, self.config.group_size))
 
     def pairs(self, samples: Samples) -> Pairs:
-        """One pair of every group, chosen by the judge or by the rewards."""
+        """One pair of every group."""
         size = self.config.group_size
-        if self.judge is not None:
-            return self._judged_pairs(self.judge, samples)
         rewards = samples.rewards
         if self.config.missing_eos_penalty is not None:
             truncated = ~on_host(samples.trajectory.terminated)
@@ -191,20 +173,6 @@ class OnlineDPOLoop(Loop):
             rewards = rewards - np.float32(self.config.missing_eos_penalty) * truncated
         rewarded_rows = samples.rewarded_rows
         return best_worst(jnp.asarray(rewards), size, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
-
-    def _judged_pairs(self, judge: Judge, samples: Samples) -> Pairs:
-        size = self.config.group_size
-        texts = samples.completions
-        groups = [texts[first : first + size] for first in range(0, len(texts), size)]
-        # All rows of a group have one prompt, so every `size`-th row stands for its group.
-        prompts = [row["prompt"] for row in samples.task_rows[::size]]
-        # Each process asks about its own groups: a judge may be slow, and may answer differently the second time.
-        feeders = self.responder.place.feeders
-        own = feeders.part(len(groups))
-        with all_or_none():
-            ranks = judged_ranks(judge, prompts[own], groups[own])
-        parts = feeders.of_teams(gather_json(np.asarray(ranks).tolist()))
-        return pairs_of_ranks(np.concatenate([np.array(part, np.int32) for part in parts]))
 
 
 @jax.jit

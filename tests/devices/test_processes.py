@@ -123,13 +123,13 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-RUNS = ["grpo", "taught", "few_rows", "ppo_with_adapters", "judged_pairs", "half_without_rewards"]
+RUNS = ["grpo", "taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_draws_the_same(found: dict[int, Found], run: str):
     """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO, alone and with a teacher;
-    the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO by a judge; GRPO
+    the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO; GRPO
     with rewards of one process's rows alone."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40

@@ -1,4 +1,4 @@
-"""Pairs of a group: by hand, under permutations, and what a judge may not say."""
+"""Pairs of a group: by hand and under permutations."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.losses.pairs import Pairs, best_worst, judged_ranks, pairs_of_ranks
+from smd_jax.losses.pairs import Pairs, best_worst
 
 
 def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:
@@ -98,52 +98,3 @@ def test_rewards_that_do_not_divide(rewards, size):
 def test_groups_of_one():
     with pytest.raises(ValueError, match="at least 2 completions, to make a pair; got group_size 1"):
         best_worst(jnp.ones(4), 1)
-    with pytest.raises(ValueError, match="at least 2 completions, to make a pair; got group_size 1"):
-        pairs_of_ranks(np.zeros((4, 1), np.int32))
-
-
-# --- by a judge
-
-
-def by_length(prompts: list, completions: list[list[str]]) -> list[list[int]]:
-    """The longest is the best."""
-    return [sorted(range(len(group)), key=lambda i: -len(group[i])) for group in completions]
-
-
-def test_a_judge_gives_pairs():
-    ranks = judged_ranks(by_length, ["a", "b"], [["xx", "xxx", "x"], ["x", "xx", "xxx"]])
-    assert ranks.tolist() == [[1, 0, 2], [2, 1, 0]]
-    assert listed(pairs_of_ranks(ranks)) == ([1, 5], [2, 3], [True, True])
-
-
-def test_the_judge_sees_the_prompts():
-    def last_letter(prompts, completions):
-        return [[0, 1] if prompt.endswith("0") else [1, 0] for prompt in prompts]
-
-    assert judged_ranks(last_letter, ["p0", "p1"], [["a", "b"], ["a", "b"]]).tolist() == [[0, 1], [1, 0]]
-
-
-@pytest.mark.parametrize("answer", [np.array([[1, 0]]), jnp.array([[1, 0]]), ((1, 0),), [np.array([1, 0], np.int64)]])
-def test_arrays_and_tuples_are_orders_too(answer):
-    assert judged_ranks(lambda prompts, completions: answer, ["a"], [["x", "y"]]).tolist() == [[1, 0]]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [-1, None, "012", [0, 1], [0, 1, 2, 0], [0, 1, 1], [1, 2, 3], [0.0, 1.0, 2.0], [[0], [1, 2]], [2, True, 0]],
-)
-def test_a_judge_that_returns_no_order(answer):
-    def judge(prompts, completions):
-        return [[2, 0, 1], answer]
-
-    with pytest.raises(ValueError, match=r"indices 0 to 2 from best to worst; prompt 1 got ") as error:
-        judged_ranks(judge, ["a", "b"], [["x", "y", "z"]] * 2)
-    assert str(error.value).endswith(f"got {answer!r}")
-
-
-@pytest.mark.parametrize(
-    ("answer", "got"), [([[0, 1]], "1 answers"), ([], "0 answers"), (None, "None"), ([[0, 1]] * 3, "3 answers")]
-)
-def test_a_judge_that_returns_too_few_or_too_many(answer, got):
-    with pytest.raises(ValueError, match=f"expected 2 orders from the judge, one per prompt; got {got}"):
-        judged_ranks(lambda prompts, completions: answer, ["a", "b"], [["x", "y"]] * 2)

@@ -1,4 +1,4 @@
-"""The loop of online DPO on a real task, in sizes of a toy: pairs by reward and by a judge, and that it learns."""
+"""The loop of online DPO on a real task, in sizes of a toy: pairs, and that it learns."""
 
 import dataclasses
 import functools
@@ -17,9 +17,8 @@ from smd_jax.learner.dpo_update import DPOUpdateConfig, make_dpo_update
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
-from smd_jax.losses.pairs import Judge
 from smd_jax.monitor.metrics_log import METRICS
-from smd_jax.tasks.task import Task
+from smd_jax.tasks.task import Row, Task
 from smd_jax.train import online_dpo
 from smd_jax.train.minibatches import minibatches
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
@@ -41,9 +40,9 @@ shared_update = functools.cache(make_dpo_update)
 
 
 @functools.cache
-def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), judge: Judge | None = None):
+def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1)):
     """Loops with the same learner share its programs, as in tests/toy_loop.py."""
-    loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes), judge)
+    loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes))
     with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
         assert loop.learner.update is not None and loop.learner.replay is not None  # now they are made
     return loop
@@ -64,15 +63,6 @@ def new_state(seed: int = 0) -> TrainState:
 @functools.cache
 def samples() -> Samples:
     return plain_loop().collect(new_state(), 0)
-
-
-def most_of(symbol: str) -> Judge:
-    """The completion with the most of one symbol is the best; of equal ones the first."""
-
-    def judge(prompts: list[Any], completions: list[list[str]]) -> list[list[int]]:
-        return [sorted(range(len(group)), key=lambda i: -group[i].count(symbol)) for group in completions]
-
-    return judge
 
 
 # --- it runs
@@ -191,28 +181,25 @@ def test_a_completion_without_an_end_may_be_punished():
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 10, 15], [1, 6, 11, 14])
 
 
-def test_a_judge_chooses():
-    asked = []
-
-    def judge(prompts, completions):
-        asked.append((prompts, completions))
-        return [[3, 0, 1, 2]] * len(prompts)
-
-    pairs = new_loop(judge=judge).pairs(samples())
-    assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 11, 15], [2, 6, 10, 14])
-    assert pairs.signal.all()
-    ((prompts, completions),) = asked
-    assert prompts == [row["prompt"] for row in samples().task_rows[::4]] and len(set(prompts)) == 4
-    assert sum(completions, []) == samples().completions
-
-
 # --- it learns
 
 
+class Sevens:
+    """The prompts of the sorting task; the reward is the number of one symbol in the completion."""
+
+    def __len__(self) -> int:
+        return len(TASK)
+
+    def __getitem__(self, index: int) -> Row:
+        return TASK[index]
+
+    def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float(text.count("7")) for text in completions]
+
+
 @pytest.mark.slow
-def test_what_the_judge_likes_becomes_frequent():
-    """The task's own reward plays no part."""
-    loop, state = new_loop(judge=most_of("7")), new_state()
+def test_what_is_rewarded_becomes_frequent():
+    loop, state = new_loop(task=Sevens()), new_state()
 
     def share(state: TrainState) -> float:
         texts = loop.collect(state, 99).completions
@@ -226,12 +213,6 @@ def test_what_the_judge_likes_becomes_frequent():
 
 
 # --- bad input
-
-
-@pytest.mark.parametrize("answer", [None, [[0, 1, 2, 3]], [[0, 1, 2, 3]] * 3 + [[0, 1, 2, 2]], [0, 0, 0, -1]])
-def test_a_judge_that_returns_no_order(answer):
-    with pytest.raises(ValueError, match=r"orders from the judge, one per prompt; got|expected the judge to order all"):
-        new_loop(judge=lambda prompts, completions: answer).step(new_state())
 
 
 def test_a_missing_reference():
@@ -250,11 +231,6 @@ def test_a_missing_reference():
 def test_bad_configurations(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **options)
-
-
-def test_a_penalty_with_a_judge():
-    with pytest.raises(ValueError, match="missing_eos_penalty None with a judge, which gives no rewards; got 1.0"):
-        new_loop(dataclasses.replace(CONFIG, missing_eos_penalty=1.0), judge=most_of("7"))
 
 
 @pytest.mark.parametrize(
