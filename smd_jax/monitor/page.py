@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from smd_jax.monitor.curves import Run, load_runs
+from smd_jax.monitor.curves import Run, load_runs, main_metrics
 from smd_jax.monitor.run_plots import runs_figure, save_figure
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.text.visible_text import visible
@@ -60,6 +60,7 @@ def page_text(runs: Sequence[Run], title: str = "smd_jax") -> str:
     picture = io.BytesIO()
     save_figure(runs_figure(runs), picture, "svg")
     source = f"data:image/svg+xml;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    drawn = f"{', '.join(main_metrics(runs))} of {', '.join(run.name for run in runs)}"
     masks = collect_masks(runs)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -68,7 +69,7 @@ def page_text(runs: Sequence[Run], title: str = "smd_jax") -> str:
         f"<title>{text(title)}</title><style>{style}</style></head><body>",
         f"<h1>{text(title)}</h1><main>",
         # An image cannot run a script.
-        f'<figure><img alt="curves of {text(", ".join(run.name for run in runs))}" src="{source}"></figure>',
+        f'<figure><img alt="{text(drawn)}" src="{source}"></figure>',
         viewer if masks else "",
         f'</main><script type="application/json" id="masks">{embedded(masks)}</script>',
         f"<script>{script}</script></body></html>\n",

@@ -260,7 +260,7 @@ def test_what_others_wrote_is_text(tmp_path):
     found = Reader(page)
     assert [a.get("id") for tag, a in found.tags if tag == "script"] == ["masks", None]
     assert not [tag for tag, a in found.tags if tag == "b" or "onerror" in a]
-    assert [a["alt"] for tag, a in found.tags if tag == "img"] == ["curves of a <b>&\"' arm"]
+    assert [a["alt"] for tag, a in found.tags if tag == "img"] == ["reward of a <b>&\"' arm"]
     assert "\x1b" not in page
     assert json.loads(found.scripts["masks"])[0]["pieces"] == [EVIL.replace("\x1b", "␛"), "b", "\n", "日"]
     assert EVIL.replace("\x1b", "␛") in found.texts
