@@ -260,4 +260,4 @@ def test_prompts_with_a_token_that_has_no_row(model: Path, tmp_path: Path, capsy
     rows.write_text('{"prompt": "One?", "answer": "1"}\n{"prompt": "Two?", "answer": "2"}\n')
     main(words)
     rows.write_text('{"prompt": "One?", "answer": "1"}\n{"prompt": "A <9>?", "answer": "2"}\n')
-    assert "got '<9>' in row 1, for which its embedding of 264 rows has none" in error_of(words, capsys)
+    assert "got '<9>' in row 1, outside its embedding of 264 rows" in error_of(words, capsys)
