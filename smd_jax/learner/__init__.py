@@ -29,6 +29,7 @@ from smd_jax.learner.state import init_state as init_state
 from smd_jax.learner.storage import stored as stored
 from smd_jax.learner.forward import make_replay as make_replay
 from smd_jax.learner.update import make_update as make_update
+from smd_jax.learner.packed import make_packed_update as make_packed_update
 from smd_jax.learner.dpo_update import DPOUpdateConfig as DPOUpdateConfig
 from smd_jax.learner.dpo_update import PairBatch as PairBatch
 from smd_jax.learner.dpo_update import make_dpo_update as make_dpo_update

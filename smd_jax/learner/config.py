@@ -70,7 +70,8 @@ class UpdateConfig:
       pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
       rows_per_prompt: consecutive rows that have the same prompt, which the model then reads once for all of them, see
-        `smd_jax.model.shared_prompt`; it must divide microbatch and group. 1: every row by itself.
+        `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, sequences share equal
+        beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: every row by itself.
       terms: further terms of the objective, such as your own, see `smd_jax.learner.terms`.
     """
 
@@ -120,7 +121,9 @@ class UpdateConfig:
         size, rows = self.microbatch_size, self.rows_per_prompt
         if size is not None and size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {size}")
-        if rows < 1 or (size is not None and size % rows):
+        # Packed rows are no rows of the rollout.
+        splits = size is not None and self.pack_columns is None
+        if rows < 1 or (splits and size % rows):
             raise ValueError(f"expected rows_per_prompt >= 1 that divide microbatch_size {size}; got {rows}")
         if self.pack_columns is None:
             return
@@ -128,10 +131,6 @@ class UpdateConfig:
             raise ValueError(
                 f"expected pack_columns >= 2 with a microbatch_size, the rows of so many columns in one pass; got "
                 f"{self.pack_columns} and {size}"
-            )
-        if rows > 1:
-            raise ValueError(
-                f"expected rows_per_prompt 1 with pack_columns, where a prompt has one response; got {rows}"
             )
 
     @property

@@ -58,7 +58,7 @@ def response_hidden(
     """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
     hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask)
     if trajectory.packing is not None:
-        return jnp.take_along_axis(hidden, trajectory.packing.columns[..., None] - 1, axis=1)
+        return jnp.take_along_axis(hidden, trajectory.packing.sources[..., None], axis=1)
     # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
     # token, and what the last column predicts was never drawn.
     return hidden[:, trajectory.prompt_width - 1 : -1]

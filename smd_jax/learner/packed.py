@@ -6,6 +6,10 @@ for every microbatch: its tokens, consecutive ─► loss ─► gradients, adde
                       terms of every token ─► back into their place in the batch
 once per step:        optimizer, metrics
 
+Sequences with equal beginnings, such as the completions of a prompt or the branches of a tree, can share them: the
+model reads them once. The loss is prepared, and its terms come back, one sequence a row: so it is that of separate
+rows.
+
 The number of microbatches follows from the lengths, so the loop over them is one of the host; each program is compiled
 once.
 """
@@ -26,7 +30,7 @@ from smd_jax.devices.sharding import constrain, constrain_tree
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import make_objective
-from smd_jax.learner.packs import ABSENT, Packs, PackSizes, pack, rows_at_once
+from smd_jax.learner.packs import ABSENT, Packs, PackSizes, Sequences, chains, pack, rows_at_once, trimmed
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.learner.trained import of_trained, trained_params
@@ -34,7 +38,7 @@ from smd_jax.learner.update import Update, apply_gradients
 from smd_jax.message.masks import Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import LanguageModel
+from smd_jax.model.protocol import LanguageModel, ModelShape
 
 # On the host, and on devices once a program has them.
 Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
@@ -45,19 +49,33 @@ def make_packed_update(
     optimizer: optax.GradientTransformation,
     config: UpdateConfig,
     max_difference: float | None = None,
+    *,
+    share_beginnings: bool = False,
 ) -> Update:
     """The step `(state, batch) -> (state, metrics)` of `make_update`, over rows of `config.pack_columns` columns that
     sequences share; `config.microbatch_size` counts such rows. `update/padding` is the share of their columns without a
     token. The old state's buffers are donated.
 
+    Args:
+      share_beginnings: whether sequences share equal beginnings as far as `smd_jax.message.beginnings` allows;
+        `config.rows_per_prompt` above 1 says so, too. `update/shared` is the share of the batch's tokens that were not
+        read again.
+
     The returned function raises ValueError as that of `make_update` does, and for what cannot be packed: boolean masks,
     quantised caches, draws of evictions, a minimum length.
+
+    Raises:
+      ValueError: for a model with sliding windows that is to share beginnings.
     """
+    share = share_beginnings or config.rows_per_prompt > 1
+    if share:
+        check_windows(model.shape, config)
 
     @jax.jit
     def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
         rows = rows_at_once(batch.advantages.shape[0], config)
-        return prepare(model, replace(config, microbatch_size=rows, pack_columns=None), state.params, batch)
+        of_rows = replace(config, microbatch_size=rows, pack_columns=None, rows_per_prompt=1)
+        return prepare(model, of_rows, state.params, batch)
 
     def of_part(state: TrainState, prepared: Prepared, places: Packs) -> Any:
         objective = of_trained(make_objective(model, config, state), state.params)
@@ -91,27 +109,53 @@ def make_packed_update(
         check_replayable(batch.trajectory)
         check_packable(batch.trajectory)
         check_reference(config, state)
-        packs = packs_of(batch.trajectory, config)
+        packs = packs_of(batch.trajectory, config, share)
         prepared = prepared_batch(state, batch)
         parts = [jax.tree.map(lambda x, i=i: x[i], packs) for i in range(len(packs.tokens))]
         so_far = nothing(state, prepared, parts[0])
         for places in parts:
             so_far = add(so_far, state, prepared, places)
         state, metrics = finish(state, prepared, so_far)
-        return state, metrics | {"update/padding": jnp.float32(packs.padding)}
+        metrics |= {"update/padding": jnp.float32(packs.padding)}
+        if share:
+            metrics |= {"update/shared": 1 - (packs.tokens != ABSENT).sum() / jnp.sum(batch.trajectory.valid)}
+        return state, metrics
 
     return update
 
 
-def packs_of(trajectory: Trajectory, config: UpdateConfig) -> Packs:
-    """Reads the lengths, so it cannot run under jit; all processes must call it."""
+def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: bool = False) -> Packs:
+    """Reads the lengths, so it cannot run under jit; all processes must call it.
+
+    Args:
+      share_beginnings: as in `make_packed_update`; reads tokens and masks.
+    """
     assert config.pack_columns is not None and config.microbatch_size is not None
     valid = on_host(trajectory.valid)
     prompt, response = trajectory.prompt_width, trajectory.logprobs.shape[1]
+    counted = on_host(trajectory.response_mask)
+    sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
+    if share_beginnings:
+        assert isinstance(trajectory.mask, ShadowMask), "checked before"
+        # A row of many short branches has little else than responses.
+        sizes = PackSizes(config.microbatch_size, config.pack_columns, config.pack_columns)
+        tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
+        return trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes)))
     # Three quarters suffice where responses are as long as three prompts; with longer ones some columns stay empty.
     room = max(response, -(-3 * config.pack_columns // 4))
-    sizes = PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns))
-    return pack(valid[:, :prompt].sum(1), valid[:, prompt:].sum(1), prompt, response, sizes)
+    return pack(sequences, PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns)))
+
+
+def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
+    """Raises ValueError where a window could hide a shared beginning: windows count columns, and branches that come
+    later in a row are further from it than their positions say."""
+    windows = [shape.window(layer) for layer in range(shape.num_layers)]
+    short = [window for window in windows if window is not None and window < (config.pack_columns or 0)]
+    if short:
+        raise ValueError(
+            f"expected sliding windows of at least pack_columns {config.pack_columns} for sequences that share their "
+            f"beginnings; got a model with a window of {min(short)}"
+        )
 
 
 def check_packable(trajectory: Trajectory) -> None:
@@ -168,6 +212,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         jnp.asarray(places.positions),
         jnp.asarray(places.ends),
         jnp.asarray(places.columns),
+        jnp.asarray(places.sources),
         jnp.asarray(places.responses != ABSENT),
     )
     return Trajectory(
@@ -184,14 +229,16 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
 
 
 def packed_mask(mask: ShadowMask, prompt_width: int, places: Packs) -> ShadowMask:
-    """The intervals of the tokens, moved with them; each ends with its sequence at the latest."""
+    """The intervals of the tokens, moved with them; each ends with its sequence, or its subtree, at the latest."""
     width = mask.evicted_at.shape[-1]
     columns = places.tokens.shape[1]
     moved = jnp.arange(columns)[None] - places.tokens % width
     by_token = jnp.moveaxis(mask.evicted_at, -1, 1)  # [batch, T, layers, kv_heads]
     # NEVER is the largest number there is, and nothing may be added to it.
     evicted_at = jnp.minimum(_take(by_token, places.tokens), width) + moved[..., None, None]
-    evicted_at = jnp.minimum(evicted_at, places.ends[..., None, None])
+    # A key that stayed in its own sequence stays for all that share it.
+    stops, ends = places.stops[..., None, None], places.ends[..., None, None]
+    evicted_at = jnp.where(evicted_at >= stops, ends, evicted_at)
     evicted_at = jnp.where((places.tokens != ABSENT)[..., None, None], evicted_at, 0)
     segments = [packed_segments(one, prompt_width, columns) for one in mask.segments]
     known = tuple(one for one in segments if one is not None)

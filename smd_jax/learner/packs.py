@@ -1,16 +1,25 @@
-"""Packs sequences into rows on the host: the longest first, each into the first row with room."""
+"""Packs sequences into rows on the host: the longest first, each into the first row with room.
+
+Sequences with equal beginnings can share them. Then they are the branches of a tree (`smd_jax.message.tree`), and what
+is packed is chains of them in depth-first order:
+
+    sequences        [p p p a a]  [p p p b]  [q q c c c]
+    chains           [p p p a a | b]         [q q c c c]        the second sequence adds the tokens after the beginning
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.message.beginnings import shared_beginning
 from smd_jax.pytrees import any_leaves
 
 ABSENT = -1
@@ -47,15 +56,19 @@ class Packs(struct.PyTreeNode):
     Attributes:
       tokens: int32 `[…, rows, T]` place of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
       positions, ends: `[…, rows, T]` as in `smd_jax.message.packing.Packing`.
+      stops: int32 `[…, rows, T]` first column behind the tokens that each token's own sequence added to the row; `ends`
+        where no sequence shares the token.
       responses: int32 `[…, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
-      columns: `[…, rows, K]` as in Packing.
+      columns, sources: `[…, rows, K]` as in Packing.
     """
 
     tokens: Int[np.ndarray, "*parts rows T"]
     positions: Int[np.ndarray, "*parts rows T"]
     ends: Int[np.ndarray, "*parts rows T"]
+    stops: Int[np.ndarray, "*parts rows T"]
     responses: Int[np.ndarray, "*parts rows K"]
     columns: Int[np.ndarray, "*parts rows K"]
+    sources: Int[np.ndarray, "*parts rows K"]
 
     @property
     def padding(self) -> float:
@@ -91,38 +104,124 @@ def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes
     return rows
 
 
-def pack(
-    prompts: Int[np.ndarray, " batch"],
-    responses: Int[np.ndarray, " batch"],
-    prompt_width: int,
-    response_width: int,
+def trimmed(packs: Packs) -> Packs:
+    """The same packs with as few places for response tokens as they need, in eighths of a row: every width is compiled
+    once."""
+    most = int((packs.responses != ABSENT).sum(-1).max())
+    step = -(-packs.tokens.shape[-1] // 8)
+    width = min(-(-max(most, 1) // step) * step, packs.responses.shape[-1])
+    return packs.replace(
+        responses=packs.responses[..., :width], columns=packs.columns[..., :width], sources=packs.sources[..., :width]
+    )
+
+
+class Member(NamedTuple):
+    """A sequence of a chain.
+
+    Attributes:
+      index: of the sequence. shared: tokens at its beginning that the member before it has in the row already.
+    """
+
+    index: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a rollout, whose prompts end in column `prompt_width - 1`, where its responses begin.
+
+    Attributes:
+      prompts: `[batch]` tokens of each prompt.
+      valid: `[batch, R]` columns of each response that hold a token; the first ones.
+      counted: `[batch, R]` response tokens that the policy sampled.
+      prompt_width: P.
+    """
+
+    prompts: Int[np.ndarray, " batch"]
+    valid: Bool[np.ndarray, "batch R"]
+    counted: Bool[np.ndarray, "batch R"]
+    prompt_width: int
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " batch"]:
+        return self.prompts + self.valid.sum(1)
+
+    @property
+    def responses(self) -> Int[np.ndarray, " batch"]:
+        return self.counted.sum(1)
+
+    def columns(self, index: int) -> slice:
+        """The columns of a sequence's tokens."""
+        start = self.prompt_width - int(self.prompts[index])
+        return slice(start, start + int(self.lengths[index]))
+
+
+def chains(
+    sequences: Sequences,
+    tokens: Int[np.ndarray, "batch T"],
+    evicted_at: Int[np.ndarray, "batch layers kv_heads T"],
     sizes: PackSizes,
-) -> Packs:
-    """Packs of a rollout whose prompts end in column `prompt_width - 1`, where its responses begin.
+) -> list[list[Member]]:
+    """Chains of sequences that share their beginnings, each at most as long as a row.
 
     Args:
-      prompts, responses: tokens of each row.
-      prompt_width, response_width: columns of the rollout.
+      tokens, evicted_at: of the rollout, by column.
     """
-    lengths = (prompts + responses).tolist()
-    rows = first_fit(lengths, responses.tolist(), sizes)
+    lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
+    where = [sequences.columns(index) for index in range(len(lengths))]
+    ids = [tokens[index, columns] for index, columns in enumerate(where)]
+    gone = [evicted_at[index, ..., columns] - columns.start for index, columns in enumerate(where)]
+    found: list[list[Member]] = []
+    free = answers = 0
+    # In the order of their tokens, sequences with the longest common beginning are neighbours.
+    for index in sorted(range(len(ids)), key=lambda index: (ids[index].astype(">i4").tobytes(), index)):
+        shared = 0
+        if found:
+            last = found[-1][-1].index
+            shared = shared_beginning(ids[last], ids[index], (gone[last], gone[index])).tokens
+        if not shared or lengths[index] - shared > free or responses[index] > answers:
+            shared, free, answers = 0, sizes.columns, sizes.responses
+            found.append([])
+        found[-1].append(Member(index, shared))
+        free, answers = free - lengths[index] + shared, answers - responses[index]
+    return found
+
+
+def pack(sequences: Sequences, sizes: PackSizes, together: Sequence[Sequence[Member]] | None = None) -> Packs:
+    """Packs of a rollout.
+
+    Args:
+      together: chains that stay together, see `chains`; None: every sequence by itself.
+    """
+    lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
+    if together is None:
+        together = [[Member(index)] for index in range(len(lengths))]
+    needs = [sum(lengths[one.index] - one.shared for one in chain) for chain in together]
+    rows = first_fit(needs, [sum(responses[one.index] for one in chain) for chain in together], sizes)
     parts = -(-len(rows) // sizes.rows)
     tokens = np.full((parts * sizes.rows, sizes.columns), ABSENT, np.int32)
-    positions, ends = np.zeros_like(tokens), np.zeros_like(tokens)
+    positions, ends, stops = (np.zeros_like(tokens) for _ in range(3))
     answers = np.full((parts * sizes.rows, sizes.responses), ABSENT, np.int32)
-    columns = np.ones_like(answers)
-    width = prompt_width + response_width
+    columns, sources = np.ones_like(answers), np.zeros_like(answers)
+    width, response_width = sequences.prompt_width + sequences.valid.shape[1], sequences.valid.shape[1]
     for row, members in enumerate(rows):
         column, answer = 0, 0
-        for index in members:
-            length, prompt, drawn = lengths[index], int(prompts[index]), int(responses[index])
-            place = slice(column, column + length)
-            tokens[row, place] = index * width + prompt_width - prompt + np.arange(length)
-            positions[row, place] = np.arange(length)
-            ends[row, place] = column + length
-            where = slice(answer, answer + drawn)
-            answers[row, where] = index * response_width + np.arange(drawn)
-            columns[row, where] = column + prompt + np.arange(drawn)
-            column, answer = column + length, answer + drawn
-    everything = Packs(tokens, positions, ends, answers, columns)
+        for chain in members:
+            path = np.zeros(0, np.int64)  # columns of the tokens of the sequence before
+            for index, shared in together[chain]:
+                prompt, length = int(sequences.prompts[index]), lengths[index]
+                stop = column + length - shared
+                path = np.concatenate([path[:shared], np.arange(column, stop)])
+                first = index * width + sequences.prompt_width - prompt
+                tokens[row, column:stop] = first + np.arange(shared, length)
+                positions[row, column:stop] = np.arange(shared, length)
+                stops[row, column:stop] = stop
+                ends[row, path] = stop
+                drawn = np.flatnonzero(sequences.counted[index])
+                where = slice(answer, answer + len(drawn))
+                answers[row, where] = index * response_width + drawn
+                columns[row, where] = path[prompt + drawn]
+                sources[row, where] = path[prompt + drawn - 1]
+                column, answer = stop, answer + len(drawn)
+    everything = Packs(tokens, positions, ends, stops, answers, columns, sources)
     return jax.tree.map(lambda x: x.reshape(parts, sizes.rows, -1), everything)

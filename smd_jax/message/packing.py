@@ -1,10 +1,13 @@
-"""Several sequences in one row of a learner's batch, one behind the other, in place of padding.
+"""Several sequences in one row of a learner's batch instead of padding.
 
     row 0    [prompt a | response a | prompt b | response b | · ]        columns 0 … T-1
     row 1    [prompt c | response c                 | · · · · · ]        · padding
 
 An interval mask says it at once: when a sequence ends, all of its keys are evicted. So `evicted_at` of a key is at most
 the first column behind its sequence, and attention needs nothing new.
+
+Sequences with equal beginnings can share them, as branches of a tree (`smd_jax.message.tree`). Then a key goes at the
+end of its subtree, and the hidden state that predicts a token need not be that of the column before it.
 
 What the loss looks at is one behind the other, too: `K` places a row for the tokens of its responses.
 """
@@ -23,12 +26,14 @@ class Packing(struct.PyTreeNode):
 
     Attributes:
       positions: int32 `[rows, T]` place of each token in its own sequence; 0 for padding.
-      ends: int32 `[rows, T]` first column behind the sequence of each token; 0 for padding.
+      ends: int32 `[rows, T]` first column behind the sequence of each token, or its subtree; 0 for padding.
       columns: int32 `[rows, K]` column of each response token, at least 1; 1 where there is none.
+      sources: int32 `[rows, K]` column whose hidden state predicts the token; 0 where there is none.
       response: `[rows, K]` which response tokens there are.
     """
 
     positions: Int[Array, "rows T"]
     ends: Int[Array, "rows T"]
     columns: Int[Array, "rows K"]
+    sources: Int[Array, "rows K"]
     response: Bool[Array, "rows K"]

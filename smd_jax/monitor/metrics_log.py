@@ -72,6 +72,7 @@ METRICS: dict[str, str] = {
     "staleness/ratio_max": "maximum of the same",
     "staleness/kl": "k3 estimate of KL(sampler || learner) per token at that step, nats",
     "update/padding": "share of the columns that the learner runs over which hold no token",
+    "update/shared": "share of the batch's tokens that branches share, so that the learner reads them once",
     "grad_norm": "global norm of the gradient before clipping",
     "update/skipped": "share of optimizer steps that were skipped, because loss or gradient was not finite",
     "learning_rate": "learning rate of the optimizer steps, if the optimizer's state has it",

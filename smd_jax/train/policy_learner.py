@@ -22,7 +22,7 @@ from smd_jax.learner.config import (
 )
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
-from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.packed import check_windows, make_packed_update
 from smd_jax.learner.packs import rows_at_once
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
@@ -86,14 +86,18 @@ class PolicyLearner:
         else:
             _check_pack_columns(config, self.model.shape.max_positions)
             check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)
+            if update.rows_per_prompt > 1:
+                check_windows(self.model.shape, update)
         if update.eviction_coef and config.policy.gate is None:
             raise ValueError(
                 "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef; got "
                 f"{config.policy} and {update.eviction_coef}"
             )
-        rows = update.rows_per_prompt
-        if config.group_size % rows:
-            raise ValueError(f"expected rows_per_prompt that divide group_size {config.group_size}; got {rows}")
+        if config.group_size % update.rows_per_prompt:
+            raise ValueError(
+                f"expected rows_per_prompt that divide group_size {config.group_size}; got {update.rows_per_prompt}"
+            )
+        rows = self.unpacked_config.rows_per_prompt
         together = config.columns + (rows - 1) * config.rollout.max_new_tokens
         check_sequence(together, self.model.shape.num_heads, self.mesh)
         size = update.microbatch_size
@@ -137,7 +141,7 @@ class PolicyLearner:
         return self._replay_under(update.reference_visibility or update.visibility)
 
     def _replay_under(self, visibility: Visibility) -> ReplayFunction:
-        return make_replay(self.model, visibility, self.rows_of_a_pass, self.config.update.rows_per_prompt)
+        return make_replay(self.model, visibility, self.rows_of_a_pass, self.unpacked_config.rows_per_prompt)
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:
@@ -169,7 +173,7 @@ class PolicyLearner:
         update = self.config.update
         if update.pack_columns is None:
             return update
-        return replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass)
+        return replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass, rows_per_prompt=1)
 
     @property
     def response_widths(self) -> tuple[int, ...]:

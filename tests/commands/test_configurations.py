@@ -334,7 +334,8 @@ def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
     update = loop.config.update
     rows, columns = update.microbatch_size, update.pack_columns
     assert rows is not None and columns is not None
-    whole = dataclasses.replace(update, microbatch_size=rows_at_once(len(batch.advantages), update), pack_columns=None)
+    size = rows_at_once(len(batch.advantages), update)
+    whole = dataclasses.replace(update, microbatch_size=size, pack_columns=None, rows_per_prompt=1)
     tokens, responses = array(rows, columns, dtype=jnp.int32), array(rows, columns, dtype=jnp.int32)
 
     def of_part(state: Any, batch: Any, places: Packs) -> Any:
@@ -342,7 +343,7 @@ def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
         objective = of_trained(make_objective(loop.model, update, state), state.params)
         return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, places))
 
-    jax.eval_shape(of_part, state, batch, Packs(tokens, tokens, tokens, responses, responses))
+    jax.eval_shape(of_part, state, batch, Packs(*(tokens,) * 4, *(responses,) * 3))
 
 
 def words_of(path: str, value: Any) -> set[str]:

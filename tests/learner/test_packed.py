@@ -14,7 +14,7 @@ from smd_jax.learner import packed
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.packed import make_packed_update, packed_segments, packed_trajectory
-from smd_jax.learner.packs import ABSENT, PackSizes, first_fit, pack
+from smd_jax.learner.packs import ABSENT, PackSizes, Sequences, first_fit, pack
 from smd_jax.learner.state import init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -39,10 +39,16 @@ def test_rows_are_filled_longest_first():
         first_fit([3, 11], [1, 2], sizes)
 
 
+def sequences(prompts, responses, width: int, length: int) -> Sequences:
+    """Of which all response tokens were sampled."""
+    valid = np.arange(length)[None] < responses[:, None]
+    return Sequences(prompts, valid, valid, width)
+
+
 def test_every_token_has_one_place():
     rng = np.random.default_rng(0)
     prompts, responses = rng.integers(1, 9, 40), rng.integers(0, 13, 40)
-    packs = pack(prompts, responses, 8, 12, PackSizes(3, 25, 16))
+    packs = pack(sequences(prompts, responses, 8, 12), PackSizes(3, 25, 16))
     there = packs.tokens != ABSENT
     assert there.sum() == (prompts + responses).sum() and (packs.responses != ABSENT).sum() == responses.sum()
     for name, places in (("tokens", packs.tokens[there]), ("responses", packs.responses[packs.responses != ABSENT])):
@@ -67,7 +73,7 @@ def test_lengths_like_those_of_gsm8k_leave_little_padding():
     prompts = np.interp(rng.random(16), quantiles, [40, 63, 86, 131, 253]).astype(int).repeat(8)
     responses = np.minimum(np.interp(rng.random(128), quantiles, [20, 58, 113, 232, 454]).astype(int), 256)
     padded = 1 - (prompts + responses).sum() / (128 * (253 + 256))
-    packs = pack(prompts, responses, 253, 256, PackSizes(4, 1024, 768))
+    packs = pack(sequences(prompts, responses, 253, 256), PackSizes(4, 1024, 768))
     assert padded > 0.5 and packs.padding < 0.15
 
 

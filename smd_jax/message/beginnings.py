@@ -1,0 +1,75 @@
+"""How many tokens at their beginning two sequences can share in one row, under recorded evictions.
+
+In depth-first order the branches of a shared key follow one after another. Its interval can end before they part, for
+both, or after the last of them; a key that one branch evicts and the next one sees would come back:
+
+    p p p a a b b        key 0 of p
+    1 1 1 1 1 1 1        stays in both branches: shared
+    1 1 . . . . .        goes before they part: shared
+    1 1 1 1 . 1 1        branch a evicts it, branch b sees it: no interval, so p is in the row twice
+
+Numpy only: nothing here is traced.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, SupportsIndex
+
+import numpy as np
+from jaxtyping import Int
+
+from smd_jax.message.masks import NEVER
+
+
+class Shared(NamedTuple):
+    """Tokens that two sequences share, and why there are not more of them; None where their tokens differ there."""
+
+    tokens: int
+    reason: str | None = None
+
+
+def shared_beginning(
+    left: Int[np.ndarray, " n"],
+    right: Int[np.ndarray, " m"],
+    evicted: tuple[Int[np.ndarray, "layers kv_heads n"], Int[np.ndarray, "layers kv_heads m"]] | None = None,
+) -> Shared:
+    """The longest beginning of two sequences that one row can hold once.
+
+    Args:
+      left, right: ids. evicted: `evicted_at` of each in positions, any number from its length on for a key that stayed;
+        None where nothing was evicted.
+    """
+    shortest = min(len(left), len(right))
+    unequal = np.flatnonzero(left[:shortest] != right[:shortest])
+    equal = int(unequal[0]) if len(unequal) else shortest
+    if evicted is None or equal == 0:
+        return Shared(equal)
+    first, second = (
+        np.where(at < tokens, at, NEVER)[..., :equal]
+        for at, tokens in zip(evicted, map(len, (left, right)), strict=True)
+    )
+    shared, reason = equal, None
+    # A query is shared only where both sequences show it the same keys.
+    parts = np.minimum(first, second)
+    differ = np.argwhere((first != second) & (parts <= shared))
+    if len(differ):
+        layer, head, key = differ[np.argmin(parts[tuple(differ.T)])]
+        shared = int(parts[layer, head, key]) - 1
+        reason = _reason(first, second, layer, head, key)
+    # A key that goes later goes in one branch while another may still see it.
+    last = np.where(parts == NEVER, 0, parts).max(axis=(0, 1))
+    while (later := np.flatnonzero(last[:shared] > shared)).size:
+        shared = int(later[0])
+        layer, head = np.argwhere(parts[..., shared] == last[shared])[0]
+        reason = _reason(first, second, layer, head, shared)
+    return Shared(shared, reason)
+
+
+def _reason(
+    first: np.ndarray, second: np.ndarray, layer: SupportsIndex, head: SupportsIndex, key: SupportsIndex
+) -> str:
+    went = ["stays" if at[layer, head, key] == NEVER else f"goes at {at[layer, head, key]}" for at in (first, second)]
+    return (
+        f"expected a key to stay in both branches or to go before they part; got key {key} of layer {layer}, kv head "
+        f"{head}, which {went[0]} in one branch and {went[1]} in the other"
+    )

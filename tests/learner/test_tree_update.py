@@ -1,0 +1,217 @@
+"""The update of trees: what separate dense rows would give, in loss, gradients and metrics."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.packed import make_packed_update, packed_trajectory, packs_of
+from smd_jax.learner.packs import ABSENT
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.losses.policy import LossConfig
+from smd_jax.losses.weighting import SequenceMean
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.tree import Branch, Node, Tree, to_trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
+from smd_jax.testing import tiny_model_config
+from tests.message.test_tree import random_tree
+from tests.tiny_update import RECORD, spread_params
+
+CONFIG = tiny_model_config(vocab_size=32, max_positions=64, num_layers=2)
+MODEL = Decoder(CONFIG)
+PARAMS = spread_params(0, CONFIG)
+LEAVES, PROMPT, RESPONSE, COLUMNS = 8, 12, 20, 48
+
+
+def random_branches(seed: int) -> list[Branch]:
+    """The branches of several random trees, `LEAVES` in all."""
+    rng = np.random.default_rng(seed)
+    found: list[Branch] = []
+    while len(found) < LEAVES:
+        found += random_tree(7, int(rng.integers(2**16)), vocabulary=32).branches()
+    return [branch for branch in found[:LEAVES]]
+
+
+def random_batch(seed: int, dtype: str = "float32") -> TrainBatch:
+    """Ratios on both sides of the clipping, advantages of both signs."""
+    rng = np.random.default_rng(seed)
+    rows = to_trajectory(random_branches(seed), prompt_width=PROMPT, response_width=RESPONSE, temperature=0.9)
+    tokens = jnp.take_along_axis(jax.nn.log_softmax(logits(rows, dtype)), rows.response[..., None], -1)[..., 0]
+    old = tokens + jnp.asarray(0.3 * rng.normal(size=tokens.shape), dtype)
+    return TrainBatch(rows.replace(logprobs=tokens), jnp.asarray(rng.normal(size=LEAVES), dtype), old)
+
+
+def logits(rows, dtype: str):
+    model = Decoder(replace(CONFIG, dtype=dtype))
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+    return apply_model(model, params, rows.tokens, rows.positions, rows.mask)[:, PROMPT - 1 : -1] / rows.temperature
+
+
+@functools.cache
+def update_of(config: UpdateConfig, dtype: str):
+    """Compiled once for all batches of a shape."""
+    model = Decoder(replace(CONFIG, dtype=dtype))
+    if config.pack_columns is None:
+        return make_update(model, RECORD, config)
+    return make_packed_update(model, RECORD, config, share_beginnings=True)
+
+
+def stepped(config: UpdateConfig, batch: TrainBatch, dtype: str = "float32"):
+    """Gradients, as RECORD keeps them, and metrics."""
+    params = jax.tree.map(lambda x: jnp.array(x, dtype), PARAMS)
+    state = init_state(params, RECORD, jax.random.key(0), jax.tree.map(lambda x: 1.1 * x, params))
+    state, metrics = update_of(config, dtype)(state, batch)
+    return jax.device_get(state.opt_state), {name: float(value) for name, value in metrics.items()}
+
+
+def of_trees(config: UpdateConfig, batch: TrainBatch, dtype: str = "float32"):
+    return stepped(replace(config, microbatch_size=1, pack_columns=COLUMNS), batch, dtype)
+
+
+def assert_equal_steps(got, expected, most: float):
+    """Relative to the largest gradient and to 1."""
+    (grads, metrics), (of_rows, metrics_of_rows) = got, expected
+    assert metrics["update/shared"] > 0.1 and metrics["loss"] != 0
+    scale = max(abs(x).max() for x in jax.tree.leaves(of_rows))
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(of_rows), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(y / scale, x / scale, atol=most, err_msg=jax.tree_util.keystr(path))
+    for name, value in metrics_of_rows.items():
+        assert metrics[name] == pytest.approx(value, rel=10 * most, abs=10 * most), name
+
+
+MANY_TERMS = UpdateConfig(
+    loss=LossConfig(weighting=SequenceMean(), beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5
+)
+
+
+def test_random_trees_are_separate_rows():
+    for seed in range(3):
+        batch = random_batch(seed)
+        assert_equal_steps(of_trees(MANY_TERMS, batch), stepped(MANY_TERMS, batch), 1e-5)
+
+
+@pytest.mark.slow
+def test_random_trees_in_float64():
+    with jax.enable_x64(True):
+        for seed in range(3):
+            batch = random_batch(seed, "float64")
+            got = of_trees(UpdateConfig(), batch, "float64")
+            assert_equal_steps(got, stepped(UpdateConfig(), batch, "float64"), 1e-10)
+
+
+def with_evictions(seed: int, early: float, late: float) -> TrainBatch:
+    """Branches of which some keys went early, at the same times in all of them, and others late.
+
+    Args:
+      early, late: shares of the keys.
+    """
+    rng = np.random.default_rng(seed)
+    common = np.arange(64) + rng.integers(1, 4, (2, 2, 64))
+    common = np.where(rng.random((2, 2, 64)) < early, common, NEVER)
+    branches = []
+    for branch in random_branches(seed):
+        length = len(branch.tokens)
+        goes = rng.integers(np.arange(length) + 1, length + 1)
+        goes = np.where(rng.random((2, 2, length)) < late, goes, NEVER)
+        branches.append(replace(branch, evicted_at=np.minimum(common[..., :length], goes)))
+    rows = to_trajectory(branches, layers=2, kv_heads=2, prompt_width=PROMPT, response_width=RESPONSE)
+    return TrainBatch(rows, jnp.asarray(rng.normal(size=LEAVES), jnp.float32), None)
+
+
+@pytest.mark.parametrize(("early", "late", "most"), [(0.0, 0.0, 999), (0.2, 0.0, 150), (0.1, 0.01, 150)])
+def test_a_row_shows_every_sequence_what_it_saw(early: float, late: float, most: int):
+    """Under recorded evictions: query by query, against the mask of separate rows."""
+    shared = 0
+    for seed in range(6):
+        rows = with_evictions(seed, early, late).trajectory
+        assert isinstance(rows.mask, ShadowMask)
+        seen = np.asarray(rows.mask.to_boolean())
+        packs = packs_of(rows, UpdateConfig(microbatch_size=2, pack_columns=COLUMNS), share_beginnings=True)
+        shared += int(rows.valid.sum()) - (packs.tokens != ABSENT).sum()
+        found = set()
+        for part in range(len(packs.tokens)):
+            places = jax.tree.map(lambda x, part=part: x[part], packs)
+            mask = packed_trajectory(rows, places).mask
+            assert isinstance(mask, ShadowMask)
+            visible = np.asarray(mask.to_boolean())
+            for row, answer in np.argwhere(places.responses != ABSENT):
+                index, drawn = divmod(int(places.responses[row, answer]), RESPONSE)
+                column, source = places.columns[row, answer], places.sources[row, answer]
+                path = path_to(places, row, source)
+                tokens = np.flatnonzero(rows.valid[index])[: len(path)]
+                found.add((index, drawn))
+                assert places.positions[row, column] == len(path)
+                np.testing.assert_array_equal(rows.tokens[index, tokens], packed_tokens(rows, places)[row, path])
+                # What the query that predicts the token sees, and nothing of other branches.
+                sees = visible[row, :, :, source]
+                np.testing.assert_array_equal(sees[..., path], seen[index][:, :, tokens[-1], tokens])
+                assert sees.sum() == seen[index][:, :, tokens[-1]].sum()
+        assert found == {(int(i), int(r)) for i, r in np.argwhere(np.asarray(rows.response_mask))}
+    assert 20 < shared < most
+
+
+def packed_tokens(rows, places):
+    return np.asarray(rows.tokens).reshape(-1)[np.maximum(places.tokens, 0)]
+
+
+def path_to(places, row: int, column: int) -> list[int]:
+    """Columns from a tree's first token to this one: at each position the last column whose subtree has it."""
+    return [
+        max(c for c in range(column + 1) if places.positions[row, c] == p and places.ends[row, c] > column)
+        for p in range(places.positions[row, column] + 1)
+    ]
+
+
+def test_evicted_keys_that_come_back_are_in_the_row_twice():
+    batch = with_evictions(3, 0.1, 0.01)
+    grads, metrics = of_trees(UpdateConfig(), batch)
+    of_rows, of_rows_metrics = stepped(UpdateConfig(), batch)
+    assert 0 < metrics["update/shared"] < 0.5
+    for x, y in zip(jax.tree.leaves(of_rows), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+    assert metrics["loss"] == pytest.approx(of_rows_metrics["loss"], rel=1e-5, abs=1e-6)
+
+
+def test_training_on_a_tree():
+    """The branch with a positive advantage becomes likelier, the other one less; with Adam as with separate rows."""
+    nodes = (
+        Node([1, 2, 3]),
+        Node([4, 5], 0, [True, True]),
+        Node([6, 7], 1, [True, True]),
+        Node([8], 1, [True]),
+    )
+    rows = to_trajectory(Tree(nodes).branches())
+    batch = TrainBatch(rows, jnp.asarray([1.0, -1.0]), None)
+    optimizer = optax.adam(1e-2)
+    config = UpdateConfig(loss=LossConfig(weighting=SequenceMean()))
+    trees = make_packed_update(
+        MODEL, optimizer, replace(config, microbatch_size=1, pack_columns=8), share_beginnings=True
+    )
+    of_rows = make_update(MODEL, optimizer, config)
+    states = [init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(0)) for _ in range(2)]
+    for _ in range(3):
+        states, metrics = zip(trees(states[0], batch), of_rows(states[1], batch), strict=True)
+        assert float(metrics[0]["loss"]) == pytest.approx(float(metrics[1]["loss"]), abs=1e-5)
+    assert float(metrics[0]["update/shared"]) == pytest.approx(1 - 8 / 13)
+
+    def logprobs(params):
+        whole = apply_model(MODEL, params, rows.tokens, rows.positions, rows.mask)[:, rows.prompt_width - 1 : -1]
+        found = jnp.take_along_axis(jax.nn.log_softmax(whole), rows.response[..., None], -1)[..., 0]
+        return (found * rows.response_mask)[:, 2:].sum(1)
+
+    before, after = logprobs(PARAMS), logprobs(states[0].params)
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_windows_that_would_hide_a_beginning():
+    model = Decoder(replace(CONFIG, sliding_windows=(16, None)))
+    config = UpdateConfig(microbatch_size=1, pack_columns=COLUMNS, rows_per_prompt=2)
+    with pytest.raises(ValueError, match="expected sliding windows of at least pack_columns 48 .* a window of 16"):
+        make_packed_update(model, RECORD, config)
