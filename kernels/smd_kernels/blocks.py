@@ -116,6 +116,17 @@ class LiveTiles(NamedTuple):
         """First live row tile of each key tile, and the tile after its last one; both 0 if none is live."""
         return _ends(self.live.swapaxes(1, 2))
 
+    def transposed(self) -> LiveTiles:
+        """Rows and keys exchanged."""
+        return LiveTiles(self.live.swapaxes(1, 2))
+
+    def in_order(self) -> tuple[Int[Array, " row_tiles"], Int[Array, "row_tiles key_tiles"]]:
+        """How many key tiles of each row tile are live in any block, and which ones, in ascending order; dead ones
+        follow. Between live tiles there are dead ones where branches of a tree share keys, or where keys were evicted.
+        """
+        live = self.live.any(0)
+        return live.sum(-1, dtype=jnp.int32), jnp.argsort(~live, axis=-1, stable=True).astype(jnp.int32)
+
 
 def _ends(live: Bool[Array, "blocks tiles others"]) -> tuple[Array, Array]:
     # argmax of booleans finds the first true entry; on the reversed axis it finds the last.

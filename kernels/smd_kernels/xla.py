@@ -157,12 +157,13 @@ def _cut(size: Tile, blocks: Blocks, row: Int[Array, ""], key: Int[Array, ""]) -
 def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
     count, rows, head_dim = blocks.q.shape
     wide = _wide(blocks.q)
-    first, last = live_tiles(blocks, size.rows, size.keys).of_rows()
+    # The blocks of a group run in lockstep, over the tiles that any of them needs.
+    count_live, live = live_tiles(blocks, size.rows, size.keys).in_order()
 
     def one_row_tile(row: Int[Array, ""]) -> tuple[Array, Array]:
-        def add(key: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def add(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, out = carry
-            tile = _cut(size, blocks, row, key)
+            tile = _cut(size, blocks, row, live[row, step])
             scores = _scores(tile)
             new = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - _finite(new)[..., None])
@@ -173,8 +174,7 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
 
         nothing = jnp.full((count, size.rows), -jnp.inf, wide), jnp.zeros((count, size.rows), wide)
         start = (*nothing, jnp.zeros((count, size.rows, head_dim), wide))
-        # The blocks of a group run in lockstep, from the first to the last tile that any of them needs.
-        highest, total, out = jax.lax.fori_loop(first[:, row].min(), last[:, row].max(), add, start)
+        highest, total, out = jax.lax.fori_loop(0, count_live[row], add, start)
         return _finish(total, highest, out, blocks.q.dtype)
 
     # A loop, so that one tile of scores exists at a time. Loops with traced bounds have no derivative; the backward
@@ -186,11 +186,12 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
 def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
     count, keys, head_dim = blocks.k.shape
     wide = lse.dtype
-    first, last = live_tiles(blocks, size.rows, size.keys).of_keys()
+    count_live, live = live_tiles(blocks, size.rows, size.keys).transposed().in_order()
 
     def one_key_tile(dq: Array, key: Int[Array, ""]) -> tuple[Array, tuple[Array, Array]]:
-        def add(row: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def add(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dv = carry
+            row = live[key, step]
             per_row = (_rows(x, row, size.rows) for x in (lse, delta, d_out))
             dq_tile, dk_tile, dv_tile = _tile_backward(_cut(size, blocks, row, key), *per_row)
             summed = _rows(dq, row, size.rows) + dq_tile
@@ -198,7 +199,7 @@ def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out:
             return dq, dk + dk_tile, dv + dv_tile
 
         zeros = jnp.zeros((count, size.keys, head_dim), wide)
-        dq, dk, dv = jax.lax.fori_loop(first[:, key].min(), last[:, key].max(), add, (dq, zeros, zeros))
+        dq, dk, dv = jax.lax.fori_loop(0, count_live[key], add, (dq, zeros, zeros))
         return dq, (dk, dv)
 
     # Each key tile completes its own dk and dv, and adds to dq, which is carried: its sum has a fixed order.

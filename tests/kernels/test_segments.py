@@ -15,7 +15,7 @@ from jax import export
 
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_kernels import reference
-from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks
+from smd_kernels.blocks import Blocks, BlockSizes, LiveTiles, live_tiles, pad_blocks
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
@@ -118,6 +118,27 @@ def test_live_tiles(drawn: Drawn, tile: tuple[int, int]):
     first, after = of_keys
     for block, key in np.ndindex(*first.shape):
         assert set(np.flatnonzero(tiles[block, :, key])) <= set(range(first[block, key], after[block, key]))
+
+
+def test_a_tree():
+    """A prompt of 64 with branches of 32 and 16: a query visits its prompt and its own branch, and no tile between."""
+    branches = [(64 + 48 * i + start, 64 + 48 * i + end) for i in range(3) for start, end in ((0, 32), (32, 48))]
+    ends = np.full((1, 2, 64 + 3 * 48), 64 + 3 * 48, np.int32)
+    for start, end in branches:
+        ends[..., start:end] = end
+    case = Case(4, 8, Segments(1, 1, 1), ends, 0)
+    got = with_gradients(over_intervals(SMALL), case, given=(jnp.asarray(ends),))
+    for x, y in zip(got, expected(case), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+    column, born, evicted_at, live, _, _ = jax.device_get(tables(jnp.asarray(ends[0]), 16, 8))
+    seen = (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
+    tiles = seen.reshape(2, 13, 16, 26, 8).any((2, 4))
+    np.testing.assert_array_equal(live, tiles)
+    count, order = LiveTiles(jnp.asarray(live)).in_order()
+    for row in range(13):
+        assert order[row, : count[row]].tolist() == np.flatnonzero(tiles[0, row]).tolist()
+    assert count[-1] == 8 + 2, "the prompt's tiles and its own"
 
 
 CASE = Case(4, 64, Segments(5, 6, 7), evict_at_every_step((2, 2, 41), (3, 0), 7, 0), 1)

@@ -195,18 +195,19 @@ def test_training_on_a_tree():
         MODEL, optimizer, replace(config, microbatch_size=1, pack_columns=8), share_beginnings=True
     )
     of_rows = make_update(MODEL, optimizer, config)
-    states = [init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(0)) for _ in range(2)]
+    state, other = (init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(0)) for _ in range(2))
     for _ in range(3):
-        states, metrics = zip(trees(states[0], batch), of_rows(states[1], batch), strict=True)
-        assert float(metrics[0]["loss"]) == pytest.approx(float(metrics[1]["loss"]), abs=1e-5)
-    assert float(metrics[0]["update/shared"]) == pytest.approx(1 - 8 / 13)
+        state, metrics = trees(state, batch)
+        other, expected = of_rows(other, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), abs=1e-5)
+        assert float(metrics["update/shared"]) == pytest.approx(1 - 8 / 13)
 
     def logprobs(params):
         whole = apply_model(MODEL, params, rows.tokens, rows.positions, rows.mask)[:, rows.prompt_width - 1 : -1]
         found = jnp.take_along_axis(jax.nn.log_softmax(whole), rows.response[..., None], -1)[..., 0]
         return (found * rows.response_mask)[:, 2:].sum(1)
 
-    before, after = logprobs(PARAMS), logprobs(states[0].params)
+    before, after = logprobs(PARAMS), logprobs(state.params)
     assert after[0] > before[0] and after[1] < before[1]
 
 

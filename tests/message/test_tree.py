@@ -43,6 +43,10 @@ def same(left, right):
     return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in ("tokens", "sampled", "logprobs"))
 
 
+def ids(branch: Branch) -> tuple[int, ...]:
+    return tuple(np.asarray(branch.tokens).tolist())
+
+
 def test_the_picture():
     row = tree.pack([Tree(NODES)])
     assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -88,19 +92,19 @@ def test_branches_merge_into_the_smallest_tree(seed):
     """Two tokens are one exactly where the branches begin with the same tokens."""
     branches = random_tree(*seed, vocabulary=3).branches()
     merged = Tree.from_branches(branches)
-    paths = [tuple(branch.tokens.tolist()) for branch in branches]
+    paths = [ids(branch) for branch in branches]
     beginnings = {path[:n] for path in paths for n in range(1, len(path) + 1)}
     assert sum(len(node.tokens) for node in merged.nodes) == len(beginnings)
-    found = {tuple(branch.tokens.tolist()) for branch in merged.branches()}
+    found = {ids(branch) for branch in merged.branches()}
     assert found == {path for path in paths if not any(other != path and other[: len(path)] == path for other in paths)}
 
 
 def test_a_token_counts_in_every_branch_or_once():
     each, once = Tree(NODES).branches(), Tree(NODES).branches(once=True)
-    assert [branch.tokens.tolist() for branch in once] == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8], [1, 2, 3, 9, 10]]
+    assert [ids(branch) for branch in once] == [(1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 8), (1, 2, 3, 9, 10)]
     assert [np.flatnonzero(branch.sampled).tolist() for branch in each] == [[3, 4, 5], [3, 4, 5], [4]]
     assert [np.flatnonzero(branch.sampled).tolist() for branch in once] == [[3, 4, 5], [5], [4]]
-    assert once[1].logprobs.tolist() == [0, 0, 0, 0, 0, -4]
+    assert np.asarray(once[1].logprobs).tolist() == [0, 0, 0, 0, 0, -4]
 
 
 def test_branches_as_rows():
