@@ -19,6 +19,8 @@ from smd_jax.message.quantization import QuantConfig as QuantConfig
 from smd_jax.sampler import RolloutConfig as RolloutConfig
 from smd_jax.sampler import rollout as rollout
 from smd_jax.sampler import Engine as Engine
+from smd_jax.sampler import converse as converse
+from smd_jax.sampler import ConversationConfig as ConversationConfig
 
 # The message from the sampler to the learner.
 from smd_jax.message.trajectory import Trajectory as Trajectory

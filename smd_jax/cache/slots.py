@@ -211,6 +211,30 @@ def turn(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
     return _map_states(roll, cache)
 
 
+def settle(cache: LayerCache, written: Int[Array, " batch"], buffer: int) -> LayerCache:
+    """A cache of which each row wrote the first `written` slots of its buffer, as a full buffer would have left it:
+    empty slots at the left, the newest key at the right, and its newest query the one before the buffer's first.
+
+        [ . 3 7 | 8 9 . ]   ─►   [ . . 3 7 8 9 ]        budget 3, buffer 3, 2 written
+
+    So what a row holds does not depend on how many steps the other rows took.
+    """
+
+    def roll(x: Array) -> Array:
+        return jax.vmap(lambda row, count: jnp.roll(row, count, axis=1))(x, buffer - written)
+
+    def turned(statistic: Statistic[Any], state: Any) -> Any:
+        def of_row(row: Any, count: Array) -> Any:
+            one = statistic.turn(jax.tree.map(lambda x: x[None], row), count)
+            return jax.tree.map(lambda x: x[0], one)
+
+        return jax.vmap(of_row)(state, -written)
+
+    states = tuple(turned(*pair) for pair in zip(cache.statistics, cache.states, strict=True))
+    cache = cache.replace(keys=roll(cache.keys), values=roll(cache.values), columns=roll(cache.columns), states=states)
+    return _map_states(roll, cache)
+
+
 def select(
     scores: Float[Array, "batch kv_heads slots"], valid: Bool[Array, "batch kv_heads slots"], budget: int
 ) -> tuple[Int[Array, "batch kv_heads budget"], Int[Array, "batch kv_heads rest"]]:

@@ -163,12 +163,19 @@ class NewestQueries(Statistic[Array]):
         return jnp.zeros((shape.rows, shape.heads, self.window, shape.head_dim), shape.dtype)
 
     def observe(self, state: Array, seen: Observation) -> Array:
+        exists = seen.query_columns >= 0
         tokens = seen.queries.shape[2]
         if tokens == 1:  # an update of one slice stays in place everywhere, one by an array of indices does not
-            return jax.lax.dynamic_update_slice_in_dim(state, seen.queries, seen.number % self.window, axis=2)
-        # No more tokens than the ring holds: of two writes to one index, either might come last.
-        newest = jnp.arange(max(tokens - self.window, 0), tokens)
-        return state.at[:, :, (seen.number + newest) % self.window].set(seen.queries[:, :, newest])
+            index = seen.number % self.window
+            before = jax.lax.dynamic_slice_in_dim(state, index, 1, axis=2)
+            query = jnp.where(exists[:, None, :, None], seen.queries, before)
+            return jax.lax.dynamic_update_slice_in_dim(state, query, index, axis=2)
+        # For every index of the ring the newest token that belongs there: `end - age` for ages 1 … window.
+        end = jnp.max(jnp.where(exists, jnp.arange(tokens) + 1, 0), axis=1)[:, None]
+        token = end - 1 - (seen.number + end - 1 - jnp.arange(self.window)[None]) % self.window
+        found = (token >= 0) & jnp.take_along_axis(exists, jnp.maximum(token, 0), axis=1)
+        newest = jnp.take_along_axis(seen.queries, jnp.maximum(token, 0)[:, None, :, None], axis=2)
+        return jnp.where(found[:, None, :, None], newest, state)
 
     def turn(self, state: Array, count: Int[Array, ""]) -> Array:
         # Query n + count belongs at index (n + count) % window, which is where a roll by `count` takes it.

@@ -184,8 +184,20 @@ class Trajectory(struct.PyTreeNode):
         )
 
     def lengths(self) -> Int[Array, " batch"]:
-        """Response tokens of each row."""
+        """Tokens that the policy sampled, of each row."""
         return jnp.sum(self.response_mask, axis=1)
+
+    def turns(self) -> Int[Array, "batch R"]:
+        """The turn in which the policy sampled each token, from 1; 0 for tokens that it did not sample."""
+        mask = self.response_mask
+        begins = mask & ~jnp.pad(mask, [(0, 0), (1, 0)])[:, :-1]
+        return jnp.where(mask, jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
+
+    def columns_after_prompt(self) -> Int[Array, " batch"]:
+        """Tokens of each row after its prompt: those that were sampled, and those that were read between them."""
+        if self.packing is not None:
+            return self.lengths()
+        return jnp.sum(self.valid[:, self.prompt_width :], axis=1)
 
 
 class NonFiniteLogitsError(FloatingPointError):

@@ -1,7 +1,8 @@
 """The sampler: prompts are read, tokens drawn, keys evicted, and all that a learner must know is recorded.
 
-`rollout` runs a fixed batch as one program, `Engine` keeps the rows of a cache busy with any number of prompts. Both
-give a `Trajectory`, the whole message from the sampler to the learner.
+`rollout` runs a fixed batch as one program, `Engine` keeps the rows of a cache busy with any number of prompts, and
+`converse` samples conversations with an environment. All give a `Trajectory`, the whole message from the sampler to the
+learner.
 """
 
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
@@ -11,3 +12,8 @@ from smd_jax.sampler.engine import Engine as Engine
 from smd_jax.sampler.engine import Progress as Progress
 from smd_jax.sampler.engine import Stats as Stats
 from smd_jax.sampler.engine import Rollout as Rollout
+from smd_jax.sampler.converse import converse as converse
+from smd_jax.sampler.converse import ConversationConfig as ConversationConfig
+from smd_jax.sampler.converse import Conversed as Conversed
+from smd_jax.sampler.converse import Reply as Reply
+from smd_jax.sampler.converse import Respondent as Respondent

@@ -134,9 +134,9 @@ class DecodeAttend:
         # Of a quantised cache nobody but a statistic that asks for keys reads these: else the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
-            # No key is newer than the query, so no causal mask is needed. What a row that has ended (column -1) sees is
-            # never read.
-            valid = cache.valid
+            # No key is newer than the query, so no causal mask is needed. A token that is not there sees nothing: the
+            # keys of a row that waits must not receive attention from it.
+            valid = cache.valid & (layer.columns[:, None] != kv_cache.EMPTY)
             if layer.window is not None:
                 # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)

@@ -48,6 +48,31 @@ def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
     """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
+    state, record, segment_steps = draw_segment(sampler, params, state, stop)
+    if not sampler.compresses:
+        return state, record
+    progress = RowProgress(
+        start=state.start,
+        # A row that ended within the segment is told later columns than it has. Nobody reads what it keeps.
+        newest=sampler.prompt_width + record.first + segment_steps - 1,
+        segment_start=sampler.prompt_width + record.first,
+        # The whole segment, even where all rows ended early: random numbers go by the boundary alone.
+        step=record.first + sampler.config.buffer,
+        rng=eviction_keys(state.rng),
+    )
+    # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
+    newest_query = sampler.prompt_width + state.cache_steps - 1
+    layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
+    with jax.named_scope("compress"):
+        compressed = [compression.in_place(layer, progress, newest_query, params) for compression, layer in layers]
+    cache, gone = zip(*compressed, strict=True)
+    return state.replace(cache=cache), record.replace(gone=gone)
+
+
+def draw_segment(
+    sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
+) -> tuple[SamplerState, SegmentRecord, Int[Array, ""]]:
+    """`run_segment` without the compression at its end; also the number of steps."""
     # Both hold for every row that is still live at a step: such a row has drawn a token at each step before it. What
     # they say of rows that ended on the way is not used.
     with jax.named_scope("draw"):
@@ -70,24 +95,7 @@ def run_segment(
     state, record, segment_steps = jax.lax.while_loop(going_on, step, begin)
     # Added after the loop alone: within the segment, every step is at `cache_steps + segment_step`.
     state = state.replace(cache_steps=state.cache_steps + segment_steps)
-    if not sampler.compresses:
-        return state, record
-    progress = RowProgress(
-        start=state.start,
-        # A row that ended within the segment is told later columns than it has. Nobody reads what it keeps.
-        newest=sampler.prompt_width + record.first + segment_steps - 1,
-        segment_start=sampler.prompt_width + record.first,
-        # The whole segment, even where all rows ended early: random numbers go by the boundary alone.
-        step=record.first + sampler.config.buffer,
-        rng=eviction_keys(state.rng),
-    )
-    # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
-    newest_query = sampler.prompt_width + state.cache_steps - 1
-    layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
-    with jax.named_scope("compress"):
-        compressed = [compression.in_place(layer, progress, newest_query, params) for compression, layer in layers]
-    cache, gone = zip(*compressed, strict=True)
-    return state.replace(cache=cache), record.replace(gone=gone)
+    return state, record, segment_steps
 
 
 def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffer"]:

@@ -46,7 +46,7 @@ def shortened(trajectory: Trajectory, widths: tuple[int, ...]) -> Trajectory:
     Args:
       widths: ascending; the last holds every response.
     """
-    longest = int(jnp.max(trajectory.lengths()))
+    longest = int(jnp.max(trajectory.columns_after_prompt()))
     width = next(width for width in widths if width >= longest)
     return trajectory if width == widths[-1] else _first_columns(trajectory, width)
 

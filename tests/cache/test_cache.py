@@ -19,6 +19,7 @@ from smd_jax.cache.slots import (
     observe,
     pad,
     select,
+    settle,
     turn,
     visible,
     write,
@@ -292,3 +293,30 @@ def test_any_life(seed: int, starts: list[int], data: st.DataObject):
         if filled == BUFFER - 1:
             cache, evicted_at = compress(column + 1)
             check(cache, evicted_at, lists, live)
+
+
+def test_settle():
+    """After 2 of 3 steps, and a step in which the row was not there: as if the buffer had just been filled."""
+    cache = layer([[EMPTY, 3, 7, 8, 9, EMPTY]], received=True, queries=3)
+    received, absent = jnp.zeros((1, 1, 6)), jnp.full((1, 1), EMPTY)
+    for number, filled in ((4, 1.0), (5, 2.0), (6, 3.0), (7, 4.0), (8, 99.0)):
+        columns = absent if filled == 99 else jnp.full((1, 1), number)
+        queries = jnp.full((1, 2, 1, 2), filled)
+        seen = Observation(
+            queries=queries,
+            query_columns=columns,
+            keys=cache.keys,
+            values=cache.values,
+            columns=cache.columns,
+            start=jnp.zeros(1, jnp.int32),
+            received=received,
+            number=jnp.array(number),
+            slot=jnp.array(0),
+        )
+        cache = observe(cache, seen)
+    settled = settle(cache, jnp.array([2]), buffer=3)
+    jax.tree.map(np.testing.assert_array_equal, settled.columns, jnp.array([[[EMPTY, EMPTY, 3, 7, 8, 9]]]))
+    assert settled.states[0].tolist() == [[[0, 0, 30, 70, 80, 90]]]
+    # Query 7 was the newest, and two were written since the buffer's first, number 6: so it counts as number 5.
+    ages = NewestQueries(3).ages(5)
+    assert settled.states[1][0, 0, :, 0][jnp.argsort(ages)].tolist() == [4.0, 3.0, 2.0]

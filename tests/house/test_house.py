@@ -24,7 +24,7 @@ MAX_LINES = 600
 # The packages from the bottom up. `message` are the modules that lie flat: what sampler and learner tell each other,
 # and the arithmetic that both share. A package imports those before it, never one behind it.
 ORDER = (
-    *("base", "devices", "message", "text", "tasks", "eviction", "cache", "model", "sampler"),
+    *("base", "devices", "message", "text", "tasks", "environments", "eviction", "cache", "model", "sampler"),
     *("corrections", "losses", "learner", "monitor", "train", "runs", "memory", "certify", "integrations", "commands"),
 )
 

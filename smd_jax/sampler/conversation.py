@@ -1,0 +1,279 @@
+"""Conversations: the policy samples a turn, an environment answers, the answer is read into the same cache, and so on.
+
+    prompt ─► turn 1 ─► answer ─► turn 2 ─► answer ─► turn 3        one row of the trajectory
+              sampled   read      sampled   read      sampled       `Trajectory.turns`: 1 1 1 0 0 2 2 0 0 3 3
+
+Three pure functions of one state, each jitted by its caller:
+
+    begin_conversations   prompts ─► Conversations
+    sample_segment        rows that sample draw and read up to `buffer` tokens
+    read_chunk            rows that were answered read up to `buffer` tokens of the answer
+
+After either, every layer is compressed to its budget. Rows are at different turns: a row that waits, or that does
+something else, writes nothing and loses nothing. Columns count the tokens of a row without gaps, so there is no padding
+between turns, and a row's evictions follow from its own tokens alone: a key that goes when so many of them were read is
+invisible from the next column on.
+
+The token that ends a turn was sampled but not read when the turn ended. It is the first token of the answer's chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from smd_jax.cache import slots as kv_cache
+from smd_jax.cache.compression import RowProgress
+from smd_jax.cache.slots import EMPTY
+from smd_jax.devices.sharding import constrain_rows
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import Recent
+from smd_jax.message.drawable_tokens import DrawableTokens
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.message.sampling import drawable_form
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.pytrees import any_leaves
+from smd_jax.sampler.attends import DecodeAttend, decode_layers
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.keys import eviction_keys
+from smd_jax.sampler.prefill import prefill
+from smd_jax.sampler.seats import SamplerState, begin
+from smd_jax.sampler.segment import draw_segment
+from smd_jax.sampler.static import Sampler
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.text.stop_strings import StopTable
+
+
+@any_leaves
+class Conversations(struct.PyTreeNode):
+    """The conversations of a batch so far; every leaf but `rows.cache_steps` has the rows first.
+
+    Attributes:
+      rows: cache and progress. `rows.done` is true of rows that wait for an answer or have ended, and `rows.terminated`
+        of those whose last turn ended by itself. `rows.drawn` counts all tokens after the prompt.
+      read: `[rows]` how many of these tokens are in the cache: `drawn`, or one fewer after the end of a turn.
+      turn: `[rows]` number of the turn that is sampled, or was last, from 1.
+      tokens, logprobs, entropy, turns: `[rows, R]` as in Trajectory.
+      drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
+      evicted_at: per layer `[rows, kv_heads, T]` of the shadow mask.
+    """
+
+    rows: SamplerState
+    read: Int[Array, " rows"]
+    turn: Int[Array, " rows"]
+    tokens: Int[Array, "rows R"]
+    logprobs: Float[Array, "rows R"]
+    entropy: Float[Array, "rows R"]
+    turns: Int[Array, "rows R"]
+    drawable: Array | None
+    evicted_at: tuple[Int[Array, "rows kv_heads T"], ...]
+
+
+def conversation_sampler(
+    model: LanguageModel, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int
+) -> Sampler:
+    """The sampler of conversations: `config.max_new_tokens` counts all tokens after the prompt, and
+    `config.eos_token_id` ends a turn.
+
+    A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
+
+    Raises:
+      ValueError: a quantised cache, boolean masks, and what Sampler raises.
+    """
+    if config.quant is not None:
+        raise ValueError(f"expected quant None in a conversation, whose segments differ in length; got {config.quant}")
+    if config.mask_storage != "compact":
+        raise ValueError(f"expected mask_storage 'compact' in a conversation; got {config.mask_storage!r}")
+    if not policy.evicts:
+        policy, config = Recent(), replace(config, budget=prompt_width + config.max_new_tokens)
+    return Sampler(model, policy, config, prompt_width)
+
+
+def begin_conversations(
+    sampler: Sampler,
+    params: Params,
+    prompts: PromptBatch,
+    keys: Key[Array, " rows"],
+    prompt_keys: Key[Array, " prompts"],
+    limit: Int[Array, " rows"],
+) -> Conversations:
+    """Reads the prompts and begins the first turn of each row.
+
+    Args:
+      prompts: `[prompts, P]`; the rows of a prompt are contiguous.
+      keys: of the rows. prompt_keys: with which policies that draw read the prompts.
+      limit: `[rows]` tokens of the first turn at most.
+    """
+    prefilled = prefill(sampler, params, prompts, prompt_keys)
+    count, response = keys.shape[0], sampler.config.max_new_tokens
+    group = count // prompts.tokens.shape[0]
+    after = [(0, 0), (0, 0), (0, response)]
+    records = [jnp.pad(record.evicted_at, after, constant_values=NEVER) for record in prefilled.records]
+    numbers = jnp.zeros((count, response), jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
+    form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
+    return Conversations(
+        rows=begin(prefilled, keys, limit),
+        read=jnp.zeros((count,), jnp.int32),
+        turn=jnp.ones((count,), jnp.int32),
+        tokens=jnp.full((count, response), sampler.config.pad_token_id, jnp.int32),
+        logprobs=numbers,
+        entropy=numbers,
+        turns=jnp.zeros((count, response), jnp.int32),
+        drawable=None if form is None else jnp.zeros((count, response, *form.shape), form.dtype),
+        evicted_at=tuple(jnp.repeat(x, group, axis=0) for x in records),
+    )
+
+
+def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop: StopTable | None) -> Conversations:
+    """Rows that are not done draw and read up to `buffer` tokens; then every layer is compressed."""
+    live = ~state.rows.done
+    rows, record, _ = draw_segment(sampler, params, state.rows, stop)
+    response = sampler.config.max_new_tokens
+    column = record.first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
+    # Behind the last column, where scattered numbers are dropped.
+    column = jnp.where(record.emitted, column, response)
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[jnp.arange(old.shape[0])[:, None], column].set(new, mode="drop")
+
+    state = state.replace(
+        tokens=put(state.tokens, record.tokens),
+        logprobs=put(state.logprobs, record.logprobs),
+        entropy=put(state.entropy, record.entropy),
+        turns=put(state.turns, jnp.broadcast_to(state.turn[:, None], column.shape)),
+        drawable=jax.tree.map(put, state.drawable, record.drawable),
+    )
+    # The newest token of a row that is done was drawn and not read.
+    read = jnp.where(live, rows.drawn - rows.done, state.read)
+    return _compressed(sampler, params, state, rows, read)
+
+
+def read_chunk(
+    sampler: Sampler,
+    params: Params,
+    state: Conversations,
+    tokens: Int[Array, "rows buffer"],
+    lengths: Int[Array, " rows"],
+    limit: Int[Array, " rows"],
+) -> Conversations:
+    """Rows read the first `lengths` of these tokens, all at once; then every layer is compressed.
+
+    Args:
+      tokens: continue behind the tokens that were read. The first chunk of an answer begins with the last token of the
+        turn before it.
+      lengths: 0 for rows that read nothing.
+      limit: tokens after the prompt at most, for rows that sample a new turn after this chunk; 0 for all others.
+    """
+    rows, buffer, response = state.rows, sampler.config.buffer, sampler.config.max_new_tokens
+    place = jnp.arange(buffer, dtype=jnp.int32)[None]
+    there = place < lengths[:, None]
+    after_prompt = state.read[:, None] + place
+    column = sampler.prompt_width + after_prompt
+    columns = jnp.where(there, column, EMPTY)
+    places = sampler.model.encode_positions(column - rows.start[:, None])
+    # Behind the kept keys, as the tokens of a segment.
+    slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
+    number = jnp.int32(sampler.prompt_width)
+    layers = decode_layers(sampler.model.shape, rows.cache, slots, columns, rows.start, number)
+    attend = DecodeAttend(sampler.model.shape.attention)
+    hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    newest = jnp.maximum(lengths - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
+    written = jnp.where(there, after_prompt, response)
+    of_row = jnp.arange(tokens.shape[0])[:, None]
+    read = state.read + lengths
+    goes_on = limit > 0
+    rows = rows.replace(
+        cache=cache,
+        hidden=jnp.where(lengths[:, None] > 0, last, rows.hidden),
+        drawn=jnp.maximum(rows.drawn, read),
+        done=rows.done & ~goes_on,
+        terminated=rows.terminated & ~goes_on,
+        limit=jnp.where(goes_on, limit, rows.limit),
+        stop=jnp.where(goes_on, 0, rows.stop),
+    )
+    state = state.replace(
+        tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"), turn=state.turn + goes_on.astype(jnp.int32)
+    )
+    return _compressed(sampler, params, state, rows, read)
+
+
+def _compressed(
+    sampler: Sampler, params: Params, state: Conversations, rows: SamplerState, read: Int[Array, " rows"]
+) -> Conversations:
+    """The state when every row has brought its keys from `state.read` to `read` into the buffer."""
+    written = read - state.read
+    boundary = sampler.prompt_width + read  # the first column whose query does not see what goes here
+    progress = RowProgress(
+        start=rows.start,
+        newest=boundary - 1,
+        segment_start=boundary - written,
+        step=read,
+        rng=eviction_keys(rows.rng),
+    )
+    # Every row counts its queries as if all that it read were its prompt: see `kv_cache.settle`.
+    newest = jnp.int32(sampler.prompt_width - 1)
+    cache, evicted_at = [], []
+    layers = zip(sampler.compressions(sampler.config.buffer), rows.cache, state.evicted_at, strict=True)
+    for compression, layer, record in layers:
+        layer = kv_cache.settle(layer, written, sampler.config.buffer)
+        layer, gone = compression.in_place(layer, progress, newest, params)
+        assert gone.dropped is not None, "the buffer is emptied"
+        cache.append(layer)
+        evicted_at.append(record_evictions(record, gone.dropped, boundary[:, None, None]))
+    rows = rows.replace(cache=tuple(cache), cache_steps=jnp.zeros_like(rows.cache_steps))
+    return constrain_rows(state.replace(rows=rows, read=read, evicted_at=tuple(evicted_at)))
+
+
+def to_trajectory(
+    sampler: Sampler, prompts: PromptBatch, state: Conversations, terminated: Bool[Array, " rows"]
+) -> Trajectory:
+    """The trajectory of these conversations.
+
+    Args:
+      prompts: `[rows, P]`, each row's own. terminated: conversations that their environment ended.
+    """
+    config = sampler.config
+    after = state.rows.drawn
+    emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < after[:, None]
+    valid = jnp.concatenate([prompts.valid, emitted], axis=1)
+    layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(state.evicted_at)]
+    evicted_at = jnp.where(valid[:, None, None], jnp.stack(layers, axis=1), 0)
+    # Nothing but itself sees a token that was sampled and never read.
+    column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
+    unread = (column >= sampler.prompt_width + state.read[:, None]) & valid & (column + 1 < sampler.columns)
+    evicted_at = jnp.where(unread[:, None, None], column[:, None, None] + 1, evicted_at)
+    end = config.eos_token_id
+    shortest = 0 if end is None else config.min_new_tokens
+    drawable = None if state.drawable is None and not shortest else DrawableTokens(state.drawable, shortest, end)
+    return Trajectory(
+        tokens=jnp.concatenate([prompts.tokens, state.tokens], axis=1),
+        valid=valid,
+        logprobs=state.logprobs,
+        terminated=terminated,
+        mask=ShadowMask(evicted_at, _segments(sampler)),
+        temperature=config.sampling.temperature,
+        replayable=config.sampling.trainable,
+        entropy=state.entropy,
+        drawable=drawable,
+        turns=state.turns,
+    )
+
+
+def _segments(sampler: Sampler) -> tuple[Segments, ...]:
+    """Rows are compressed after different columns. Wherever a segment of the learner begins, its first query sees no
+    more earlier keys than the cache has slots for."""
+    buffer, most = sampler.config.buffer, sampler.columns
+    sizes = [budget + buffer - 1 for budget in sampler.budgets]
+    return () if max(sizes) >= most else tuple(Segments(sampler.prompt_width, buffer, max(size, 1)) for size in sizes)
+
+
+def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None) -> Int[Array, "rows kv_heads T"]:
+    mask: Any = windowed(KeyInterval(evicted_at), window)
+    return mask.evicted_at

@@ -1,0 +1,329 @@
+"""The loop of a batch of conversations on the host: whose turn it is, who waits, and who has ended.
+
+              ┌─ read_chunk: rows that were answered read up to `buffer` tokens ◄── replies that have come
+    rows ─► sample_segment: rows in a turn sample up to `buffer` tokens ─► turns that ended ─► Respondent.send ─┐
+              ▲                                                                                               │
+              └───────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The loop waits for a reply only if no row has anything to do. So rows are at different turns, and a slow environment
+delays its own row alone. A row that waits keeps its place in the cache.
+
+A trajectory does not depend on when replies come: everything about a row follows from its own tokens and keys.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Key
+
+from smd_jax.config import check_whole
+from smd_jax.devices.sharding import gathered_tree
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.trajectory import Trajectory, check_finite
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.conversation import (
+    Conversations,
+    begin_conversations,
+    conversation_sampler,
+    read_chunk,
+    sample_segment,
+    to_trajectory,
+)
+from smd_jax.sampler.keys import prompt_keys, row_keys
+from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.static import Sampler
+from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
+from smd_jax.text.stop_strings import StopTable, check_stop_table
+from smd_jax.typed_fields import check_types
+
+# Why a conversation ended, where the respondent did not end it.
+TURNS = "turns"  # the last turn that it may have was answered
+LENGTH = "length"  # a turn reached its limit before it ended
+ROOM = "room"  # the answer is longer than the room that is left
+
+
+@dataclass(frozen=True)
+class ConversationConfig:
+    """Limits of a conversation; static.
+
+    Attributes:
+      turns: turns of the policy at most.
+      turn_tokens: tokens of a turn at most, its end included; None: as many as there is room for. All tokens after the
+        prompt, answers included, are at most `RolloutConfig.max_new_tokens`.
+    """
+
+    turns: int = 8
+    turn_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_whole("turns", self.turns, 1)
+        if self.turn_tokens is not None:
+            check_whole("turn_tokens", self.turn_tokens, 1, "tokens, or None")
+
+
+class Reply(NamedTuple):
+    """What a respondent says to a turn.
+
+    Attributes:
+      tokens: that the policy reads before its next turn. Not read if the conversation ends.
+      ending: why the conversation ends; None: it goes on.
+    """
+
+    tokens: list[int]
+    ending: str | None = None
+
+
+@runtime_checkable
+class Respondent(Protocol):
+    """Answers the turns of all rows, in any order and at any time."""
+
+    def send(self, row: int, tokens: list[int]) -> None:
+        """Takes the tokens of a turn that has ended, the last of which may be an end token. Must not wait."""
+        ...
+
+    def receive(self, wait: bool) -> list[tuple[int, Reply]]:
+        """Replies that have come, as (row, reply); with `wait` at least one."""
+        ...
+
+
+class ConversationStats(NamedTuple):
+    """What a batch of conversations took.
+
+    Attributes:
+      sampled, read: tokens. segments: of up to `buffer` steps. chunks: calls that read answers.
+      utilisation: share of rows that sampled a token, the mean over all steps.
+      waited_seconds: in which no row had anything to do.
+    """
+
+    sampled: int
+    read: int
+    segments: int
+    chunks: int
+    utilisation: float
+    waited_seconds: float
+
+
+class Conversed(NamedTuple):
+    """Conversations that have ended.
+
+    Attributes:
+      trajectory: a row each; `terminated` where the respondent ended it.
+      endings: why each ended: `TURNS`, `LENGTH`, `ROOM`, or what the respondent said.
+    """
+
+    trajectory: Trajectory
+    endings: list[str]
+    stats: ConversationStats
+
+
+def converse(
+    model: LanguageModel,
+    params: Params,
+    prompts: PromptBatch,
+    key: Key[Array, ""] | Key[Array, " rows"],
+    respondent: Respondent,
+    *,
+    policy: EvictionPolicy,
+    config: RolloutConfig,
+    conversation: ConversationConfig = ConversationConfig(),
+    group_size: int = 1,
+    stop: StopTable | None = None,
+) -> Conversed:
+    """Samples `group_size` conversations per prompt; arguments as in `smd_jax.rollout`.
+
+    `config.eos_token_id` and `stop` end a turn, and `config.max_new_tokens` counts all tokens after the prompt. An
+    answer is read in chunks of `config.buffer` tokens, and the cache is compressed after each.
+
+    Raises:
+      ValueError: neither `config.eos_token_id` nor `stop`, a quantised cache, boolean masks, and what `rollout` raises.
+      NonFiniteLogitsError: the model's logits were NaN or infinite.
+    """
+    check_whole("group_size", group_size, 1)
+    check_prompts(prompts, model.shape.vocab_size)
+    if stop is not None:
+        check_stop_table(stop, model.shape.vocab_size)
+    if stop is None and config.eos_token_id is None:
+        raise ValueError("expected an eos_token_id or stop strings, one of which ends a turn; got neither")
+    sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
+    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop)
+    loop.run()
+    return loop.result()
+
+
+class _Loop:
+    """The host's view of a batch of conversations.
+
+    Attributes:
+      drawn: `[rows]` tokens after the prompt.
+      in_cache: `[rows]` those that were read; known while a row does not sample.
+      begins: `[rows]` where the present turn begins, in tokens after the prompt.
+      turn: `[rows]` number of the present turn.
+      live: `[rows]` rows that sample.
+      last: `[rows]` last token of the turn.
+      unread: tokens of an answer that a row has still to read, the last token of its turn first.
+      endings: why rows ended; None for those that go on.
+      state: on the device; donated to every program that changes it.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        params: Params,
+        prompts: PromptBatch,
+        key: Key[Array, ""] | Key[Array, " rows"],
+        respondent: Respondent,
+        conversation: ConversationConfig,
+        group_size: int,
+        stop: StopTable | None,
+    ) -> None:
+        rows = len(prompts.tokens) * group_size
+        self.sampler = sampler
+        self.params = _cast(sampler.model, params)
+        self.prompts = repeat_prompts(prompts, group_size)
+        self.respondent = respondent
+        self.conversation = conversation
+        self.stop = stop
+        self.drawn = np.zeros(rows, np.int32)
+        self.in_cache = np.zeros(rows, np.int32)
+        self.begins = np.zeros(rows, np.int32)
+        self.last = np.zeros(rows, np.int32)
+        self.turn = np.ones(rows, np.int32)
+        self.live = np.ones(rows, bool)
+        self.unread: dict[int, list[int]] = {}
+        self.endings: list[str | None] = [None] * rows
+        self.steps = self.sampled = self.read = self.segments = self.chunks = 0
+        self.waited = 0.0
+        keys = row_keys(key, rows)
+        limit = jnp.asarray(self._limits(self.drawn), jnp.int32)
+        self.state = _begin(sampler, self.params, prompts, keys, prompt_keys(keys, group_size), limit)
+
+    def run(self) -> None:
+        """Samples and reads until every conversation has ended."""
+        while None in self.endings:
+            self._take_replies()
+            if self.unread:
+                self._read()
+            if self.live.any():
+                self._sample()
+
+    def result(self) -> Conversed:
+        """The conversations; the state is given up."""
+        own = {TURNS, LENGTH, ROOM}
+        endings = [str(ending) for ending in self.endings]
+        terminated = jnp.asarray([ending not in own for ending in endings])
+        trajectory = _finish(self.sampler, self.prompts, self.state, terminated)
+        check_finite(trajectory.logprobs)
+        steps = max(self.steps * len(endings), 1)
+        stats = ConversationStats(
+            self.sampled, self.read, self.segments, self.chunks, self.sampled / steps, self.waited
+        )
+        return Conversed(trajectory, endings, stats)
+
+    def _limits(self, drawn: np.ndarray) -> np.ndarray:
+        """Tokens after the prompt at which a turn that begins after `drawn` of them is cut off."""
+        most = self.sampler.config.max_new_tokens
+        size = self.conversation.turn_tokens
+        return np.full_like(drawn, most) if size is None else np.minimum(drawn + size, most)
+
+    def _take_replies(self) -> None:
+        wait = not self.unread and not self.live.any()
+        began = time.perf_counter()
+        replies = self.respondent.receive(wait)
+        if wait:
+            self.waited += time.perf_counter() - began
+        for row, reply in replies:
+            if reply.ending is not None:
+                self.endings[row] = reply.ending
+            elif self.turn[row] >= self.conversation.turns:
+                self.endings[row] = TURNS
+            elif self.drawn[row] + len(reply.tokens) >= self.sampler.config.max_new_tokens:
+                self.endings[row] = ROOM
+            else:
+                self.unread[row] = [int(self.last[row]), *reply.tokens]
+
+    def _read(self) -> None:
+        """One chunk for every row that has something to read."""
+        buffer = self.sampler.config.buffer
+        tokens = np.full((len(self.drawn), buffer), self.sampler.config.pad_token_id, np.int32)
+        lengths, limit = np.zeros_like(self.drawn), np.zeros_like(self.drawn)
+        for row, unread in list(self.unread.items()):
+            chunk, self.unread[row] = unread[:buffer], unread[buffer:]
+            tokens[row, : len(chunk)] = chunk
+            lengths[row] = len(chunk)
+            self.in_cache[row] += len(chunk)
+            # The first chunk begins with the last token of the turn, which was drawn.
+            self.read += int(max(self.in_cache[row] - self.drawn[row], 0))
+            self.drawn[row] = max(self.drawn[row], self.in_cache[row])
+            if not self.unread[row]:
+                del self.unread[row]
+                self.begins[row] = self.drawn[row]
+                self.turn[row] += 1
+                self.live[row] = True
+                limit[row] = self._limits(self.drawn)[row]
+        self.state = _read_chunk(self.sampler, self.params, self.state, tokens, lengths, limit)
+        self.chunks += 1
+
+    def _sample(self) -> None:
+        """One segment for every row that samples; turns that ended are sent."""
+        before = self.drawn
+        self.state = _sample_segment(self.sampler, self.params, self.state, self.stop)
+        rows = self.state.rows
+        drawn, done, terminated = jax.device_get((rows.drawn, rows.done, rows.terminated))
+        self.drawn = np.array(drawn)
+        self.segments += 1
+        self.sampled += int((self.drawn - before).sum())
+        self.steps += int((self.drawn - before).max())
+        stopped = np.flatnonzero(self.live & done)
+        self.live &= ~done
+        if not len(stopped):
+            return
+        tokens = np.asarray(self.state.tokens)
+        for row in stopped.tolist():
+            self.in_cache[row] = self.drawn[row] - 1
+            self.last[row] = tokens[row, self.drawn[row] - 1]
+            if terminated[row]:
+                self.respondent.send(row, tokens[row, self.begins[row] : self.drawn[row]].tolist())
+            else:
+                self.endings[row] = LENGTH
+
+
+@partial(jax.jit, static_argnames="model")
+def _cast(model: LanguageModel, params: Params) -> Params:
+    return gathered_tree(sampler_params(model, params))
+
+
+_begin = jax.jit(begin_conversations, static_argnames="sampler")
+
+
+# The state is donated: without that, old and new caches would exist side by side.
+@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
+def _sample_segment(sampler: Sampler, params: Params, state: Conversations, stop: StopTable | None) -> Conversations:
+    return sample_segment(sampler, params, state, stop)
+
+
+@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
+def _read_chunk(
+    sampler: Sampler,
+    params: Params,
+    state: Conversations,
+    tokens: Int[Array, "rows buffer"] | Int[np.ndarray, "rows buffer"],
+    lengths: Int[Array, " rows"] | Int[np.ndarray, " rows"],
+    limit: Int[Array, " rows"] | Int[np.ndarray, " rows"],
+) -> Conversations:
+    return read_chunk(sampler, params, state, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limit))
+
+
+@partial(jax.jit, static_argnames="sampler")
+def _finish(
+    sampler: Sampler, prompts: PromptBatch, state: Conversations, terminated: Bool[Array, " rows"]
+) -> Trajectory:
+    return to_trajectory(sampler, prompts, state, terminated)

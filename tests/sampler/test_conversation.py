@@ -1,0 +1,187 @@
+"""Conversations: exact for every policy over several turns, whoever answers when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.learner.forward import replay
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.converse import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
+from tests.under_test import POLICIES, SHAPES, left_padded, make_params
+
+WIDTH, RESPONSE, VOCAB = 10, 96, 64
+LENGTHS = [10, 4, 7, 1]
+SHAPE = dataclasses.replace(SHAPES["GQA"], vocab_size=VOCAB)
+# One of 64 tokens on average ends a turn; with four of them turns of about 16 tokens.
+CONFIG = RolloutConfig(
+    RESPONSE, budget=14, buffer=5, eos_token_id=(7, 8, 9, 10), sampling=SamplingConfig(temperature=0.9)
+)
+TALK = ConversationConfig(turns=4)
+Rule = Callable[[int, int], Any]
+
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+class Scripted:
+    """Answers with tokens that follow from the row and the number of its turn.
+
+    Args:
+      delay: polls after which a turn is answered. ending: why the conversation ends there. size: tokens of the answer.
+        All by row and turn, from 1.
+    """
+
+    def __init__(
+        self,
+        delay: Rule = lambda row, turn: 0,
+        ending: Rule = lambda row, turn: None,
+        size: Rule = lambda row, turn: 1 + (3 * row + 4 * turn) % 13,
+    ):
+        self.delay, self.ending, self.size = delay, ending, size
+        self.turns: dict[int, list[list[int]]] = {}
+        self.waiting: list[tuple[int, int]] = []
+
+    def send(self, row: int, tokens: list[int]) -> None:
+        self.turns.setdefault(row, []).append(tokens)
+        self.waiting.append((row, self.delay(row, len(self.turns[row]))))
+
+    def receive(self, wait: bool) -> list[tuple[int, Reply]]:
+        while True:
+            due = [row for row, polls in self.waiting if polls <= 0]
+            self.waiting = [(row, polls - 1) for row, polls in self.waiting if polls > 0]
+            if due or not wait:
+                return [(row, self.reply(row, len(self.turns[row]))) for row in due]
+
+    def reply(self, row: int, turn: int) -> Reply:
+        tokens = np.random.default_rng([row, turn]).integers(11, VOCAB, self.size(row, turn))
+        return Reply(tokens.tolist(), self.ending(row, turn))
+
+
+def talk(name: str, respondent: Scripted, config: RolloutConfig = CONFIG, key: int = 3) -> Conversed:
+    return converse(
+        Decoder(SHAPE),
+        make_params(SHAPE),
+        left_padded(LENGTHS, WIDTH, VOCAB),
+        jax.random.key(key),
+        respondent,
+        policy=POLICIES[name],
+        config=config,
+        conversation=TALK,
+    )
+
+
+def second_row_ends(row: int, turn: int) -> str | None:
+    return "done" if (row, turn) == (1, 3) else None
+
+
+@cache
+def usual(name: str) -> tuple[Conversed, Scripted]:
+    respondent = Scripted(ending=second_row_ends)
+    return talk(name, respondent), respondent
+
+
+def gap(trajectory: Trajectory, mask: ShadowMask | None = None) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the tokens that the policy sampled."""
+    recorded: Any = trajectory.mask
+    mask = recorded if mask is None else ShadowMask(jnp.broadcast_to(mask.evicted_at, recorded.evicted_at.shape))
+    learner = replay_jitted(Decoder(SHAPE), make_params(SHAPE), trajectory.replace(mask=mask)).logprobs
+    return np.abs(np.asarray(learner - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
+
+
+FAST = ("Dense", "SnapKV", "Random")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in POLICIES])
+def test_exact_over_turns(name: str):
+    trajectory = usual(name)[0].trajectory
+    turns = np.asarray(trajectory.turns)
+    assert (turns.max(axis=1) >= 3).sum() >= 2, turns.max(axis=1)
+    difference = gap(trajectory)
+    assert len(difference) > 60 and difference.max() <= 2e-5
+    if not POLICIES[name].evicts:
+        return
+    mask: Any = trajectory.mask
+    t = mask.evicted_at
+    assert gap(trajectory, trajectory.dense_mask()).max() > 1e-2
+    assert gap(trajectory, ShadowMask(jnp.where((t > 0) & (t < NEVER), t + 1, t))).max() > 1e-3
+    mask.with_segments(mask.segments)  # raises where more keys are visible than the learner's attention gathers
+
+
+def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
+    conversed, respondent = usual("SnapKV")
+    trajectory = conversed.trajectory
+    assert conversed.endings[1] == "done" and TURNS in conversed.endings
+    assert np.asarray(trajectory.terminated).tolist() == [ending == "done" for ending in conversed.endings]
+    for row, said in respondent.turns.items():
+        expected, turns = [], []
+        for number, tokens in enumerate(said, 1):
+            answer = respondent.reply(row, number).tokens
+            expected += tokens + answer
+            turns += [number] * len(tokens) + [0] * len(answer)
+        length = int(trajectory.columns_after_prompt()[row])
+        # A turn that was cut off was never sent; an answer that came after the last turn was never read.
+        shared = min(length, len(expected))
+        assert shared > 20
+        assert np.asarray(trajectory.response[row, :shared]).tolist() == expected[:shared]
+        assert np.asarray(trajectory.turns[row, :shared]).tolist() == turns[:shared]
+        assert not np.asarray(trajectory.turns[row, length:]).any()
+    assert (np.asarray(trajectory.logprobs)[~np.asarray(trajectory.response_mask)] == 0).all()
+    assert conversed.stats.read > 2 * CONFIG.buffer and conversed.stats.sampled == int(trajectory.lengths().sum())
+
+
+@pytest.mark.parametrize("name", ["SnapKV", pytest.param("H2O", marks=pytest.mark.slow)])
+def test_slow_answers_change_nothing(name: str):
+    """Bit for bit: a row that waits keeps its keys and statistics, whatever the others do meanwhile."""
+    slow = Scripted(delay=lambda row, turn: (5 * row + 3 * turn) % 7, ending=second_row_ends)
+    delayed, at_once = talk(name, slow).trajectory, usual(name)[0].trajectory
+    jax.tree.map(np.testing.assert_array_equal, delayed, at_once)
+
+
+def test_an_answer_longer_than_the_room_ends_the_conversation():
+    conversed = talk("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
+    trajectory, row = conversed.trajectory, 2
+    assert conversed.endings[row] == ROOM and not bool(trajectory.terminated[row])
+    assert set(np.asarray(trajectory.turns[row])) <= {0, 1} and gap(trajectory).max() <= 2e-5
+
+
+def test_a_turn_longer_than_its_limit_ends_the_conversation():
+    short = ConversationConfig(turns=3, turn_tokens=2)
+    respondent = Scripted()
+    conversed = converse(
+        Decoder(SHAPE),
+        make_params(SHAPE),
+        left_padded(LENGTHS, WIDTH, VOCAB),
+        jax.random.key(3),
+        respondent,
+        policy=POLICIES["SnapKV"],
+        config=dataclasses.replace(CONFIG, eos_token_id=7),
+        conversation=short,
+    )
+    assert LENGTH in conversed.endings
+    cut = [row for row, ending in enumerate(conversed.endings) if ending == LENGTH]
+    assert all(np.asarray(conversed.trajectory.lengths())[row] % 2 == 0 for row in cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"eos_token_id": None}, "which ends a turn; got neither"),
+        ({"quant": QuantConfig(bits=4, group=5)}, "expected quant None in a conversation"),
+        ({"mask_storage": "boolean"}, "expected mask_storage 'compact'"),
+    ],
+)
+def test_refused(changes: dict[str, Any], expected: str):
+    with pytest.raises(ValueError, match=expected):
+        talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, **changes))
