@@ -156,8 +156,13 @@ class CallsInProcess:
 Caller = CallsHere | CallsInProcess
 
 
-def pickled_function(name: str, function: Callable[..., Any]) -> tuple[list[tuple[str, str]], bytes]:
+def pickled_function(
+    name: str, function: Callable[..., Any], what: str = "a reward"
+) -> tuple[list[tuple[str, str]], bytes]:
     """Pickles a function for a new Python: the files to load first, as (module, path), and the pickle.
+
+    Args:
+      name: of the function, and what it is, for messages.
 
     Raises:
       ValueError: the function cannot be imported, or something that it holds cannot be pickled.
@@ -168,7 +173,7 @@ def pickled_function(name: str, function: Callable[..., Any]) -> tuple[list[tupl
         pickler.dump(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"expected a reward {name!r} that a process of its own can load: a function at the top of a module or of a "
+            f"expected {what} {name!r} that a process of its own can load: a function at the top of a module or of a "
             f"file, or an object of a class there. Move it into a file, or give seconds=None, which runs it in this "
             f"process without a time limit; got {error}"
         ) from error

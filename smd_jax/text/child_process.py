@@ -77,6 +77,10 @@ class ChildProcess:
         with contextlib.suppress(ConnectionError):
             self._connection.send_bytes(pickled)
 
+    def has_answer(self, seconds: float) -> bool:
+        """Waits for an answer, or the end of the process, at most so long; both are what `receive` then takes."""
+        return self._connection.poll(max(seconds, 0.0))
+
     def receive(self, seconds: float) -> bytes:
         """Waits for the next answer. After an error, Ctrl-C included, the process is ended.
 

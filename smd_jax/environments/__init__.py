@@ -1,0 +1,12 @@
+"""Environments: the other side of a conversation with the policy, such as tools and graders.
+
+`Environment` is the protocol: `reset(row) -> text` and `step(text) -> (text, reward, done)`.
+"""
+
+from smd_jax.environments.protocol import Environment as Environment
+from smd_jax.environments.protocol import Answer as Answer
+from smd_jax.environments.protocol import Failure as Failure
+from smd_jax.environments.protocol import Opening as Opening
+from smd_jax.environments.processes import Environments as Environments
+from smd_jax.environments.processes import open_environments as open_environments
+from smd_jax.environments.processes import UnloadableEnvironmentError as UnloadableEnvironmentError

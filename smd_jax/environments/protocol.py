@@ -1,0 +1,64 @@
+"""What an environment is, and what comes back from its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+
+from smd_jax.tasks.task import Row
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+
+
+class Opening(TypedDict):
+    """A prompt with tools. `tools` are JSON schemas, which a chat template writes into the prompt."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """The other side of one conversation. Both methods may be `async`; each call has a time limit.
+
+    An object serves one conversation, in a process of its own. There Python's and NumPy's global random numbers begin
+    alike in every conversation: so a resumed run samples the same conversations again.
+    """
+
+    def reset(self, row: Row) -> Any:
+        """The prompt of a conversation about a task's row: a text, chat messages, or an Opening."""
+        ...
+
+    def step(self, text: str) -> Any:
+        """The answer to a turn of the policy, `(text, reward, done)`.
+
+        The first is a text or chat messages. `done` is a boolean, or a text which says why the conversation ends.
+        """
+        ...
+
+
+class Failure(NamedTuple):
+    """A call that gave no answer.
+
+    Attributes:
+      kind: the same for errors of one kind, such as the name of an exception. message: of this one.
+    """
+
+    kind: str
+    message: str
+
+
+class Answer(NamedTuple):
+    """What a call came to.
+
+    Attributes:
+      content: a text or messages, of `reset` also an Opening; None if the call failed.
+      reward: of the turn. done: whether the conversation is over. reason: why, where the environment said so.
+      failure: why there is no answer; None if there is one.
+    """
+
+    content: Any
+    reward: float = 0.0
+    done: bool = False
+    reason: str | None = None
+    failure: Failure | None = None

@@ -1,0 +1,172 @@
+"""Environments in their processes: what comes back, and that no error takes another conversation with it."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smd_jax.environments.processes import (
+    Environments,
+    EnvironmentsInProcesses,
+    UnloadableEnvironmentError,
+    open_environments,
+)
+
+ROWS = [{"prompt": f"row {number}"} for number in range(3)]
+
+
+class Echo:
+    """Repeats what it is told, and does what the text asks for."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, row: dict[str, Any]) -> str:
+        return row["prompt"]
+
+    def step(self, text: str) -> Any:
+        self.turns += 1
+        match text:
+            case "raise":
+                raise KeyError("the shelf is empty")
+            case "hang":
+                while True:
+                    time.sleep(0.01)
+            case "exit":
+                os._exit(7)
+            case "nothing":
+                return None
+            case "10 MB":
+                return "x" * 10_000_000, 0.0, False
+            case "no number":
+                return "a", float("nan"), False
+            case "a set":
+                return {"a"}, 0.0, False
+            case "messages":
+                return [{"role": "tool", "content": "4"}], 0, np.False_
+            case "over":
+                return "", np.float32(1.5), "solved"
+        return f"{self.turns}: {text}", 0.25, False
+
+
+class Awaited:
+    async def reset(self, row: dict[str, Any]) -> str:
+        return row["prompt"] + " awaited"
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        return text.upper(), 1.0, True
+
+
+class Lucky:
+    def reset(self, row: dict[str, Any]) -> str:
+        return f"{random.random()} {np.random.rand()}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return str(random.random()), 0.0, False
+
+
+@pytest.fixture(scope="module", params=["processes", "here"])
+def echoes(request: pytest.FixtureRequest) -> Iterator[Environments]:
+    found = open_environments(Echo, 20.0 if request.param == "processes" else None)
+    yield found
+    found.close()
+
+
+def asked(found: Environments, conversation: int, text: str) -> Any:
+    found.step(conversation, text)
+    ((number, answer),) = found.receive(wait=True)
+    assert number == conversation
+    return answer
+
+
+def test_each_conversation_has_its_own_environment(echoes: Environments):
+    assert [answer.content for answer in echoes.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    assert asked(echoes, 1, "a").content == "1: a" and asked(echoes, 1, "b").content == "2: b"
+    assert asked(echoes, 0, "c") == ("1: c", 0.25, False, None, None)
+    assert asked(echoes, 2, "over") == ("", 1.5, True, "solved", None)
+    assert asked(echoes, 2, "messages").content == [{"role": "tool", "content": "4"}]
+    assert echoes.receive(wait=False) == []
+    echoes.reset(ROWS)
+    assert asked(echoes, 1, "a").content == "1: a"
+
+
+BROKEN = {
+    "raise": ("KeyError", "the shelf is empty"),
+    "nothing": ("no answer", r"expected \(text, reward, done\); got None"),
+    "10 MB": ("no answer", "at most 1,048,576 characters; got 10,000,000"),
+    "no number": ("no answer", "expected a finite number as reward; got nan"),
+    "a set": ("no answer", "expected a text or chat messages; got {'a'}"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_answer_is_a_failure(echoes: Environments, text: str):
+    kind, message = BROKEN[text]
+    echoes.reset(ROWS)
+    failure = asked(echoes, 1, text).failure
+    assert failure.kind == kind
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(failure.message)
+    assert len(failure.message) < 500
+    assert asked(echoes, 0, "go on").content == "1: go on"
+
+
+def test_a_call_that_hangs_or_exits_ends_its_own_process_only():
+    found = EnvironmentsInProcesses(Echo, seconds=0.5)
+    found.reset(ROWS)
+    found.step(0, "hang")
+    found.step(1, "exit")
+    found.step(2, "go on")
+    answers = dict[int, Any]()
+    while len(answers) < 3:
+        answers |= dict(found.receive(wait=True))
+    assert answers[0].failure == ("time", "took longer than 0.5 s")
+    assert answers[1].failure == ("end of its process", "its process ended with exit code 7")
+    assert answers[2].content == "1: go on"
+    assert asked(found, 0, "again").failure.kind == "end of its process"
+    assert [answer.content for answer in found.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    found.close()
+
+
+@pytest.mark.parametrize("seconds", [20.0, None])
+def test_async(seconds: float | None):
+    found = open_environments(Awaited, seconds)
+    assert found.reset(ROWS[:1])[0].content == "row 0 awaited"
+    assert asked(found, 0, "a") == ("A", 1.0, True, None, None)
+    found.close()
+
+
+def test_global_random_numbers_begin_alike_in_every_conversation():
+    found = open_environments(Lucky, 20.0)
+    first = found.reset(ROWS)
+    assert len({answer.content for answer in (*first, *found.reset(ROWS))}) == 1
+    found.close()
+
+
+def test_a_class_that_cannot_be_loaded_is_refused():
+    class Local(Echo):
+        pass
+
+    with pytest.raises(ValueError, match="expected an environment 'Local' that a process of its own can load"):
+        open_environments(Local)
+    with pytest.raises(ValueError, match="expected a time limit > 0 seconds; got 0"):
+        open_environments(Echo, 0.0)
+
+
+def test_a_file_that_its_process_cannot_load_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "only_here.py").write_text(
+        "import os\nif os.environ.get('ONLY') is None:\n    raise OSError('no licence')\nclass E:\n    pass\n"
+    )
+    from smd_jax.tasks.functions import import_function
+
+    monkeypatch.setenv("ONLY", "1")
+    factory = import_function(f"{tmp_path}/only_here.py:E")
+    monkeypatch.delenv("ONLY")
+    with pytest.raises(UnloadableEnvironmentError, match="OSError: no licence"):
+        open_environments(factory, 20.0).reset(ROWS)
