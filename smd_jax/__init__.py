@@ -55,6 +55,7 @@ from smd_jax.train import OnlineDPOLoop as OnlineDPOLoop
 from smd_jax import cache as cache
 from smd_jax import corrections as corrections
 from smd_jax import devices as devices
+from smd_jax import environments as environments
 from smd_jax import eviction as eviction
 from smd_jax import learner as learner
 from smd_jax import losses as losses

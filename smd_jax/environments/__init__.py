@@ -10,3 +10,7 @@ from smd_jax.environments.protocol import Opening as Opening
 from smd_jax.environments.processes import Environments as Environments
 from smd_jax.environments.processes import open_environments as open_environments
 from smd_jax.environments.processes import UnloadableEnvironmentError as UnloadableEnvironmentError
+from smd_jax.environments.dialogue import Dialogue as Dialogue
+from smd_jax.environments.tools import ToolEnvironment as ToolEnvironment
+from smd_jax.environments.tools import ToolCallError as ToolCallError
+from smd_jax.environments.retry import RetryEnvironment as RetryEnvironment

@@ -102,8 +102,17 @@ def call(function: Callable[[], Any], check: Callable[[Any], dict[str, Any]], fi
         return fields
     error = caught.error
     assert error is not None
-    message = str(error) if isinstance(error, AnswerError) else reward_calls.described(error)
-    return {"failed": ["no answer" if isinstance(error, AnswerError) else type(error).__name__, message]}
+    if isinstance(error, AnswerError):
+        return {"failed": ["no answer", str(error)]}
+    return {"failed": [type(error).__name__, reward_calls.described(_from_outside(error))]}
+
+
+def _from_outside(error: BaseException) -> BaseException:
+    """The error, with the last line of this file as the first of its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_next.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return error.with_traceback(trace)
 
 
 class Conversation:

@@ -47,6 +47,9 @@ class Failure(NamedTuple):
     kind: str
     message: str
 
+    def __str__(self) -> str:
+        return self.message if self.message.startswith(self.kind) else f"{self.kind}: {self.message}"
+
 
 class Answer(NamedTuple):
     """What a call came to.

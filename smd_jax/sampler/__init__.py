@@ -12,8 +12,10 @@ from smd_jax.sampler.engine import Engine as Engine
 from smd_jax.sampler.engine import Progress as Progress
 from smd_jax.sampler.engine import Stats as Stats
 from smd_jax.sampler.engine import Rollout as Rollout
-from smd_jax.sampler.converse import converse as converse
-from smd_jax.sampler.converse import ConversationConfig as ConversationConfig
-from smd_jax.sampler.converse import Conversed as Conversed
-from smd_jax.sampler.converse import Reply as Reply
-from smd_jax.sampler.converse import Respondent as Respondent
+from smd_jax.sampler.conversation_loop import converse as converse
+from smd_jax.sampler.conversation_loop import ConversationConfig as ConversationConfig
+from smd_jax.sampler.conversation_loop import Conversed as Conversed
+from smd_jax.sampler.conversation_loop import Reply as Reply
+from smd_jax.sampler.conversation_loop import Respondent as Respondent
+from smd_jax.sampler.environment_respondent import EnvironmentRespondent as EnvironmentRespondent
+from smd_jax.sampler.environment_respondent import Conversation as Conversation

@@ -100,7 +100,7 @@ def encode_prompts(
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
     limit, reason = _limit(width, max_positions)
     _check_lengths([len(row) for row in rows], limit, reason)
-    return _pad_left(rows, max(map(len, rows)) if width is None else width, pad)
+    return pad_left(rows, max(map(len, rows)) if width is None else width, pad)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -285,7 +285,8 @@ def _check_lengths(lengths: list[int], limit: int | None, reason: str) -> None:
             raise ValueError(f"expected prompts of at most {limit} tokens ({reason}); prompt {row} has {length}")
 
 
-def _pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
+def pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
+    """Rows of ids, none longer than `width`, as prompts."""
     lengths = np.array([len(row) for row in rows])
     valid = np.arange(width) >= width - lengths[:, None]
     tokens = np.full(valid.shape, pad, np.int32)

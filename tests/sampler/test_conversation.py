@@ -19,7 +19,7 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampler.converse import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
+from smd_jax.sampler.conversation_loop import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
 from tests.under_test import POLICIES, SHAPES, left_padded, make_params
 
 WIDTH, RESPONSE, VOCAB = 10, 96, 64
@@ -122,6 +122,7 @@ def test_exact_over_turns(name: str):
 def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
     conversed, respondent = usual("SnapKV")
     trajectory = conversed.trajectory
+    assert trajectory.turns is not None
     assert conversed.endings[1] == "done" and TURNS in conversed.endings
     assert np.asarray(trajectory.terminated).tolist() == [ending == "done" for ending in conversed.endings]
     for row, said in respondent.turns.items():
@@ -152,6 +153,7 @@ def test_slow_answers_change_nothing(name: str):
 def test_an_answer_longer_than_the_room_ends_the_conversation():
     conversed = talk("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
     trajectory, row = conversed.trajectory, 2
+    assert trajectory.turns is not None
     assert conversed.endings[row] == ROOM and not bool(trajectory.terminated[row])
     assert set(np.asarray(trajectory.turns[row])) <= {0, 1} and gap(trajectory).max() <= 2e-5
 

@@ -1,0 +1,117 @@
+"""How a conversation is written: the prompt, and what is added behind each turn of the policy.
+
+The tokens of a conversation are never written again: the policy's turns stay as they were sampled, and only the text
+between two of them is added. So a chat template must extend a conversation by a suffix:
+
+    <|im_start|>user\\nquestion<|im_end|>\\n<|im_start|>assistant\\n        prompt
+    4 + 4 = 9<|im_end|>                                                  sampled
+    \\n<|im_start|>user\\nWrong.<|im_end|>\\n<|im_start|>assistant\\n        added
+
+A template that changes earlier turns, as that of Qwen3 removes their thinking, would show the policy another past than
+the one that it sampled. It is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smd_jax.environments.protocol import Message
+from smd_jax.text.chat_template import TemplateError, render_messages
+from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
+
+# Turns with which a template is tried. Templates that know about thinking look for this tag.
+PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
+
+
+class Dialogue:
+    """Writes conversations for one tokenizer; without a chat template, texts follow each other as they are.
+
+    Args:
+      variables: of the chat template, such as {"enable_thinking": False}.
+
+    Raises:
+      TemplateError: a template that changes what was written before, or that fails.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
+        self._has_template = tokenizer.chat_template is not None
+        if self._has_template:
+            self._check_extends()
+
+    def prompt(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a prompt; `content` is a text or chat messages.
+
+        Raises:
+          TemplateError: messages or tools without a chat template.
+        """
+        if not self._has_template:
+            if not isinstance(content, str) or tools:
+                raise TemplateError("expected a text as prompt without a chat template; got messages or tools")
+            return content
+        variables = {**self._variables, **({"tools": list(tools)} if tools else {})}
+        return render_messages(_messages(content), self._tokenizer, variables)
+
+    def answer(self, content: str | Sequence[Message], last: str) -> str:
+        """The text between two turns of the policy.
+
+        Args:
+          content: what the environment says, a text or chat messages.
+          last: text of the last token of the turn before; if it ends the message, it is not written again.
+        """
+        if not self._has_template:
+            if not isinstance(content, str):
+                raise TemplateError("expected a text as answer without a chat template; got messages")
+            return content
+        added = self._after([_user("a"), _assistant(PLAIN)], _messages(content))
+        return added.removeprefix(last)
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """The tokens of a prompt's text."""
+        return encode_prompt(self._tokenizer, text, add_special_tokens=wants_special_tokens(self._tokenizer))
+
+    def answer_tokens(self, text: str) -> list[int]:
+        """The tokens of a text between two turns."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _after(self, before: list[Message], new: list[Message]) -> str:
+        """What the template writes behind the text of the last of `before` when `new` follows."""
+        whole = self._render([*before, *new])
+        known = self._render(before[:-1]) + str(before[-1]["content"])
+        if not whole.startswith(known):
+            raise TemplateError(_changed(known, whole))
+        return whole[len(known) :]
+
+    def _check_extends(self) -> None:
+        """Raises TemplateError unless what follows a turn is a suffix, for turns with and without thinking."""
+        for text in (PLAIN, THINKING):
+            first = [_user("a"), _assistant(text)]
+            self._after(first, [_user("c")])
+            self._after([*first, _user("c"), _assistant(text)], [_user("d")])
+
+    def _render(self, messages: list[Message]) -> str:
+        return render_messages(messages, self._tokenizer, self._variables)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _messages(content: str | Sequence[Message]) -> list[Message]:
+    return [_user(content)] if isinstance(content, str) else [dict(message) for message in content]
+
+
+def _changed(expected: str, got: str) -> str:
+    same = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
+    return (
+        "expected a chat template that extends a conversation, so that a later message leaves the turns before it as "
+        f"they were; got {expected[same : same + 40]!r} rewritten as {got[same : same + 40]!r} (Qwen3's template "
+        "removes earlier thinking). Edit the template so that it writes every assistant message as its content alone, "
+        "and save it with the tokenizer"
+    )

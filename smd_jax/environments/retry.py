@@ -1,0 +1,39 @@
+"""Several attempts at a task's row, graded by the task's own reward: reasoning-gym and every other dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smd_jax.tasks.task import Row, Task, batch_columns, completion_of, question_of
+
+
+@dataclass
+class RetryEnvironment:
+    """Grades each turn as an answer to the row, and lets the policy try again until the answer is right.
+
+        factory = functools.partial(RetryEnvironment, ReasoningGymTask("chain_sum", seed=0, size=100))
+
+    Attributes:
+      task: whose rows and reward these are.
+      attempts: turns at most. right: reward from which an answer is right.
+      hint: what the policy reads after a wrong answer.
+    """
+
+    task: Task
+    attempts: int = 3
+    right: float = 1.0
+    hint: str = "That is not right. Try again."
+
+    def reset(self, row: Row) -> str:
+        """The row's question."""
+        self._row, self._left = row, self.attempts
+        return question_of(row["prompt"])
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """The reward of the answer that ends the conversation; 0 before."""
+        self._left -= 1
+        prompt = self._row["prompt"]
+        graded = self.task.reward([prompt], [completion_of(prompt, text)], **batch_columns([self._row]))
+        reward = float(graded[0] or 0.0)
+        done = reward >= self.right or not self._left
+        return self.hint, reward if done else 0.0, done

@@ -1,0 +1,140 @@
+"""Conversations with environments: turns become texts, and answers become tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from smd_jax.environments.dialogue import Dialogue
+from smd_jax.environments.processes import Environments
+from smd_jax.environments.protocol import Answer, Failure
+from smd_jax.sampler.conversation_loop import Reply
+from smd_jax.tasks.task import Row
+from smd_jax.text.chat_template import TemplateError
+from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_left, pad_token_id
+
+DONE = "done"  # the ending of a conversation that its environment ended without a reason
+
+
+@dataclass
+class Conversation:
+    """One conversation as text.
+
+    Attributes:
+      prompt: as the policy reads it.
+      turns: what the policy said, without special tokens.
+      answers: what the environment said to them. The last one is not read if the conversation ends there.
+      rewards: of every turn that was answered.
+      failure: why the environment stopped; None if it did not.
+    """
+
+    prompt: str
+    turns: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    failure: Failure | None = None
+
+    @property
+    def reward(self) -> float:
+        """The sum over the turns; NaN if the environment failed."""
+        return math.nan if self.failure is not None else math.fsum(self.rewards)
+
+
+class EnvironmentRespondent:
+    """A Respondent whose answers come from environments.
+
+    An environment that fails ends its own conversation. So does one whose `reset` gives another prompt than that of the
+    same row's first conversation, because a group shares its prompt.
+
+    Args:
+      rows: of a task, one for each prompt; `group_size` conversations begin from each.
+      prompt_width: tokens of a prompt at most.
+
+    Attributes:
+      conversations: what was said so far, `group_size` of each row side by side.
+      prompts: of the rows. That of a row without a prompt is one token of padding.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        dialogue: Dialogue,
+        tokenizer: Tokenizer,
+        rows: Sequence[Row],
+        group_size: int,
+        prompt_width: int,
+    ) -> None:
+        self._environments = environments
+        self._dialogue = dialogue
+        self._tokenizer = tokenizer
+        self._last_token: dict[int, str] = {}
+        self._failed_before: list[int] = []
+        answers = environments.reset([row for row in rows for _ in range(group_size)])
+        self.conversations = [self._opened(answer, prompt_width) for answer in answers]
+        prompts = []
+        for first in range(0, len(answers), group_size):
+            group = self.conversations[first : first + group_size]
+            prompt = next((each.prompt for each in group if each.failure is None), None)
+            prompts.append([] if prompt is None else dialogue.prompt_tokens(prompt))
+            for each in group:
+                if each.failure is None and each.prompt != prompt:
+                    each.failure = Failure("reset", "expected the same prompt for each conversation about a row")
+        pad = pad_token_id(tokenizer)
+        self.prompts: PromptBatch = pad_left([tokens or [pad] for tokens in prompts], prompt_width, pad)
+
+    def send(self, row: int, tokens: list[int]) -> None:
+        conversation = self.conversations[row]
+        if conversation.failure is not None:  # of its reset
+            self._failed_before.append(row)
+            return
+        conversation.turns.append(self._text(tokens, skip_special_tokens=True))
+        self._last_token[row] = self._text(tokens[-1:], skip_special_tokens=False)
+        self._environments.step(row, conversation.turns[-1])
+
+    def receive(self, wait: bool) -> list[tuple[int, Reply]]:
+        failed, self._failed_before = self._failed_before, []
+        replies = [(row, self._failed(row)) for row in failed]
+        answers = self._environments.receive(wait and not replies)
+        return replies + [(row, self._reply(row, answer)) for row, answer in answers]
+
+    def _opened(self, answer: Answer, width: int) -> Conversation:
+        if answer.failure is not None:
+            return Conversation("", failure=answer.failure)
+        content, tools = answer.content, ()
+        if isinstance(content, dict):
+            content, tools = content["messages"], content["tools"]
+        try:
+            text = self._dialogue.prompt(content, tools)
+        except TemplateError as error:
+            return Conversation("", failure=Failure("template", str(error)[:300]))
+        length = len(self._dialogue.prompt_tokens(text))
+        if not 0 < length <= width:
+            return Conversation(text, failure=Failure("prompt", f"expected 1 to {width} tokens; got {length}"))
+        return Conversation(text)
+
+    def _reply(self, row: int, answer: Answer) -> Reply:
+        conversation = self.conversations[row]
+        if answer.failure is not None:
+            conversation.failure = answer.failure
+            return self._failed(row)
+        conversation.rewards.append(answer.reward)
+        if answer.done:
+            return Reply([], answer.reason or DONE)
+        try:
+            text = self._dialogue.answer(answer.content, self._last_token[row])
+        except TemplateError as error:
+            conversation.failure = Failure("template", str(error)[:300])
+            return self._failed(row)
+        conversation.answers.append(text)
+        return Reply(self._dialogue.answer_tokens(text))
+
+    def _failed(self, row: int) -> Reply:
+        failure = self.conversations[row].failure
+        assert failure is not None
+        return Reply([], str(failure))
+
+    def _text(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
+        return text

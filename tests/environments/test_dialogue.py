@@ -1,0 +1,72 @@
+"""How conversations are written: what a chat template adds behind a turn, and templates that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smd_jax.environments.dialogue import Dialogue
+from smd_jax.testing import END, byte_tokenizer
+from smd_jax.text.chat_template import TemplateError
+
+# What matters of Qwen3's: thinking stays only behind the last question of the user.
+STRIPS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
+    "[{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def dialogue(template: str | None = None, chat: bool = True) -> Dialogue:
+    tokenizer: Any = byte_tokenizer(chat=chat)
+    if template is not None:
+        tokenizer.chat_template = template
+    return Dialogue(tokenizer)
+
+
+def test_what_is_written_equals_the_template_of_the_whole_conversation():
+    tokenizer: Any = byte_tokenizer()
+    written = Dialogue(tokenizer)
+    said = [written.prompt("2 + 2?"), f"<think>hm</think>4{END}", written.answer("And 3 + 3?", END), f"6{END}"]
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>hm</think>4"},
+        {"role": "user", "content": "And 3 + 3?"},
+        {"role": "assistant", "content": "6"},
+    ]
+    assert "".join(said) + "\n" == tokenizer.apply_chat_template(messages, tokenize=False)
+    # A turn that another token ended, such as a stop string's, gets the end of its message from the template.
+    assert written.answer("And?", "call>") == END + written.answer("And?", END)
+
+
+def test_tools_are_in_the_prompt_and_their_results_are_messages():
+    written = dialogue(TOOLS)
+    schema = {"type": "function", "function": {"name": "add"}}
+    assert written.prompt([{"role": "user", "content": "2 + 2?"}], [schema]) == f"add\n[user]2 + 2?{END}[assistant]"
+    result = [{"role": "tool", "name": "add", "content": "4"}]
+    assert written.answer(result, END) == f"[tool add]4{END}[assistant]"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused():
+    with pytest.raises(TemplateError, match="leaves the turns before it as they were") as raised:
+        dialogue(STRIPS)
+    assert "'<think>" in str(raised.value) and "Edit the template" in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+def test_without_a_template_texts_follow_each_other():
+    written = dialogue(chat=False)
+    assert (written.prompt("a="), written.answer("b=", "x")) == ("a=", "b=")
+    for refused in (lambda: written.prompt([{"role": "user", "content": "a"}]), lambda: written.prompt("a", [{}])):
+        with pytest.raises(TemplateError, match="expected a text as prompt without a chat template"):
+            refused()
+    with pytest.raises(TemplateError, match="expected a text as answer"):
+        written.answer([{"role": "tool", "content": "4"}], "x")

@@ -1,0 +1,100 @@
+"""Tools that the policy calls, and attempts at a task."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from smd_jax.environments.retry import RetryEnvironment
+from smd_jax.environments.tools import ToolEnvironment, schemas
+from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def fail() -> str:
+    """Always fails."""
+    raise OSError("no network")
+
+
+def undescribed(a):
+    return a
+
+
+def graded(answer: str, row: dict[str, Any]) -> float:
+    return float(answer.strip() == row["answer"])
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def environment() -> ToolEnvironment:
+    found = ToolEnvironment((add, fail), graded)
+    found.reset({"prompt": "2 + 2?", "answer": "4"})
+    return found
+
+
+def test_opening_describes_the_tools(environment: ToolEnvironment):
+    opening = environment.reset({"prompt": "2 + 2?", "answer": "4"})
+    assert opening["messages"] == [{"role": "user", "content": "2 + 2?"}]
+    assert [tool["function"]["name"] for tool in opening["tools"]] == ["add", "fail"]
+    assert opening["tools"][0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+
+
+def test_calls_and_answer(environment: ToolEnvironment):
+    results, reward, done = environment.step(f"Let me see. {call('add', a=2, b=2)}{call('fail')}")
+    assert (reward, done) == (0.0, False)
+    assert results == [
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "tool", "name": "fail", "content": "OSError: no network"},
+    ]
+    assert environment.step(" 4 ") == ("", 1.0, True)
+    assert environment.step("5") == ("", 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("<tool_call>add(2, 2)</tool_call>", r"expected a tool call in JSON; got 'add\(2, 2\)'"),
+        ("<tool_call>[1]</tool_call>", "expected a tool call with name and arguments"),
+        ("<tool_call>{", "expected a tool call that ends with </tool_call>"),
+        (call("multiply", a=1), "expected a call of add, fail; got 'multiply'|got multiply"),
+        (call("add", a=1), "expected arguments of add; got missing a required argument: 'b'"),
+    ],
+)
+def test_a_bad_call_ends_the_conversation(environment: ToolEnvironment, text: str, reason: str):
+    said, reward, done = environment.step(text)
+    assert (said, reward) == ("", 0.0) and isinstance(done, str)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(done)
+
+
+def test_tools_without_a_description_are_refused():
+    with pytest.raises(ValueError, match="expected a tool 'undescribed' with type hints and a docstring"):
+        schemas([undescribed])
+    with pytest.raises(ValueError, match="expected tools with different names"):
+        schemas([add, add])
+
+
+def test_retry_grades_by_the_task():
+    task = ReasoningGymTask("chain_sum", seed=0, size=5)
+    environment = RetryEnvironment(task, attempts=2)
+    assert environment.reset(task[1]) == task[1]["prompt"]
+    assert environment.step("no idea") == (environment.hint, 0.0, False)
+    assert environment.step(task[1]["answer"]) == (environment.hint, 1.0, True)
+    environment.reset(task[1])
+    environment.step("no")
+    text, reward, done = environment.step("no")
+    assert done and reward < 1

@@ -1,0 +1,106 @@
+"""Conversations of a model with environments, from text to tokens and back."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from smd_jax.environments.dialogue import Dialogue
+from smd_jax.environments.processes import open_environments
+from smd_jax.eviction.policies import SnapKV
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, converse
+from smd_jax.sampler.environment_respondent import DONE, EnvironmentRespondent
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+
+TOKENIZER = byte_tokenizer(chat=False)
+MODEL = Decoder(tiny_model_config(num_layers=1))
+# One of six bytes ends a turn.
+CONFIG = RolloutConfig(80, budget=12, buffer=4, eos_token_id=tuple(range(0, 256, 6)), pad_token_id=256)
+KINDS = ("counts", "ends", "raises", "hangs", "another prompt", "cannot begin")
+ROWS = [{"prompt": kind} for kind in KINDS]
+
+
+class Odd:
+    """Counts turns, or fails in the second one, as its row says."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        self.kind, self.turn = row["prompt"], 0
+        if self.kind == "cannot begin":
+            raise RuntimeError("no seat")
+        return f"{self.kind}?" if self.kind != "another prompt" else f"{os.getpid()}?"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        if self.turn == 2 and self.kind == "raises":
+            raise ValueError("lost")
+        if self.turn == 2 and self.kind == "hangs":
+            time.sleep(60)
+        return f" turn {self.turn} ", 0.5, self.kind == "ends" and self.turn == 2
+
+
+@pytest.fixture(scope="module")
+def talked() -> tuple[Any, Any]:
+    found = open_environments(Odd, 0.5)
+    respondent = EnvironmentRespondent(found, Dialogue(TOKENIZER), TOKENIZER, ROWS, group_size=2, prompt_width=16)
+    conversed = converse(
+        MODEL,
+        random_params(MODEL.config),
+        respondent.prompts,
+        jax.random.key(1),
+        respondent,
+        policy=SnapKV(window=4),
+        config=CONFIG,
+        conversation=ConversationConfig(turns=3),
+        group_size=2,
+    )
+    found.close()
+    return conversed, respondent.conversations
+
+
+def of_kind(talked: tuple[Any, Any], kind: str) -> list[tuple[int, str, Any]]:
+    conversed, conversations = talked
+    first = 2 * KINDS.index(kind)
+    return [(row, conversed.endings[row], conversations[row]) for row in (first, first + 1)]
+
+
+def test_tokens_are_the_texts(talked: tuple[Any, Any]):
+    trajectory = talked[0].trajectory
+    for row, ending, said in of_kind(talked, "counts"):
+        assert ending == TURNS and said.rewards == [0.5] * 3 and said.reward == 1.5
+        assert said.prompt == "counts?" and said.answers == [" turn 1 ", " turn 2 ", " turn 3 "]
+        valid = np.asarray(trajectory.valid[row])
+        text = TOKENIZER.decode(np.asarray(trajectory.tokens[row])[valid].tolist(), skip_special_tokens=True)
+        turns = said.turns
+        assert text == said.prompt + "".join(turns[0] + " turn 1 " + turns[1] + " turn 2 " + turns[2])
+
+
+def test_an_environment_ends_its_conversation(talked: tuple[Any, Any]):
+    for row, ending, said in of_kind(talked, "ends"):
+        assert ending == DONE and bool(talked[0].trajectory.terminated[row]) and said.rewards == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ("raises", "ValueError: lost"),
+        ("hangs", "time: took longer than 0.5 s"),
+        ("cannot begin", "RuntimeError: no seat"),
+    ],
+)
+def test_a_failure_ends_its_conversation_alone(talked: tuple[Any, Any], kind: str, ending: str):
+    for _, got, said in of_kind(talked, kind):
+        assert got.startswith(ending) and np.isnan(said.reward) and said.failure is not None
+        assert len(said.turns) == (0 if kind == "cannot begin" else 2)
+
+
+def test_conversations_of_a_row_share_their_prompt(talked: tuple[Any, Any]):
+    (_, _, first), (_, ending, second) = of_kind(talked, "another prompt")
+    assert first.failure is None and first.prompt != second.prompt
+    assert ending.startswith("reset: expected the same prompt") and np.isnan(second.reward)
