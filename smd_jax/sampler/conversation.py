@@ -1,7 +1,7 @@
 """Conversations: the policy samples a turn, an environment answers, the answer is read into the same cache, and so on.
 
     prompt ─► turn 1 ─► answer ─► turn 2 ─► answer ─► turn 3        one row of the trajectory
-              sampled   read      sampled   read      sampled       `Trajectory.turns`: 1 1 1 0 0 2 2 0 0 3 3
+              sampled   read      sampled   read      sampled       `Trajectory.sampled` is true of the turns
 
 Three pure functions of one state, each jitted by its caller:
 
@@ -33,9 +33,11 @@ from smd_jax.cache.slots import EMPTY
 from smd_jax.devices.sharding import constrain_rows
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
+from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
 from smd_jax.message.sampling import drawable_form
+from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
@@ -58,19 +60,17 @@ class Conversations(struct.PyTreeNode):
       rows: cache and progress. `rows.done` is true of rows that wait for an answer or have ended, and `rows.terminated`
         of those whose last turn ended by itself. `rows.drawn` counts all tokens after the prompt.
       read: `[rows]` how many of these tokens are in the cache: `drawn`, or one fewer after the end of a turn.
-      turn: `[rows]` number of the turn that is sampled, or was last, from 1.
-      tokens, logprobs, entropy, turns: `[rows, R]` as in Trajectory.
+      tokens, logprobs, entropy, sampled: `[rows, R]` as in Trajectory.
       drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
       evicted_at: per layer `[rows, kv_heads, T]` of the shadow mask.
     """
 
     rows: SamplerState
     read: Int[Array, " rows"]
-    turn: Int[Array, " rows"]
     tokens: Int[Array, "rows R"]
     logprobs: Float[Array, "rows R"]
     entropy: Float[Array, "rows R"]
-    turns: Int[Array, "rows R"]
+    sampled: Bool[Array, "rows R"]
     drawable: Array | None
     evicted_at: tuple[Int[Array, "rows kv_heads T"], ...]
 
@@ -91,7 +91,8 @@ def conversation_sampler(
     if config.mask_storage != "compact":
         raise ValueError(f"expected mask_storage 'compact' in a conversation; got {config.mask_storage!r}")
     if not policy.evicts:
-        policy, config = Recent(), replace(config, budget=prompt_width + config.max_new_tokens)
+        everything = Recent() if policy.spans is None else OnTokens(policy.spans, inner=Recent())
+        policy, config = everything, replace(config, budget=prompt_width + config.max_new_tokens)
     return Sampler(model, policy, config, prompt_width)
 
 
@@ -120,11 +121,10 @@ def begin_conversations(
     return Conversations(
         rows=begin(prefilled, keys, limit),
         read=jnp.zeros((count,), jnp.int32),
-        turn=jnp.ones((count,), jnp.int32),
         tokens=jnp.full((count, response), sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,
         entropy=numbers,
-        turns=jnp.zeros((count, response), jnp.int32),
+        sampled=jnp.zeros((count, response), bool),
         drawable=None if form is None else jnp.zeros((count, response, *form.shape), form.dtype),
         evicted_at=tuple(jnp.repeat(x, group, axis=0) for x in records),
     )
@@ -146,7 +146,7 @@ def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop:
         tokens=put(state.tokens, record.tokens),
         logprobs=put(state.logprobs, record.logprobs),
         entropy=put(state.entropy, record.entropy),
-        turns=put(state.turns, jnp.broadcast_to(state.turn[:, None], column.shape)),
+        sampled=put(state.sampled, record.emitted),
         drawable=jax.tree.map(put, state.drawable, record.drawable),
     )
     # The newest token of a row that is done was drawn and not read.
@@ -180,9 +180,12 @@ def read_chunk(
     # Behind the kept keys, as the tokens of a segment.
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
-    layers = decode_layers(sampler.model.shape, rows.cache, slots, columns, rows.start, number)
+    spans, gone = _read_spans(sampler, rows, tokens, columns)
+    layers = decode_layers(sampler.model.shape, rows.cache, slots, columns, rows.start, number, gone)
     attend = DecodeAttend(sampler.model.shape.attention)
     hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    if gone is not None:
+        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
     written = jnp.where(there, after_prompt, response)
@@ -197,11 +200,31 @@ def read_chunk(
         terminated=rows.terminated & ~goes_on,
         limit=jnp.where(goes_on, limit, rows.limit),
         stop=jnp.where(goes_on, 0, rows.stop),
+        spans=spans,
     )
-    state = state.replace(
-        tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"), turn=state.turn + goes_on.astype(jnp.int32)
-    )
+    state = state.replace(tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"))
     return _compressed(sampler, params, state, rows, read)
+
+
+def _read_spans(
+    sampler: Sampler, rows: SamplerState, tokens: Int[Array, "rows buffer"], columns: Int[Array, "rows buffer"]
+) -> tuple[SpanState | None, Int[Array, "rows T"] | None]:
+    """The state of the spans after these tokens, and the first column whose query does not see a key, of keys that go
+    with one of them; `NEVER` for all others."""
+    token_spans = sampler.policy.spans
+    if token_spans is None:
+        return None, None
+    key = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
+
+    def one(carry: tuple[SpanState, Array], token: tuple[Array, Array]) -> tuple[tuple[SpanState, Array], None]:
+        spans, gone = carry
+        spans, first, end = token_spans.advance(spans, *token)
+        inside = (first[:, None] <= key) & (key < end[:, None])
+        return (spans, jnp.where(inside, token[1][:, None], gone)), None
+
+    assert rows.spans is not None, "prefill made it"
+    never = jnp.full((tokens.shape[0], sampler.columns), NEVER, jnp.int32)
+    return jax.lax.scan(one, (rows.spans, never), (tokens.T, columns.T))[0]
 
 
 def _compressed(
@@ -244,7 +267,10 @@ def to_trajectory(
     emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < after[:, None]
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(state.evicted_at)]
+    tokens = jnp.concatenate([prompts.tokens, state.tokens], axis=1)
     evicted_at = jnp.where(valid[:, None, None], jnp.stack(layers, axis=1), 0)
+    if sampler.policy.spans is not None:  # in no record, because they follow from the tokens
+        evicted_at = jnp.minimum(evicted_at, sampler.policy.spans.read(tokens, valid)[1][:, None, None])
     # Nothing but itself sees a token that was sampled and never read.
     column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
     unread = (column >= sampler.prompt_width + state.read[:, None]) & valid & (column + 1 < sampler.columns)
@@ -253,7 +279,7 @@ def to_trajectory(
     shortest = 0 if end is None else config.min_new_tokens
     drawable = None if state.drawable is None and not shortest else DrawableTokens(state.drawable, shortest, end)
     return Trajectory(
-        tokens=jnp.concatenate([prompts.tokens, state.tokens], axis=1),
+        tokens=tokens,
         valid=valid,
         logprobs=state.logprobs,
         terminated=terminated,
@@ -262,7 +288,7 @@ def to_trajectory(
         replayable=config.sampling.trainable,
         entropy=state.entropy,
         drawable=drawable,
-        turns=state.turns,
+        sampled=state.sampled,
     )
 
 

@@ -126,8 +126,12 @@ class EnvironmentRespondent:
         except TemplateError as error:
             conversation.failure = Failure("template", str(error)[:300])
             return self._failed(row)
+        tokens = self._dialogue.answer_tokens(text)
+        if not tokens:  # without any, two turns would look like one
+            conversation.failure = Failure("no answer", "expected a text of at least one token; got an empty one")
+            return self._failed(row)
         conversation.answers.append(text)
-        return Reply(self._dialogue.answer_tokens(text))
+        return Reply(tokens)
 
     def _failed(self, row: int) -> Reply:
         failure = self.conversations[row].failure

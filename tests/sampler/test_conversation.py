@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import SnapKV
+from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
+from smd_jax.message.spans import TokenSpans
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
@@ -69,14 +73,14 @@ class Scripted:
         return Reply(tokens.tolist(), self.ending(row, turn))
 
 
-def talk(name: str, respondent: Scripted, config: RolloutConfig = CONFIG, key: int = 3) -> Conversed:
+def talk(name: str | EvictionPolicy, respondent: Scripted, config: RolloutConfig = CONFIG, key: int = 3) -> Conversed:
     return converse(
         Decoder(SHAPE),
         make_params(SHAPE),
         left_padded(LENGTHS, WIDTH, VOCAB),
         jax.random.key(key),
         respondent,
-        policy=POLICIES[name],
+        policy=POLICIES[name] if isinstance(name, str) else name,
         config=config,
         conversation=TALK,
     )
@@ -106,7 +110,7 @@ FAST = ("Dense", "SnapKV", "Random")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in POLICIES])
 def test_exact_over_turns(name: str):
     trajectory = usual(name)[0].trajectory
-    turns = np.asarray(trajectory.turns)
+    turns = np.asarray(trajectory.turns())
     assert (turns.max(axis=1) >= 3).sum() >= 2, turns.max(axis=1)
     difference = gap(trajectory)
     assert len(difference) > 60 and difference.max() <= 2e-5
@@ -122,7 +126,6 @@ def test_exact_over_turns(name: str):
 def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
     conversed, respondent = usual("SnapKV")
     trajectory = conversed.trajectory
-    assert trajectory.turns is not None
     assert conversed.endings[1] == "done" and TURNS in conversed.endings
     assert np.asarray(trajectory.terminated).tolist() == [ending == "done" for ending in conversed.endings]
     for row, said in respondent.turns.items():
@@ -136,8 +139,8 @@ def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
         shared = min(length, len(expected))
         assert shared > 20
         assert np.asarray(trajectory.response[row, :shared]).tolist() == expected[:shared]
-        assert np.asarray(trajectory.turns[row, :shared]).tolist() == turns[:shared]
-        assert not np.asarray(trajectory.turns[row, length:]).any()
+        assert np.asarray(trajectory.turns()[row, :shared]).tolist() == turns[:shared]
+        assert not np.asarray(trajectory.turns()[row, length:]).any()
     assert (np.asarray(trajectory.logprobs)[~np.asarray(trajectory.response_mask)] == 0).all()
     assert conversed.stats.read > 2 * CONFIG.buffer and conversed.stats.sampled == int(trajectory.lengths().sum())
 
@@ -150,12 +153,61 @@ def test_slow_answers_change_nothing(name: str):
     jax.tree.map(np.testing.assert_array_equal, delayed, at_once)
 
 
+SPANS = TokenSpans(open=60, close=61, summary=(62, 63))
+
+
+class Folding(Scripted):
+    """The first answer holds a span, and the second its summary: so the span goes while an answer is read."""
+
+    def reply(self, row: int, turn: int) -> Reply:
+        tokens = super().reply(row, turn).tokens
+        tokens = [token for token in tokens if token < 60]
+        return Reply([60, *tokens, 61] if turn % 2 else [62, *tokens, 63], self.ending(row, turn))
+
+
+def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each token: the column of the token with which its span goes (`NEVER` without), and that of its close."""
+    gone, closed = np.full((2, len(tokens)), NEVER)
+    opened = span = summary = None
+    for column, token in enumerate(tokens.tolist()):
+        if token == 60:
+            opened = column
+        elif token == 61 and opened is not None:
+            span, opened, summary = (opened, column), None, None
+        elif token == 62 and span is not None:
+            summary = column
+        elif token == 63 and summary is not None:
+            inside = slice(span[0] + 1, span[1])
+            gone[inside], closed[inside] = column, span[1]
+            span = summary = None
+    return gone, closed
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [OnTokens(SPANS), pytest.param(OnTokens(SPANS, inner=SnapKV(window=4, kernel=3)), marks=pytest.mark.slow)],
+    ids=["Dense", "SnapKV"],
+)
+def test_folds_of_a_conversation_are_exact(policy: OnTokens):
+    """A span that an answer opened goes with its summary. Two wrong linearisations of the same tokens miss."""
+    trajectory = talk(policy, Folding(size=lambda row, turn: 8 + row)).trajectory
+    mask: Any = trajectory.mask
+    t = np.asarray(mask.evicted_at)
+    gone, closed = np.stack([folded(row) for row in np.asarray(trajectory.tokens)], axis=1)[:, :, None, None]
+    goes = np.broadcast_to(gone < NEVER, t.shape)
+    assert (goes.sum(axis=-1) > 4).sum() > 2
+    assert (t <= gone).all() and (policy.inner.evicts or (t[goes] == np.broadcast_to(gone, t.shape)[goes]).all())
+    assert gap(trajectory).max() <= 2e-5
+    kept = ShadowMask(jnp.asarray(np.where(t == gone, NEVER, t)))  # the learner sees text that the policy folded
+    early = ShadowMask(jnp.asarray(np.where(t == gone, closed + 1, t)))  # the text goes before its summary is read
+    assert gap(trajectory, kept).max() > 1e-3 and gap(trajectory, early).max() > 1e-3
+
+
 def test_an_answer_longer_than_the_room_ends_the_conversation():
     conversed = talk("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
     trajectory, row = conversed.trajectory, 2
-    assert trajectory.turns is not None
     assert conversed.endings[row] == ROOM and not bool(trajectory.terminated[row])
-    assert set(np.asarray(trajectory.turns[row])) <= {0, 1} and gap(trajectory).max() <= 2e-5
+    assert set(np.asarray(trajectory.turns()[row])) <= {0, 1} and gap(trajectory).max() <= 2e-5
 
 
 def test_a_turn_longer_than_its_limit_ends_the_conversation():
