@@ -213,7 +213,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         jnp.asarray(places.ends),
         jnp.asarray(places.columns),
         jnp.asarray(places.sources),
-        jnp.asarray(places.responses != ABSENT),
+        _take(trajectory.response_mask, places.responses),
     )
     return Trajectory(
         tokens=_take(trajectory.tokens, places.tokens),

@@ -66,6 +66,37 @@ def leave_one_out(
     return _among_others(groups - others, rewarded).reshape(-1)
 
 
+def turn_relative(
+    rewards: Float[Array, "batch turns"],
+    answered: Bool[Array, "batch turns"],
+    group_size: int,
+    rewarded_rows: Bool[Array, " batch"] | None = None,
+) -> Float[Array, "batch turns"]:
+    """Advantages of every turn of a conversation: GRPO with process supervision (arXiv:2402.03300 section 4.1.3).
+
+        A_k = sum over j >= k of (r_j - mean) / std        mean, std: of the rewards of all turns of the group
+
+    Args:
+      rewards: `[batch, turns]` of each turn, the `group_size` conversations of a prompt contiguous.
+      answered: false for turns that a conversation does not have.
+
+    Raises:
+      ValueError: as `group_relative`.
+    """
+    first = _groups(rewards[:, 0], group_size)  # checks the batch
+    rewarded = _rewarded(rewarded_rows, first)
+    counted = answered.reshape(*first.shape, -1)
+    if rewarded is not None:
+        counted = counted & rewarded[..., None]
+    groups = rewards.reshape(counted.shape)
+    together = {"axis": (1, 2), "keepdims": True, "where": counted}
+    centred = jnp.where(counted, groups - groups.mean(**together), 0.0)
+    normalised = centred / (groups.std(ddof=1, **together) + EPSILON)
+    # A group with one reward has no deviation, and nothing to compare with.
+    normalised = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), normalised, 0.0)
+    return jnp.cumsum(normalised[..., ::-1], axis=-1)[..., ::-1].reshape(rewards.shape)
+
+
 def groups_with_signal(
     rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> Bool[Array, " groups"]:

@@ -27,6 +27,7 @@ class Conversation:
       answers: what the environment said to them. The last one is not read if the conversation ends there.
       rewards: of every turn that was answered.
       failure: why the environment stopped; None if it did not.
+      ending: why the conversation ended, see `Conversed.endings`.
     """
 
     prompt: str
@@ -34,6 +35,7 @@ class Conversation:
     answers: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     failure: Failure | None = None
+    ending: str = ""
 
     @property
     def reward(self) -> float:

@@ -198,15 +198,7 @@ class Rewards:
         Args:
           prompt_of: gives the prompt of a completion, by its number in the batch.
         """
-        failed = int(np.isnan(graded.rewards).sum())
-        if failed > self.max_failed * len(graded.rewards):
-            kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
-            (function, kind), _ = kinds.most_common(1)[0]
-            first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
-            raise TooManyFailures(
-                f"expected at most {self.max_failed:.0%} of the completions without a reward; got {failed} of "
-                f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompt_of(first.row))}"
-            )
+        check_failures(graded, self.max_failed, prompt_of)
 
     def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:
         """Every function's outcome of every row, each a list of one value or a failure."""
@@ -257,6 +249,20 @@ class Rewards:
         if (name, kind) not in self._warned:
             self._warned.add((name, kind))
             warnings.warn(text, RewardWarning, stacklevel=4)
+
+
+def check_failures(graded: Graded, max_failed: float, prompt_of: Callable[[int], Prompt]) -> None:
+    """Raises TooManyFailures if more than a share of the completions of a whole batch have no reward."""
+    failed = int(np.isnan(graded.rewards).sum())
+    if failed <= max_failed * len(graded.rewards):
+        return
+    kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
+    (function, kind), _ = kinds.most_common(1)[0]
+    first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
+    raise TooManyFailures(
+        f"expected at most {max_failed:.0%} of the completions without a reward; got {failed} of "
+        f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompt_of(first.row))}"
+    )
 
 
 def _form_of(failure: Failure, prompt: Prompt) -> str:

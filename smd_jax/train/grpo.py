@@ -6,22 +6,23 @@ RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from smd_jax.config import check_choice
 from smd_jax.devices.processes import on_host
 from smd_jax.learner.config import uses_sampler_logprobs_as_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
-from smd_jax.losses.advantages import Scale, group_relative, leave_one_out
+from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
+from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig, turn_rewards
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
@@ -101,9 +102,48 @@ class GRPOConfig(PolicyConfig):
 
 @dataclass(frozen=True)
 class GRPOLoop(Loop):
-    """The static parts of a GRPO or RLOO run; see Loop."""
+    """The static parts of a GRPO or RLOO run; see Loop.
+
+    Attributes:
+      environment: samples conversations, whose rewards the environments give; None: single completions.
+
+    Raises:
+      ValueError: an environment with `rewards`, rollouts_ahead, or the KL in the reward of single turns; and what
+        ConversationRollouts raises.
+    """
 
     config: GRPOConfig
+    environment: EnvironmentConfig | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.environment is None:
+            return
+        if self.rewards is not None:
+            raise ValueError("expected no rewards with an environment, which gives them; got some")
+        if self.config.samples_ahead:
+            raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
+        if self._credits_turns and (self.config.update.kl_in_reward or self.config.advantages != "group_relative"):
+            raise ValueError(
+                "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
+                f"rewards of turns; got {self.config.advantages!r} and kl_in_reward {self.config.update.kl_in_reward}"
+            )
+        _ = self.conversations
+
+    @cached_property
+    def conversations(self) -> ConversationRollouts | None:
+        """Samples conversations; None without an environment."""
+        if self.environment is None:
+            return None
+        return ConversationRollouts(self.model, self.task, self.tokenizer, self.config, self.mesh, self.environment)
+
+    def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
+        if self.conversations is None:
+            return super().sample(params, key, batch)
+        return self.conversations.sample(params, key, batch)
+
+    def rollout_shapes(self, params: Params) -> Trajectory:
+        return super().rollout_shapes(params) if self.conversations is None else self.conversations.shapes(params)
 
     @cached_property
     def learner(self) -> PolicyLearner:
@@ -119,16 +159,31 @@ class GRPOLoop(Loop):
             if penalty is not None:
                 # Before the group mean: a response far from the reference must be worse than the others.
                 rewards = rewards - jnp.asarray(on_host(penalty.sum(axis=1)))
-            batch = self._batch(
-                state.params, samples.trajectory, advantages(self.config, rewards, rewarded_rows), counted_rows
-            )
+            if self._credits_turns:
+                of_rows = self._turn_advantages(samples, rewarded_rows)
+            else:
+                of_rows = advantages(self.config, rewards, rewarded_rows)
+            batch = self._batch(state.params, samples.trajectory, of_rows, counted_rows)
             state, metrics = self.learner.take_steps(state, batch)
         return state, metrics | kl
+
+    @property
+    def _credits_turns(self) -> bool:
+        return self.environment is not None and self.environment.credit == "turn"
+
+    def _turn_advantages(self, samples: Samples, rewarded_rows: Array | None) -> Array:
+        """Advantages of every token, `[batch, R]`: those of its turn."""
+        rewards, answered = turn_rewards(samples.conversations, samples.trajectory)
+        of_turns = turn_relative(jnp.asarray(rewards), jnp.asarray(answered), self.config.group_size, rewarded_rows)
+        return tokens_of_turns(of_turns, samples.trajectory)
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        return self._batch(params, trajectory, advantages(self.config, rewards), counted_rows)
+        of_rows = advantages(self.config, rewards)
+        if self._credits_turns:
+            of_rows = tokens_of_turns(of_rows[:, None], trajectory)
+        return self._batch(params, trajectory, of_rows, counted_rows)
 
     def _batch(
         self, params: Params, trajectory: Trajectory, advantages: Array, counted_rows: Array | None
@@ -138,12 +193,19 @@ class GRPOLoop(Loop):
         return TrainBatch(trajectory, advantages, old, counted_rows, dense_old_logprobs=dense_old)
 
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
-        if self.config.update.kl_in_reward:
+        if self.config.update.kl_in_reward or self._credits_turns:
             return None
         rewarded_rows = samples.rewarded_rows
         return np.asarray(
             advantages(self.config, samples.rewards, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
         )
+
+
+def tokens_of_turns(of_turns: Float[Array, "batch turns"], trajectory: Trajectory) -> Float[Array, "batch R"]:
+    """What belongs to each turn, for each token that was sampled in it; 0 for all others."""
+    turns = trajectory.turns()
+    index = jnp.clip(turns - 1, 0, of_turns.shape[1] - 1)
+    return jnp.where(turns > 0, jnp.take_along_axis(of_turns, index, axis=1), 0.0)
 
 
 def advantages(config: GRPOConfig, rewards: Array | np.ndarray, rewarded_rows: Array | None = None) -> Array:

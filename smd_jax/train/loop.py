@@ -251,8 +251,7 @@ class Loop:
             return begun
         rollouts = list[Samples]()
         for batch, key in _batches_of_step(state.key, index, config.extra_rollouts):
-            sampled = self.responder.respond(self.policy_params(params), key, batch)
-            rollouts.append(self.grade(sampled))
+            rollouts.append(self.sample(self.policy_params(params), key, batch))
             if config.extra_rollouts is None:
                 return rollouts[0]
             signal = [signal_of_groups(each.rewards, config.group_size) for each in rollouts]
@@ -261,6 +260,18 @@ class Loop:
         samples = select_groups(rollouts, config.group_size, config.prompts_per_step)
         # The rows come from several rollouts and are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
+
+    def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
+        """Samples and grades one rollout.
+
+        Args:
+          params: of the policy. key: consumed. batch: number of the task batch.
+        """
+        return self.grade(self.responder.respond(params, key, batch))
+
+    def rollout_shapes(self, params: Params) -> Trajectory:
+        """The shapes of a rollout's trajectory; call it under the mesh."""
+        return self.responder.shapes(params)
 
     def grade(self, sampled: Sampled) -> Samples:
         """Grades completions; all processes must call it, each with its own part.
@@ -391,7 +402,7 @@ class Loop:
 
         with jax.set_mesh(self.mesh):
             # Both are traced for their shapes only.
-            trajectory = self.responder.shapes(self.policy_params(state.params))
+            trajectory = self.rollout_shapes(self.policy_params(state.params))
             shapes = jax.eval_shape(minibatch, state.params, trajectory)
             return self.learner.update.lower(state, rows_on(shapes, self.mesh))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.task import Row
 
 # In `Samples.metrics`: number of rollouts that the samples come from, with dynamic sampling.
@@ -32,6 +33,7 @@ class Samples(NamedTuple):
         where the task's own reward grades.
       advantages: float32 `[batch]`, where they follow from the rewards; None elsewhere. Set only for
         `Loop.watch`.
+      conversations: what was said, of rollouts with an environment; empty elsewhere.
     """
 
     trajectory: Trajectory
@@ -42,6 +44,7 @@ class Samples(NamedTuple):
     metrics: dict[str, Any]
     reward_parts: Mapping[str, np.ndarray] = MappingProxyType({})
     advantages: np.ndarray | None = None
+    conversations: tuple[Conversation, ...] = ()
 
     @property
     def rewarded_rows(self) -> np.ndarray | None:
@@ -71,6 +74,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     metrics = {
         name: _over_rollouts(name, [samples.metrics[name] for samples in rollouts]) for name in rollouts[0].metrics
     }
+    conversations = [each for samples in rollouts for each in samples.conversations]
     parts = rollouts[0].reward_parts
     return Samples(
         trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories),
@@ -80,11 +84,12 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
         counted_rows=np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]),
         metrics=metrics | {ROLLOUTS: jnp.float32(len(rollouts))},
         reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
+        conversations=tuple(conversations[i] for i in rows) if conversations else (),
     )
 
 
 def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
     reductions = {"completions/min_length": jnp.min, "completions/max_length": jnp.max}
-    summed = ("rewards/failed", "rollout/tokens", "time/rollout", "time/grading")
+    summed = ("rewards/failed", "rollout/tokens", "time/rollout", "time/grading", "time/environment")
     reductions |= dict.fromkeys(summed, jnp.sum)
     return reductions.get(name, jnp.mean)(jnp.stack(values))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
+from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out, turn_relative
 from tests import paths
 
 GOLDEN = json.loads((paths.GOLDEN / "losses.json").read_text(encoding="utf-8"))
@@ -92,3 +92,17 @@ def test_bad_groups(rewards, group_size, scale, message):
     for function in (leave_one_out, groups_with_signal):
         with pytest.raises(ValueError, match=message):
             function(jnp.zeros(rewards), group_size)
+
+
+def test_turns_by_hand():
+    """Group one has rewards 0, 2 | 1: mean 1, deviation 1. In group two one conversation alone has a reward."""
+    rewards = jnp.array([[0.0, 2.0], [1.0, 9.0], [4.0, 9.0], [9.0, 9.0]])
+    answered = jnp.array([[True, True], [True, False], [True, False], [True, False]])
+    found = turn_relative(rewards, answered, 2, jnp.array([True, True, True, False]))
+    of_one = 1 / (1 + EPSILON)
+    np.testing.assert_allclose(found, [[0, of_one], [0, 0], [0, 0], [0, 0]], atol=1e-6)
+
+
+def test_a_group_of_single_turns_is_group_relative_without_turns():
+    one = turn_relative(REWARDS[:, None], jnp.ones((8, 1), bool), 4)
+    np.testing.assert_allclose(one[:, 0], group_relative(REWARDS, 4), rtol=1e-6)
