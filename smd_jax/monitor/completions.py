@@ -22,6 +22,7 @@ from jaxtyping import Float
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table, text_table
 from smd_jax.monitor.saved_masks import extract_mask, save_masks
+from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
 
@@ -45,13 +46,17 @@ class GradedSamples(Protocol):
     @property
     def reward_parts(self) -> Mapping[str, np.ndarray]: ...
 
+    @property
+    def conversations(self) -> Sequence[Conversation]: ...
+
 
 class CompletionsLog:
     """Saves the completions of a rollout; pass it to a loop as `watch`, which calls it for every n-th and the last one.
 
     Columns: `step`, `prompt` as the model saw it, `completion`, `reward`, `rewards/NAME` of every reward function,
-    `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. A resumed run
-    overwrites the files of repeated steps.
+    `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. Conversations
+    also have `turns`, `answers` and `turn_rewards` as lists, `ending`, and all text as their completion. A resumed
+    run overwrites the files of repeated steps.
 
     A run does not need these files: if one cannot be written, it prints a line and continues.
 
@@ -130,6 +135,11 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
         columns[f"rewards/{name}"] = np.asarray(values, np.float64).tolist()
     if samples.advantages is not None:
         columns["advantage"] = samples.advantages.tolist()
+    if samples.conversations:
+        columns["turns"] = [_whole_each(each.turns) for each in samples.conversations]
+        columns["answers"] = [_whole_each(each.answers) for each in samples.conversations]
+        columns["turn_rewards"] = [list(each.rewards) for each in samples.conversations]
+        columns["ending"] = [each.ending for each in samples.conversations]
     return columns | {"length": lengths.tolist(), "truncated": (~terminated).tolist()}
 
 
@@ -155,6 +165,10 @@ def print_completions(
     width: int | None = None,
 ) -> None:
     """Prints the first completions, shortened, as plain text without rich's markup and escape sequences."""
+    completions = columns["completion"]
+    if "turns" in columns:
+        completions = [conversation_text(*said) for said in zip(columns["turns"], columns["answers"], strict=True)]
+    columns = {**columns, "completion": completions}
     names = ("prompt", "completion", "reward", "length")
     table = []
     for prompt, completion, reward, length in list(zip(*(columns[name] for name in names), strict=True))[:rows]:
@@ -167,6 +181,12 @@ def print_completions(
         summary_table(title, names, table, file=file, width=width)
         return
     text_table(title, names, table, 2, file, width)
+
+
+def conversation_text(turns: Sequence[str], answers: Sequence[str]) -> str:
+    """A conversation in one text: answers are in brackets behind the turns to which they were given."""
+    said = [f"{turn} [{answer.strip()}] " for turn, answer in zip(turns, answers, strict=False)]
+    return "".join([*said, *turns[len(answers) :]]).strip()
 
 
 def shortened_text(text: str, limit: int = 400) -> str:
@@ -189,6 +209,10 @@ def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt
             seen[key] = text
         texts.append(seen[key])
     return texts
+
+
+def _whole_each(texts: Sequence[str]) -> list[Any]:
+    return [_whole(text) for text in texts]
 
 
 def _whole(value: Any) -> Any:

@@ -30,7 +30,7 @@ function viewer() {
   const layerLines = $("heat-plot").appendChild(make("div", "lines"));
   const rowMark = $("heat-plot").appendChild(make("div", "mark row"));
   // Of one completion: when each head lost each token, and for each token the same numbers of the shown heads, sorted.
-  let mask, evicted, rows, tokens, spans, lost, shortest, longest;
+  let mask, isTalk, evicted, rows, tokens, spans, lost, shortest, longest;
   let picked = null, timer = null, colours;
 
   // ---- Colours, from the style sheet: light and dark have their own.
@@ -85,9 +85,14 @@ function viewer() {
     everyHead.disabled = row === null;
     draw();
   }
+  function part(token) {
+    if (token < mask.prompt) return "prompt";
+    if (!isTalk) return "completion";
+    return mask.turns[token] ? `turn ${mask.turns[token]}` : "read from the environment";
+  }
   function aboutToken(token) {
     const query = +slider.value;
-    const lines = [`token ${token} (${token < mask.prompt ? "prompt" : "completion"}) ${quoted(token)}`];
+    const lines = [`token ${token} (${part(token)}) ${quoted(token)}`];
     if (token > query) return lines.concat(`not yet written at query ${query}`).join("\n");
     const remember = allRows().filter((row) => query < at(row, token)).length;
     const end = allRows().filter((row) => at(row, token) >= tokens).length;
@@ -133,12 +138,17 @@ function viewer() {
   function drawText(query) {
     spans.forEach((span, token) => {
       const seen = token > query ? 0 : share(token, query);
-      const kind = token > query ? "future" : seen === 0 ? "gone" : "";
-      const kinds = [kind, token < mask.prompt && "prompt", token === query && "now", !mask.pieces[token] && "empty"];
+      const kind = token > query ? "future" : seen === 0 ? (wentTogether(token) ? "gone folded" : "gone") : "";
+      const kinds = [kind, token < mask.prompt && "prompt", token >= mask.prompt && (mask.turns[token] ? turnOf(token) : "tool"),
+        token === query && "now", !mask.pieces[token] && "empty"];
       span.className = kinds.filter(Boolean).join(" ");
       span.style.backgroundColor = seen ? css(mix(colours.card, colours.mark, 0.06 + 0.44 * seen)) : "transparent";
     });
   }
+  // Turns of a conversation are underlined in two colours, one after the other.
+  const turnOf = (token) => isTalk && (mask.turns[token] % 2 ? "odd-turn" : "even-turn");
+  // A fold takes a token from all heads at once; a budget takes it from each head by itself.
+  const wentTogether = (token) => isTalk && rows > 1 && allRows().every((row) => at(row, token) === at(0, token));
   function drawHeat(query) {
     const faded = (colour) => [pack(colour), pack(mix(colour, colours.card, 0.7))];
     const kept = faded(colours.kept), future = faded(colours.future);
@@ -196,6 +206,8 @@ function viewer() {
   }
   function load(index) {
     mask = masks[index];
+    isTalk = mask.turns.some((turn, token) => turn === 0 && token >= mask.prompt);
+    document.getElementById("speakers").hidden = !isTalk;
     const bytes = Uint8Array.from(atob(mask.evicted), (character) => character.charCodeAt(0));
     const view = new DataView(bytes.buffer);
     evicted = Uint32Array.from({ length: bytes.length / 4 }, (_, i) => view.getUint32(4 * i, true));

@@ -101,6 +101,7 @@ def mask_data(mask: SavedMask, run: str) -> dict[str, Any]:
         "heads": heads,
         "tokens": tokens,
         "pieces": [visible(piece) for piece in mask.pieces],
+        "turns": mask.turns,
         "evicted": base64.b64encode(mask.evicted_at.astype("<u4").tobytes()).decode("ascii"),
     }
 

@@ -5,6 +5,7 @@ An .npz file without pickles. Padding is removed, so that tokens are numbered fr
     pieces          [tokens]                   text of each token
     prompt_length   []                         tokens of the prompt
     evicted_at      [layers, kv_heads, tokens] first token whose query cannot see this one; `tokens`: never evicted
+    turns           [tokens]                   turn in which the policy sampled a token, from 1; 0: it read the token
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class SavedMask:
       step: number of the rollout.
       row: of the rollout's batch.
       reward: of the completion.
+      turns: turn of each token that the policy sampled, from 1; 0 for the prompt, and for what an environment said. A
+        single completion is turn 1.
     """
 
     evicted_at: Integer[np.ndarray, "layers kv_heads tokens"]
@@ -42,6 +45,7 @@ class SavedMask:
     step: int
     row: int
     reward: float
+    turns: list[int]
 
     def forgotten(self, query: int) -> Bool[np.ndarray, "layers kv_heads tokens"]:
         """The tokens up to the query that the query could not see, in every layer and head."""
@@ -67,9 +71,9 @@ def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: i
     local = np.clip(evicted_at[:, :, first:end].astype(np.int64) - first, 0, tokens)
     dtype = np.uint16 if tokens <= np.iinfo(np.uint16).max else np.uint32
     ids = np.asarray(trajectory.tokens[row, first:end]).tolist()
-    return SavedMask(
-        local.astype(dtype), token_pieces(tokenizer, ids), trajectory.prompt_width - first, step, row, reward
-    )
+    prompt = trajectory.prompt_width - first
+    turns = [0] * prompt + np.asarray(trajectory.turns()[row]).tolist()
+    return SavedMask(local.astype(dtype), token_pieces(tokenizer, ids), prompt, step, row, reward, turns[:tokens])
 
 
 def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -106,6 +110,7 @@ def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
             f"{number}/lengths": np.array([len(piece) for piece in mask.pieces], np.int32),
             f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row], np.int64),
             f"{number}/reward": np.array(mask.reward, np.float64),
+            f"{number}/turns": np.array(mask.turns, np.int32),
         }
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -134,4 +139,7 @@ def _load(arrays: np.lib.npyio.NpzFile, number: int) -> SavedMask:
     pieces = [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
     prompt_length, step, row = arrays[f"{number}/numbers"].tolist()
     evicted_at = arrays[f"{number}/evicted_at"]
-    return SavedMask(evicted_at, pieces, prompt_length, step, row, float(arrays[f"{number}/reward"]))
+    # Files of earlier versions have single completions.
+    single = np.arange(len(pieces)) >= prompt_length
+    turns = arrays[f"{number}/turns"] if f"{number}/turns" in arrays else single.astype(np.int32)
+    return SavedMask(evicted_at, pieces, prompt_length, step, row, float(arrays[f"{number}/reward"]), turns.tolist())

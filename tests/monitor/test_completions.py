@@ -14,6 +14,7 @@ from smd_jax.message.masks import NEVER, ShadowMask, dense_mask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.completions import CompletionsLog, print_completions, shortened_text
 from smd_jax.monitor.saved_masks import extract_mask, load_masks, save_masks, token_pieces
+from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.samples import Samples
@@ -65,6 +66,7 @@ class WithParts(NamedTuple):
     completions: list[str]
     advantages: np.ndarray | None
     reward_parts: dict[str, np.ndarray]
+    conversations: tuple[Conversation, ...] = ()
 
 
 def test_a_file_of_completions(tmp_path):
@@ -217,3 +219,19 @@ def test_pieces_of_text_put_together_are_the_text():
     pieces = token_pieces(TOKENIZER, ids)
     assert "".join(pieces) == text and len(pieces) == len(ids)
     assert pieces[:3] == ["a", "", "ñ"]
+
+
+def test_conversations(tmp_path):
+    """Turns and answers in columns of their own, in one text on a terminal; the mask knows which tokens were read."""
+    said = Conversation("AB", ["y", "n"], ["!"], [0.5, 1.0], ending="done")
+    one = samples(["y!n"])._replace(conversations=(said,))
+    sampled = jnp.array([[True, False, True, True]])
+    one = one._replace(trajectory=one.trajectory.replace(sampled=sampled))
+    file = io.StringIO()
+    CompletionsLog(tmp_path, TOKENIZER, file=file)(0, one)
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
+    assert (table["turns"], table["answers"], table["ending"]) == ([["y", "n"]], [["!"]], ["done"])
+    assert table["turn_rewards"] == [[0.5, 1.0]] and table["length"] == [3]
+    assert "y [!] n" in file.getvalue()
+    (mask,) = load_masks(tmp_path / "completions" / "masks_00000.npz")
+    assert mask.turns == [0, 0, 1, 0, 2, 2] and len(mask.pieces) == 6

@@ -33,7 +33,7 @@ def write_run(path: Path, rewards: list[float], **more: float) -> Path:
 def hand_made(pieces: list[str]) -> SavedMask:
     """Two layers of one head, four tokens: layer 0 forgets token 0 at query 2, layer 1 tokens 0 and 1 at query 3."""
     evicted_at = np.array([[[2, 4, 4, 4]], [[3, 3, 4, 4]]], np.uint16)
-    return SavedMask(evicted_at, pieces, prompt_length=2, step=0, row=0, reward=1.0)
+    return SavedMask(evicted_at, pieces, prompt_length=2, step=0, row=0, reward=1.0, turns=[0, 0, 1, 1])
 
 
 def keep_mask(run: Path, mask: SavedMask) -> None:
