@@ -258,6 +258,20 @@ class GroupArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentArgs:
+    """Conversations with an environment, in place of single completions."""
+
+    # path/to/file.py:Class or package.module:Class, made anew for every conversation; retry: several attempts at a row
+    # of the dataset, graded by its own reward; None: single completions. --max-completion-length counts all tokens
+    # after the prompt
+    environment: Basic[str | None] = None
+    max_turns: int = 8  # turns of the policy at most
+    max_turn_length: int | None = None  # tokens of a turn; None: as many as there is room for
+    environment_timeout: float | None = 60.0  # seconds for one call; None: no limit, called in the main process
+    turn_credit: Literal["trajectory", "turn"] = "trajectory"  # turn: each turn has an advantage of its own
+
+
+@dataclass(frozen=True, kw_only=True)
 class AheadArgs:
     """What runs in parallel with the update."""
 
@@ -305,6 +319,7 @@ class Grpo(Common):
     reference: ReferenceArgs = ReferenceArgs()
     group: GroupArgs = GroupArgs()
     ahead: AheadArgs = AheadArgs()
+    conversations: EnvironmentArgs = EnvironmentArgs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,3 +345,8 @@ class OnlineDpo(Common):
     """Direct preference optimisation on pairs from the policy itself (arXiv:2402.04792)."""
 
     pairs: PairArgs = PairArgs()
+
+
+def environment_of(args: Common) -> str | None:
+    """The environment of a run; None for single completions."""
+    return args.conversations.environment if isinstance(args, Grpo) else None

@@ -3,7 +3,8 @@
 model, tokenizer    digest of all files except the weights, which are in the checkpoints
 data                digest of the files
 eviction policy     name of the file, and its digest
-reward, map         name of the file; a changed digest is printed and allowed, so that bugs can be fixed
+reward, map,        name of the file; a changed digest is printed and allowed, so that bugs can be fixed
+environment
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smd_jax.commands.arguments import RENAMED, Common
+from smd_jax.commands.arguments import RENAMED, Common, environment_of
 from smd_jax.commands.places import from_the_root
 from smd_jax.commands.policy_names import own_place
 from smd_jax.runs.jsonable import Json, to_jsonable
@@ -23,7 +24,7 @@ from smd_jax.tasks.functions import is_file_name
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
 MODELS = ("model", "tokenizer")
 DATA = ("dataset", "dataset_source")
-CODE = ("map_function", "reward")
+CODE = ("map_function", "reward", "environment")
 # Options of later versions with their defaults. Runs from before them can be resumed.
 LATER = (
     ("model_revision", None),
@@ -39,7 +40,7 @@ class Contents(NamedTuple):
     """Settings that name files.
 
     Attributes:
-      groups: model, data, rewards and the user's eviction policy, with digests in place of paths.
+      groups: model, data, rewards, environment and the user's eviction policy, with digests in place of paths.
       places: the paths, and the digests of code.
     """
 
@@ -78,7 +79,10 @@ def by_content(args: Common) -> Contents:
         return digest(path, leave_out=WEIGHTS if name in MODELS else ())
 
     groups: dict[str, dict[str, Json]] = {}
-    for group in ("model", "data", "rewards"):
+    of_files = ["model", "data", "rewards"]
+    if environment_of(args) is not None:  # runs from before there were any have no such group
+        of_files.append("conversations")
+    for group in of_files:
         fields = to_jsonable(getattr(rooted, group), group)
         assert isinstance(fields, dict)
         kept = {name: value for name, value in fields.items() if (name, value) not in LATER}

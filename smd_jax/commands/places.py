@@ -22,7 +22,7 @@ from smd_jax.tasks.functions import is_file_name
 from smd_jax.tasks.presets import PRESETS
 
 PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source", "output_dir")
-FUNCTIONS = ("map_function", "reward")
+FUNCTIONS = ("map_function", "reward", "environment")
 POLICIES = ("eviction", "eval_decode")
 LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.

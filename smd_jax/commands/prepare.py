@@ -21,6 +21,7 @@ from smd_jax.commands.choices import (
 )
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.decode_names import split_decodes
+from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.fitting import fitted
 from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
@@ -92,6 +93,7 @@ def prepare(args: Common) -> Prepared:
       UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
     """
     check_platform(args.device.platform)
+    check_environment(args)
     if is_first():  # the others have none
         check_loggers(args.run.report_to)
     opened = open_model(args.model, args.data.chat_template, args.sampler)
@@ -229,11 +231,15 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
     device = args.device
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
-    rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
+    variables = dict(parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs))
+    environment = environment_config(args, data.task, variables)
     rollout = rollout_config(args.sampler, ends, pad_token_id(tokenizer))
     evicts = evicts_keys(policy, rollout, model.shape.num_layers, data.width)
     kind, config = loop_config(args, policy, rollout, data.width, evicts)
     optimizer = optimizer_of(args, config.steps_per_rollout)
+    if environment is not None:
+        return kind(model, data.task, tokenizer, optimizer, config, mesh, environment=environment)
+    rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
     return kind(model, data.task, tokenizer, optimizer, config, mesh, rewards=rewards)
 
 

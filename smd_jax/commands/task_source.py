@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
+from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs, environment_of
+from smd_jax.commands.environment_source import RETRY
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import exists
 from smd_jax.tasks import reward_functions
@@ -49,10 +50,13 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     data = args.data
     choice = task_choice(data, args.run.seed)
     task: Any = task_of(choice)
-    if not args.rewards.reward:
+    if not args.rewards.reward and environment_of(args) in (None, RETRY):
         check_has_reward(task)
-    task, width, line = fitting(task, tokenizer, data)
-    counts = [f"to train on: {line}"]
+    if environment_of(args) is None or data.max_prompt_length is None:
+        task, width, line = fitting(task, tokenizer, data)
+        counts = [f"to train on: {line}"]
+    else:  # an environment writes its own prompts, whatever the rows' are
+        width, counts = data.max_prompt_length, []
     held_out = None
     if args.evaluation.eval_steps:
         whole: Any = task_of(held_out_choice(args.evaluation, choice))

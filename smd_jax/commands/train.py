@@ -379,7 +379,10 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # These limits decide when a run stops, not what it learns.
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
-    same = files.groups | {"rewards": rewards, "optimizer": optimizer, "loop": compared}
+    groups = files.groups | {"rewards": rewards}
+    if "conversations" in groups:
+        groups["conversations"], _ = split_fields(groups["conversations"], ("environment_timeout",))
+    same = groups | {"optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
     free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits, "files": files.places}
     return same | {"steps": run.max_steps if to_the_end else None}, free

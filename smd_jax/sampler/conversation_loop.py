@@ -50,7 +50,7 @@ LENGTH = "length"  # a turn reached its limit before it ended
 ROOM = "room"  # the answer is longer than the room that is left
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConversationConfig:
     """Limits of a conversation; static.
 

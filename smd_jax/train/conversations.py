@@ -37,7 +37,7 @@ from smd_jax.train.samples import Samples
 Credit = Literal["trajectory", "turn"]  # what has an advantage of its own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     """Conversations with environments in a training run.
 

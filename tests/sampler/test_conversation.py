@@ -31,7 +31,7 @@ LENGTHS = [10, 4, 7, 1]
 SHAPE = dataclasses.replace(SHAPES["GQA"], vocab_size=VOCAB)
 # One of 64 tokens on average ends a turn; with four of them turns of about 16 tokens.
 CONFIG = RolloutConfig(
-    RESPONSE, budget=14, buffer=5, eos_token_id=(7, 8, 9, 10), sampling=SamplingConfig(temperature=0.9)
+    max_new_tokens=RESPONSE, budget=14, buffer=5, eos_token_id=(7, 8, 9, 10), sampling=SamplingConfig(temperature=0.9)
 )
 TALK = ConversationConfig(turns=4)
 Rule = Callable[[int, int], Any]

@@ -22,7 +22,7 @@ from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(num_layers=1))
 # One of six bytes ends a turn.
-CONFIG = RolloutConfig(80, budget=12, buffer=4, eos_token_id=tuple(range(0, 256, 6)), pad_token_id=256)
+CONFIG = RolloutConfig(max_new_tokens=80, budget=12, buffer=4, eos_token_id=tuple(range(0, 256, 6)), pad_token_id=256)
 KINDS = ("counts", "ends", "raises", "hangs", "another prompt", "cannot begin")
 ROWS = [{"prompt": kind} for kind in KINDS]
 

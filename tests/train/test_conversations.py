@@ -84,7 +84,9 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def new_loop(config: GRPOConfig = CONFIG, kind: str = "judges", **options: Any) -> GRPOLoop:
-    environment = EnvironmentConfig(EnvironmentsHere(Judge), ConversationConfig(turns=4), **options)
+    environment = EnvironmentConfig(
+        environments=EnvironmentsHere(Judge), conversation=ConversationConfig(turns=4), **options
+    )
     loop = GRPOLoop(MODEL, Rows(kind), TOKENIZER, optimizer(), config, make_mesh(1, 1, 1), environment=environment)
     from smd_jax.train import policy_learner
 

@@ -1,0 +1,81 @@
+"""smd-train with an environment: a run, its files, its resume, and what does not go together."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from smd_jax.commands.train import main
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.testing import tiny_model_config, write_random_checkpoint
+from tests.command_errors import error_of
+
+SOURCE = '''
+class Count:
+    """Counts the turns, and likes short ones."""
+
+    def reset(self, row):
+        self.turn = 0
+        return "n = " + row["answer"]
+
+    def step(self, text):
+        self.turn += 1
+        return f"turn {self.turn}", 1 / (1 + len(text)), False
+'''
+# Tokens that end a turn: of random weights, about one in five.
+ENDS = [*string.ascii_letters]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(directory, config=tiny_model_config(num_layers=1, max_positions=512))
+    (directory / "count.py").write_text(SOURCE, encoding="utf-8")
+    return [
+        *("grpo", "--model", str(directory), "--dataset", "reasoning_gym:chain_sum", "--dataset-size", "8"),
+        *("--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "160", "--budget", "24"),
+        *("--buffer", "8", "--eviction", "snapkv(window=4)", "--max-prompt-length", "64", "--eos-token", *ENDS),
+        *("--environment", f"{directory / 'count.py'}:Count", "--environment-timeout", "30", "--max-turns", "3"),
+    ]
+
+
+def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    main([*words, "--output-dir", str(run), "--max-steps", "1", "--print-completions", "1"])
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert row["conversations/turns"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
+    table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
+    assert set(table["ending"]) <= {"turns", "length", "room"} and max(map(len, table["turns"])) == 3
+    assert "<|im_start|>user\nn = " in table["prompt"][0] and "turn 1" in str(table["answers"])
+    assert "[<|im_end|>" in capsys.readouterr().out  # ends of turns that the policy did not write itself
+    main(["--config", str(run / "config.yaml"), "--max-steps", "2", "--resume"])
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    said = error_of(["--config", str(run / "config.yaml"), "--resume", "--max-turns", "2"], capsys)
+    assert "max_turns: expected 3, got 2" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--reward", "exact_match"], "expected no --reward with --environment"),
+        (["--eval-steps", "1"], "expected no --eval-steps with --environment"),
+        (["--max-prompt-length", "None"], "expected --max-prompt-length with --environment"),
+        (["--environment", "nowhere.py:Count"], "expected a file of Python code at"),
+        (["--rollouts-ahead", "1"], "expected rollouts_ahead 0 with an environment"),
+        (["--decode-rows", "2"], "expected decode_rows None with an environment"),
+    ],
+)
+def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = error_of([*words, "--output-dir", str(tmp_path), "--max-steps", "1", *more], capsys)
+    assert message in said
+
+
+@pytest.mark.slow
+def test_retry_takes_the_rewards_of_the_dataset(words: list[str], tmp_path: Path):
+    run = tmp_path / "run"
+    main([*words, "--environment", "retry", "--turn-credit", "turn", "--output-dir", str(run), "--max-steps", "1"])
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert row["conversations/turns"] > 1 and 0 <= row["reward"] <= 1
