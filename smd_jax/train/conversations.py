@@ -27,7 +27,7 @@ from smd_jax.sampler.environment_respondent import Conversation, EnvironmentResp
 from smd_jax.sampler.keys import row_keys
 from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import RewardWarning, check_failures
-from smd_jax.tasks.task import SteppedTask, Task, rows_of_step
+from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, repeat_each, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.grading import GradedBatch, rollout_metrics
@@ -71,7 +71,7 @@ class ConversationRollouts:
     """
 
     model: LanguageModel
-    task: Task | SteppedTask
+    task: Task
     tokenizer: Tokenizer
     config: LoopConfig
     mesh: Mesh
