@@ -217,6 +217,10 @@ class ModelConfig(WrittenRepr):
       attention_multiplier: scores are multiplied by it (Granite); None: divided as `query_pre_attn_scalar` says.
       embedding_multiplier: of embeddings. residual_multiplier: of what attention and MLP add. logits_divisor: of logits
         (all three Granite).
+      attention_softcap: scores of attention are squeezed into ±this by tanh (Gemma 2); None: they are not.
+      logit_softcap: so are the logits (Gemma 2).
+      attention_sinks: every head has a learnt score that takes part in its softmax, and whose weight is dropped
+        (gpt-oss).
       gated_mlp: the MLP has a gate; without one it is down(activation(up(x))) (Arcee).
       dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
         computed in float32 or wider whatever this is.
@@ -256,6 +260,9 @@ class ModelConfig(WrittenRepr):
     residual_multiplier: float = added(1.0)
     logits_divisor: float = added(1.0)
     gated_mlp: bool = added(True)
+    attention_softcap: float | None = added(None)
+    logit_softcap: float | None = added(None)
+    attention_sinks: bool = added(False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -295,6 +302,9 @@ class ModelConfig(WrittenRepr):
 
     def _check_multipliers(self) -> None:
         _check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_divisor")
+        for name in ("attention_softcap", "logit_softcap"):
+            if getattr(self, name) is not None:
+                _check_positive(self, name)
         if self.attention_multiplier is not None:
             _check_positive(self, "attention_multiplier")
             if self.query_pre_attn_scalar is not None:

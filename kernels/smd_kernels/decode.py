@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels.hardware import why_not_decode
-from smd_kernels.reference import masked_softmax, product_precision
+from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode
+from smd_kernels.reference import masked_softmax, product_precision, soft_capped
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -29,6 +29,8 @@ def decode_attention(
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
     impl: Implementation = "xla",
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """Attention of one query per row to the valid slots of a cache.
 
@@ -38,6 +40,7 @@ def decode_attention(
       valid: which slots hold a key; in any order.
       impl: "xla" runs anywhere, "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs. All multiply matrices in the dtype
         of the inputs and keep scores and softmax in float32. Static.
+      softcap, sinks: as in `reference.attention_weights`, of "xla" alone.
 
     Returns:
       The output in the dtype of `q`; and, float32 or wider, each slot's softmax weights summed over the query heads of
@@ -47,9 +50,11 @@ def decode_attention(
       ValueError: the implementation is unknown or cannot run these shapes and dtypes; the message gives the reason.
     """
     if impl == "xla":
-        return _by_products(q, k, v, valid)
+        return _by_products(q, k, v, valid, softcap, sinks)
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
+    if softcap is not None or sinks is not None:
+        raise ValueError(f"impl={impl!r} cannot run: {NO_CAPS_OR_SINKS}")
     # Checked before the compiler is imported.
     reason = why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
@@ -67,6 +72,8 @@ def _by_products(
     k: Float[Array, "batch kv_heads slots head_dim"],
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
+    softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """Decode attention in plain JAX: two batched products with a softmax between them."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -77,7 +84,9 @@ def _by_products(
     # Without the barrier it swaps the factors back.
     by_slot = jax.lax.optimization_barrier(product("bhsd,bhgd->bhsg", k, grouped))
     scores = by_slot.swapaxes(2, 3) * head_dim**-0.5
-    weights = masked_softmax(scores, jnp.broadcast_to(valid[:, :, None], scores.shape))
+    by_head = None if sinks is None else sinks.astype(wide).reshape(k.shape[1], -1, 1)
+    valid = jnp.broadcast_to(valid[:, :, None], scores.shape)
+    weights = masked_softmax(soft_capped(scores, softcap), valid, by_head)
     # Only the matrix product takes rounded weights; `received` sums the unrounded ones.
     out = product("bhgs,bhsd->bhgd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum(2)

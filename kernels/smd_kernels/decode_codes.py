@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_kernels.codes import Codes
 from smd_kernels.decode import Implementation, decode_attention
-from smd_kernels.hardware import why_not_decode_codes
+from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode_codes
 
 
 def decode_codes_attention(
@@ -24,6 +24,8 @@ def decode_codes_attention(
     v: Float[Array, "batch kv_heads precise head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
     impl: Implementation = "xla",
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """Attention of one query per row to the valid slots of a quantised cache.
 
@@ -31,6 +33,7 @@ def decode_codes_attention(
       q, k, v: one dtype, also that of the ranges in `codes`; `heads` is a multiple of `kv_heads`.
       codes: the quantised slots. k, v: the slots in full precision.
       valid: which slots hold a key: the quantised slots, then those in full precision.
+      softcap, sinks: as in `decode_attention`.
       impl: as in `decode_attention`. All implementations round dequantised keys to the dtype of `q`, like the learner.
 
     Returns:
@@ -42,9 +45,11 @@ def decode_codes_attention(
     if impl == "xla":
         keys, values = codes.dequantized()
         keys, values = (jnp.concatenate(x, axis=2) for x in ((keys, k), (values, v)))
-        return decode_attention(q, keys, values, valid)
+        return decode_attention(q, keys, values, valid, softcap=softcap, sinks=sinks)
     if impl not in ("mosaic_gpu", "mosaic_tpu"):
         raise ValueError(f"expected impl to be 'xla', 'mosaic_gpu' or 'mosaic_tpu'; got {impl!r}")
+    if softcap is not None or sinks is not None:
+        raise ValueError(f"impl={impl!r} cannot run: {NO_CAPS_OR_SINKS}")
     # Checked before the compiler is imported.
     reason = why_not_decode_codes(impl, q.dtype, codes, k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:

@@ -80,11 +80,18 @@ DECODE_CODES: dict[Hardware, Limits] = {
 }
 
 
-def why_not_blocks(hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
+NO_CAPS_OR_SINKS = "expected neither a softcap of scores nor sinks, which the decode kernels do not have; got one"
+
+
+def why_not_blocks(
+    hardware: Hardware, dtype: jax.typing.DTypeLike, head_dim: int, softcap: float | None = None
+) -> str | None:
     """Returns the reason why a block attention kernel cannot run queries of this dtype and head dim, or None.
 
     The GPU kernel also needs a device of compute capability 9.0, which is not checked here.
     """
+    if hardware == "mosaic_gpu" and softcap is not None:
+        return f"expected no softcap of scores, which this kernel does not have; got {softcap}"
     return BLOCKS[hardware].why_not(dtype, head_dim)
 
 

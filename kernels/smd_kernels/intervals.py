@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_kernels.blocks import BlockKernel, Blocks
 from smd_kernels.copies import Copies, append_copies_to_blocks
+from smd_kernels.sinks import add_sinks, sink_gradient
 
 
 def interval_attention(
@@ -21,6 +22,7 @@ def interval_attention(
     evicted_at: Int[Array, "batch kv_heads tokens"],
     kernel: BlockKernel,
     copies: Copies | None = None,
+    sinks: Float[Array, "batch heads"] | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, with its own backward pass.
 
@@ -31,6 +33,7 @@ def interval_attention(
       evicted_at: first column that no longer sees each key; 0 for padding.
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
       copies: copies that later segments see in place of the keys; None if they see the keys.
+      sinks: a score of each row and head that takes part in its softmax, and whose weight is dropped.
 
     Returns:
       The output in the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
@@ -43,7 +46,10 @@ def interval_attention(
     blocks = whole_sequences(rows, *flat[:3])
     if flat[3] is not None:
         blocks = append_copies_to_blocks(blocks, flat[3])
-    out: Array = block_attention(kernel, blocks)
+    if sinks is not None:
+        by_block = sinks.reshape(-1, rows.shape[2]).astype(jnp.promote_types(q.dtype, jnp.float32))
+        sinks = jnp.tile(by_block, (1, rows.shape[1]))  # of every row, in the order of `whole_sequences`
+    out: Array = block_attention(kernel, blocks, sinks)
     return unfold(out.reshape(rows.shape), k.shape[1])
 
 
@@ -78,22 +84,27 @@ def unfold(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def block_attention(kernel: BlockKernel, blocks: Blocks) -> Float[Array, "blocks rows head_dim"]:
+def block_attention(
+    kernel: BlockKernel, blocks: Blocks, sinks: Float[Array, "blocks rows"] | None
+) -> Float[Array, "blocks rows head_dim"]:
     """Output of `kernel.forward`, differentiated by `kernel.backward`."""
-    return kernel.forward(blocks)[0]
+    return _forward(kernel, blocks, sinks)[0]
 
 
-def _forward(kernel: BlockKernel, blocks: Blocks) -> tuple[Array, tuple[Blocks, Array, Array]]:
+def _forward(kernel: BlockKernel, blocks: Blocks, sinks: Array | None) -> tuple[Array, tuple[Any, ...]]:
     out, lse = kernel.forward(blocks)
-    return out, (blocks, out, lse)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out, (blocks, sinks, out, lse)
 
 
-def _backward(kernel: BlockKernel, saved: tuple[Blocks, Array, Array], d_out: Array) -> tuple[Blocks]:
-    blocks, out, lse = saved
+def _backward(kernel: BlockKernel, saved: tuple[Any, ...], d_out: Array) -> tuple[Blocks, Array | None]:
+    blocks, sinks, out, lse = saved
     dq, dk, dv = kernel.backward(blocks, out, lse, d_out)
     integers = (no_gradient(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
     # Kernels return dk and dv in float32 or wider; a gradient has the dtype of its input.
-    return (Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers),)
+    d_blocks = Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), *integers)
+    return d_blocks, None if sinks is None else sink_gradient(sinks, out, lse, d_out)
 
 
 block_attention.defvjp(_forward, _backward)

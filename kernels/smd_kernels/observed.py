@@ -7,7 +7,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels.reference import masked_softmax, product_precision
+from smd_kernels.reference import by_group, masked_softmax, product_precision, soft_capped
 
 
 def attend_and_observe(
@@ -15,6 +15,8 @@ def attend_and_observe(
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys head_dim"],
     visible: Bool[Array, "#batch #kv_heads queries keys"],
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads queries head_dim"], Float[Array, "batch kv_heads keys"]]:
     """Masked attention, and the attention weights that each key received.
 
@@ -24,6 +26,7 @@ def attend_and_observe(
     Args:
       visible: which query sees which key; a size of 1 is broadcast over rows or KV heads. `heads` is a multiple of
         `kv_heads`.
+      softcap, sinks: as in `reference.attention_weights`.
 
     Returns:
       The output in the dtype of `q`, zeros for a query that sees no key; and, float32 or wider, each key's weights
@@ -34,7 +37,8 @@ def attend_and_observe(
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim)
     scores = product("bhgtd,bhsd->bhgts", grouped, k) * head_dim**-0.5
-    weights = masked_softmax(scores, jnp.broadcast_to(visible[:, :, None], scores.shape))
+    visible = jnp.broadcast_to(visible[:, :, None], scores.shape)
+    weights = masked_softmax(soft_capped(scores, softcap), visible, by_group(sinks, k.shape[1], wide))
     # Only the matrix product takes rounded weights; `received` sums the unrounded ones.
     out = product("bhgts,bhsd->bhgtd", weights.astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype), weights.sum((2, 3))

@@ -22,15 +22,32 @@ def product_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
 
 
-def masked_softmax(scores: Float[Array, ...], mask: Bool[Array, ...]) -> Float[Array, ...]:
-    """Softmax over the last axis where `mask` is true; a row without true entries is zero and has zero gradients."""
+def soft_capped(scores: Float[Array, ...], softcap: float | None) -> Float[Array, ...]:
+    """Scores squeezed into ±softcap by tanh; None leaves them as they are."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def masked_softmax(
+    scores: Float[Array, ...], mask: Bool[Array, ...], sinks: Float[Array, ...] | None = None
+) -> Float[Array, ...]:
+    """Softmax over the last axis where `mask` is true; a row without true entries is zero and has zero gradients.
+
+    Args:
+      sinks: one more score for each row; broadcasts to `[..., 1]`. It takes its share of the sum and is no entry of the
+        result.
+    """
     # exp(-inf) and its gradient are 0: no second mask is needed.
     masked = jnp.where(mask, scores, -jnp.inf)
     # The maximum cancels out of the weights, so it needs no gradient.
     highest = jax.lax.stop_gradient(jnp.max(masked, axis=-1, keepdims=True))
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks, highest.shape)
+        highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
     # The maximum of a row without true entries is -inf, and -inf - -inf is NaN.
     weights = jnp.exp(masked - jnp.maximum(highest, jnp.finfo(highest.dtype).min))
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     return weights / jnp.where(total > 0, total, 1.0)
 
 
@@ -45,14 +62,27 @@ def attention_weights(
     q: Float[Array, "batch heads queries head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
     mask: Bool[Array, "#batch #kv_heads queries keys"],
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch kv_heads group queries keys"]:
-    """Masked softmax(q k^T / sqrt(head_dim)), float32 or wider; zeros for a query that sees no key."""
+    """Masked softmax(q k^T / sqrt(head_dim)), float32 or wider; zeros for a query that sees no key.
+
+    Args:
+      softcap: scores are squeezed into ±softcap by tanh before the softmax.
+      sinks: a score of each query head that takes part in its softmax, and whose weight is dropped.
+    """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     batch, heads, queries, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], queries, head_dim).astype(wide)
     precision = product_precision(wide)
     scores = jnp.einsum("bhgtd,bhsd->bhgts", grouped, k.astype(wide), precision=precision) * head_dim**-0.5
-    return masked_softmax(scores, jnp.broadcast_to(mask[:, :, None], scores.shape))
+    mask = jnp.broadcast_to(mask[:, :, None], scores.shape)
+    return masked_softmax(soft_capped(scores, softcap), mask, by_group(sinks, k.shape[1], wide))
+
+
+def by_group(sinks: Float[Array, " heads"] | None, kv_heads: int, dtype: Any) -> Array | None:
+    """Sinks `[kv_heads, group, 1, 1]`, as scores `[batch, kv_heads, group, queries, keys]` take them."""
+    return None if sinks is None else sinks.astype(dtype).reshape(kv_heads, -1, 1, 1)
 
 
 def attention(
@@ -60,12 +90,14 @@ def attention(
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys head_dim"],
     mask: Bool[Array, "#batch #kv_heads queries keys"],
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch heads queries head_dim"]:
     """Masked attention, computed in float32 or wider and returned in the dtype of `q`.
 
-    A query that sees no key returns zeros and has zero gradients.
+    A query that sees no key returns zeros and has zero gradients. `softcap` and `sinks` as in `attention_weights`.
     """
-    weights = attention_weights(q, k, mask)
+    weights = attention_weights(q, k, mask, softcap, sinks)
     precision = product_precision(weights.dtype)
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights, v.astype(weights.dtype), precision=precision)
     return out.reshape(q.shape).astype(q.dtype)

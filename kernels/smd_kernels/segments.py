@@ -28,6 +28,7 @@ from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
 from smd_kernels.copies import Copies
 from smd_kernels.intervals import fold, no_gradient, unfold, whole_sequences
 from smd_kernels.pytrees import any_leaves
+from smd_kernels.sinks import add_sinks, sink_gradient
 
 EMPTY = -1  # column of a slot that holds no key
 
@@ -122,6 +123,7 @@ def segment_attention(
     kernel: BlockKernel,
     blocks_at_once: int = 256,
     copies: Copies | None = None,
+    sinks: Float[Array, "batch heads"] | None = None,
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, with its own backward pass.
 
@@ -133,6 +135,7 @@ def segment_attention(
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
       blocks_at_once: blocks per kernel call, one for each segment, KV head and batch row; bounds memory. Static.
       copies: copies, with the same segments, that later segments see in place of the keys; None if they see the keys.
+      sinks: a score of each row and head that takes part in its softmax, and whose weight is dropped.
 
     Returns:
       The output in the dtype of `q`; zeros, with zero gradients, for a query that sees no key.
@@ -148,7 +151,10 @@ def segment_attention(
     # Segments per kernel call: each has one block for every batch row and KV head.
     together = max(blocks_at_once // (k.shape[0] * kv_heads), 1)
     plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))
-    return unfold(_attend(plan, _Tokens(fold(q, kv_heads), *flat)), kv_heads)
+    rows = fold(q, kv_heads)
+    if sinks is not None:
+        sinks = sinks.reshape(-1, 1, rows.shape[2]).astype(jnp.promote_types(q.dtype, jnp.float32))
+    return unfold(_attend(plan, _Tokens(rows, *flat), sinks), kv_heads)
 
 
 @dataclass(frozen=True)
@@ -186,11 +192,11 @@ class _Tokens(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, tokens: _Tokens) -> Array:
-    return _forward(plan, tokens)[0]
+def _attend(plan: _Plan, tokens: _Tokens, sinks: Float[Array, "blocks 1 group"] | None) -> Array:
+    return _forward(plan, tokens, sinks)[0]
 
 
-def _forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, tuple[_Tokens, SlotTable, Array, Array]]:
+def _forward(plan: _Plan, tokens: _Tokens, sinks: Array | None) -> tuple[Array, tuple[Any, ...]]:
     table = slot_table(tokens.evicted_at, plan.segments)
     out, lse = _prompt_forward(plan, tokens)
     if table.kept.shape[1]:
@@ -200,11 +206,13 @@ def _forward(plan: _Plan, tokens: _Tokens) -> tuple[Array, tuple[_Tokens, SlotTa
         parts = jax.lax.map(lambda i: plan.kernel.forward(_chunk(plan, tokens, padded, kept, i)), _chunks(kept, plan))
         response = (_join(plan, x, tokens.rows.shape) for x in parts)
         out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), response, strict=True))
-    return out, (tokens, table, out, lse)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out, (tokens, sinks, table, out, lse)
 
 
-def _backward(plan: _Plan, saved: tuple[_Tokens, SlotTable, Array, Array], d_out: Array) -> tuple[_Tokens]:
-    tokens, table, out, lse = saved
+def _backward(plan: _Plan, saved: tuple[Any, ...], d_out: Array) -> tuple[_Tokens, Array | None]:
+    tokens, sinks, table, out, lse = saved
     dq, dk, dv = _prompt_backward(plan, tokens, out, lse, d_out)
     if table.kept.shape[1]:
         (ck, cv), (rq, rk, rv) = _response_backward(plan, tokens, table, out, lse, d_out)
@@ -215,7 +223,8 @@ def _backward(plan: _Plan, saved: tuple[_Tokens, SlotTable, Array, Array], d_out
         dq, dk, dv = (jnp.concatenate(pair, axis=1) for pair in ((dq, rq), (dk, rk), (dv, rv)))
     # The gradients of kept keys went to the keys, also where later segments saw copies.
     rest = no_gradient(tokens.evicted_at), jax.tree.map(jnp.zeros_like, tokens.copies)
-    return (_Tokens(dq, dk.astype(tokens.k.dtype), dv.astype(tokens.v.dtype), *rest),)
+    d_tokens = _Tokens(dq, dk.astype(tokens.k.dtype), dv.astype(tokens.v.dtype), *rest)
+    return d_tokens, None if sinks is None else sink_gradient(sinks, out, lse, d_out).sum(1, keepdims=True)
 
 
 _attend.defvjp(_forward, _backward)

@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, pad_blocks, pad_rows
 from smd_kernels.hardware import TPU_SIZES, why_not_blocks
+from smd_kernels.reference import soft_capped
 from smd_kernels.tpu_walk import LANES, SCALAR_MEMORY, Operand, Spans, Walk, is_live, run, table_bytes
 
 LOWEST = -1e30  # initial running maximum: finite, so that exp(-inf - LOWEST) is 0, not NaN
@@ -48,14 +49,33 @@ def product(x: Any, y: Any, *, transposed: bool = False) -> Any:
     return jax.lax.dot_general(x, y, contracted, precision=precision, preferred_element_type=jnp.float32)
 
 
-def masked_scores(x: Any, y: Any, column: Any, born: Any, evicted_at: Any, scale: float) -> Any:
-    """`x @ y.T * scale`, or `-inf` where the query does not see the key; queries are x or y."""
-    seen = (born <= column) & (column < evicted_at)
-    return jnp.where(seen, product(x, y, transposed=True) * scale, -jnp.inf)
+def scores_of(x: Any, y: Any, scale: float, softcap: float | None) -> Any:
+    """`x @ y.T * scale`, capped."""
+    return soft_capped(product(x, y, transposed=True) * scale, softcap)
+
+
+def masked(scores: Any, column: Any, born: Any, evicted_at: Any) -> Any:
+    """Scores, or `-inf` where the query does not see the key."""
+    return jnp.where((born <= column) & (column < evicted_at), scores, -jnp.inf)
+
+
+def through_cap(d_scores: Any, scores: Any, softcap: float | None) -> Any:
+    """The gradient of the scores before they were capped; the derivative is that of tanh."""
+    return d_scores if softcap is None else d_scores * (1.0 - jnp.square(scores / softcap))
 
 
 def forward_kernel(
-    spans: Spans, blocks: Blocks, out: Any, lse: Any, column: Any, highest: Any, total: Any, acc: Any, *, scale: float
+    spans: Spans,
+    blocks: Blocks,
+    out: Any,
+    lse: Any,
+    column: Any,
+    highest: Any,
+    total: Any,
+    acc: Any,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> None:
     """Outer axis: row tiles; inner axis: key tiles.
 
@@ -74,7 +94,7 @@ def forward_kernel(
     @pl.when(is_live(spans, row_axis=1, key_axis=2))
     def step():
         interval = blocks.born[...], blocks.evicted_at[...]
-        scores = masked_scores(blocks.q[...], blocks.k[...], column[:, :1], *interval, scale)
+        scores = masked(scores_of(blocks.q[...], blocks.k[...], scale, softcap), column[:, :1], *interval)
         old = highest[:, :1]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights = jnp.exp(scores - new)
@@ -106,6 +126,7 @@ def dq_kernel(
     acc: Any,
     *,
     scale: float,
+    softcap: float | None,
 ) -> None:
     """Outer axis: row tiles; inner axis: key tiles.
 
@@ -123,9 +144,10 @@ def dq_kernel(
     @pl.when(is_live(spans, row_axis=1, key_axis=2))
     def step():
         interval = blocks.born[...], blocks.evicted_at[...]
-        scores = masked_scores(blocks.q[...], blocks.k[...], column[:, :1], *interval, scale)
+        scores = scores_of(blocks.q[...], blocks.k[...], scale, softcap)
+        weights = jnp.exp(masked(scores, column[:, :1], *interval) - lse_sublanes[:, :1])
         d_weights = product(d_out[...], blocks.v[...], transposed=True)
-        d_scores = jnp.exp(scores - lse_sublanes[:, :1]) * (d_weights - delta_sublanes[:, :1])
+        d_scores = through_cap(weights * (d_weights - delta_sublanes[:, :1]), scores, softcap)
         acc[...] += product(d_scores.astype(blocks.k.dtype), blocks.k[...])
 
     @pl.when(inner == pl.num_programs(2) - 1)
@@ -146,6 +168,7 @@ def dkv_kernel(
     evicted_at: Any,
     *,
     scale: float,
+    softcap: float | None,
 ) -> None:
     """Outer axis: key tiles; inner axis: row tiles; scores `[keys, rows]`.
 
@@ -164,10 +187,10 @@ def dkv_kernel(
     @pl.when(is_live(spans, row_axis=2, key_axis=1))
     def step():
         interval = born[:, :1], evicted_at[:, :1]
-        scores = masked_scores(blocks.k[...], blocks.q[...], blocks.column[...], *interval, scale)
-        weights = jnp.exp(scores - lse[...])
+        scores = scores_of(blocks.k[...], blocks.q[...], scale, softcap)
+        weights = jnp.exp(masked(scores, blocks.column[...], *interval) - lse[...])
         d_weights = product(blocks.v[...], d_out[...], transposed=True)
-        d_scores = weights * (d_weights - delta[...])
+        d_scores = through_cap(weights * (d_weights - delta[...]), scores, softcap)
         # The outputs of a key tile stay in vector memory until its last row tile; they are float32 and hold the sums.
         dv[...] += product(weights.astype(d_out.dtype), d_out[...])
         dk[...] += product(d_scores.astype(blocks.q.dtype), blocks.q[...])
@@ -202,6 +225,7 @@ class MosaicTpuKernel:
     Attributes:
       sizes: largest tiles. Rows and keys are split evenly into as few tiles of at most these sizes as possible, in
         multiples of 128. `stages` is 1 or 2.
+      softcap: scores are squeezed into ±softcap by tanh; None: they are not.
       interpret: True or parameters run the kernel in an interpreter of Pallas, on any device; for tests.
 
     Raises:
@@ -210,6 +234,7 @@ class MosaicTpuKernel:
 
     sizes: BlockSizes = TPU_SIZES
     interpret: bool | pltpu.InterpretParams = False
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.sizes.stages not in (1, 2):
@@ -256,7 +281,7 @@ class MosaicTpuKernel:
             sublane_scratch(walk.rows, jnp.float32),
         )
         scratch = (*vectors, pltpu.VMEM((walk.rows, head_dim), jnp.float32))
-        out, lse = run(forward_kernel, walk, blocks, (), (out, lse), scratch, 2, self.interpret)
+        out, lse = run(forward_kernel, walk, blocks, (), (out, lse), scratch, 2, self.interpret, self.softcap)
         return out[:, :length], lse[:, 0, :length]
 
     def backward(self, blocks: Blocks, out: Any, lse: Any, d_out: Any) -> tuple[Any, Any, Any]:
@@ -281,7 +306,7 @@ class MosaicTpuKernel:
         )
         scratch = (*vectors, pltpu.VMEM((walk.rows, head_dim), jnp.float32))
         inputs = backward_operands(walk, lse, delta, d_out)
-        (dq,) = run(dq_kernel, walk, blocks, inputs, (dq,), scratch, 3, self.interpret)
+        (dq,) = run(dq_kernel, walk, blocks, inputs, (dq,), scratch, 3, self.interpret, self.softcap)
         return dq[:, :length]
 
     def _dkv(self, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array]:
@@ -290,5 +315,5 @@ class MosaicTpuKernel:
         d_key = Operand(float32_shape(*blocks.k.shape), walk.matrix(False, blocks.k.shape[2]))
         scratch = (sublane_scratch(walk.keys, jnp.int32), sublane_scratch(walk.keys, jnp.int32))
         inputs = backward_operands(walk, lse, delta, d_out)
-        dk, dv = run(dkv_kernel, walk, blocks, inputs, (d_key, d_key), scratch, 4, self.interpret)
+        dk, dv = run(dkv_kernel, walk, blocks, inputs, (d_key, d_key), scratch, 4, self.interpret, self.softcap)
         return dk[:, :length], dv[:, :length]

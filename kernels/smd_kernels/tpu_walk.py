@@ -165,8 +165,10 @@ def run(
     scratch: tuple[Any, ...],
     products: int,
     interpret: bool | pltpu.InterpretParams,
+    softcap: float | None,
 ) -> Any:
-    """Calls `kernel(spans, blocks, *inputs, *outputs, *scratch, scale=…)` at each grid step; returns the outputs.
+    """Calls `kernel(spans, blocks, *inputs, *outputs, *scratch, scale=…, softcap=…)` at each grid step; returns the
+    outputs.
 
     Args:
       blocks: padded to whole tiles.
@@ -180,7 +182,7 @@ def run(
     shapes = tuple(x.value for x in outputs)
     values = tuple(x.value for x in inputs)
     call = pl.pallas_call(
-        partial(kernel, scale=head_dim**-0.5),
+        partial(kernel, scale=head_dim**-0.5, softcap=softcap),
         name=f"block_attention_{kernel.__name__}",
         out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(

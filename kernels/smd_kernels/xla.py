@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
-from smd_kernels.reference import product_precision
+from smd_kernels.reference import product_precision, soft_capped
 
 # Measured on two cores with 512 KiB of cache each: longer tiles do not fit the cache, and wider ones skip fewer keys.
 CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=8)
@@ -28,17 +29,19 @@ class XlaKernel:
 
     Attributes:
       sizes: tile sizes, of which it uses `rows`, `keys` and `scores`.
+      softcap: scores are squeezed into ±softcap by tanh; None: they are not.
     """
 
     sizes: BlockSizes = CPU_SIZES
+    softcap: float | None = None
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
         """See `BlockKernel.forward`."""
         rows = blocks.q.shape[1]
         tile = self._tile(blocks)
         if tile is None:
-            return self._in_groups(_whole_forward, blocks)
-        out, lse = self._in_groups(lambda part: _tiled_forward(tile, part), pad_blocks(blocks, *tile))
+            return self._in_groups(partial(_whole_forward, self.softcap), blocks)
+        out, lse = self._in_groups(partial(_tiled_forward, tile, self.softcap), pad_blocks(blocks, *tile))
         return out[:, :rows], lse[:, :rows]
 
     def backward(
@@ -56,11 +59,11 @@ class XlaKernel:
         # `out` times `d_out`, so no second pass over the keys is needed.
         delta = jnp.sum(out.astype(lse.dtype) * d_out.astype(lse.dtype), axis=-1)
         if tile is None:
-            return self._in_groups(_whole_backward, blocks, lse, delta, d_out)
+            return self._in_groups(partial(_whole_backward, self.softcap), blocks, lse, delta, d_out)
         # The lse of a row that sees no key is `inf`.
         per_row = pad_rows(lse, tile.rows, jnp.inf), pad_rows(delta, tile.rows, 0.0), pad_rows(d_out, tile.rows, 0.0)
         padded = pad_blocks(blocks, *tile)
-        dq, dk, dv = self._in_groups(lambda *part: _tiled_backward(tile, *part), padded, *per_row)
+        dq, dk, dv = self._in_groups(partial(_tiled_backward, tile, self.softcap), padded, *per_row)
         return dq[:, :rows], dk[:, :keys], dv[:, :keys]
 
     def _tile(self, blocks: Blocks) -> Tile | None:
@@ -98,10 +101,14 @@ def _visible(blocks: Blocks) -> Bool[Array, "blocks rows keys"]:
     return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
 
 
-def _scores(blocks: Blocks) -> Float[Array, "blocks rows keys"]:
-    """Scaled scores, -inf where a row does not see a key."""
-    scores = _product("nrd,nsd->nrs", blocks.q, blocks.k)
-    return jnp.where(_visible(blocks), scores * blocks.q.shape[-1] ** -0.5, -jnp.inf)
+def _scores(softcap: float | None, blocks: Blocks) -> Float[Array, "blocks rows keys"]:
+    """Scaled and capped scores, also of pairs that do not see each other."""
+    return soft_capped(_product("nrd,nsd->nrs", blocks.q, blocks.k) * blocks.q.shape[-1] ** -0.5, softcap)
+
+
+def _seen_scores(softcap: float | None, blocks: Blocks) -> Float[Array, "blocks rows keys"]:
+    """Scores, -inf where a row does not see a key."""
+    return jnp.where(_visible(blocks), _scores(softcap, blocks), -jnp.inf)
 
 
 def _finish(total: Array, highest: Array, out: Array, dtype: Any) -> tuple[Array, Array]:
@@ -116,8 +123,8 @@ def _finite(highest: Array) -> Array:
     return jnp.where(highest == -jnp.inf, 0.0, highest)
 
 
-def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
-    scores = _scores(blocks)
+def _whole_forward(softcap: float | None, blocks: Blocks) -> tuple[Array, Array]:
+    scores = _seen_scores(softcap, blocks)
     highest = _finite(scores.max(-1))
     weights = jnp.exp(scores - highest[..., None])
     # Only the matrix product takes rounded weights; the denominator sums the unrounded ones.
@@ -125,18 +132,26 @@ def _whole_forward(blocks: Blocks) -> tuple[Array, Array]:
     return _finish(weights.sum(-1), highest, out, blocks.q.dtype)
 
 
-def _whole_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
-    dq, dk, dv = _tile_backward(blocks, lse, delta, d_out)
+def _whole_backward(
+    softcap: float | None, blocks: Blocks, lse: Array, delta: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
+    dq, dk, dv = _tile_backward(softcap, blocks, lse, delta, d_out)
     return dq.astype(blocks.q.dtype), dk, dv
 
 
-def _tile_backward(blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+def _tile_backward(
+    softcap: float | None, blocks: Blocks, lse: Array, delta: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
     """Returns dq, dk and dv in float32 or wider."""
     narrow = blocks.q.dtype
     # Masked pairs have -inf - lse = -inf, also for an lse of inf: their weight is 0 without a second mask.
-    weights = jnp.exp(_scores(blocks) - lse[..., None])
+    scores = _scores(softcap, blocks)
+    weights = jnp.exp(jnp.where(_visible(blocks), scores, -jnp.inf) - lse[..., None])
     d_weights = _product("nrd,nsd->nrs", d_out, blocks.v)
-    d_scores = (weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5).astype(narrow)
+    d_scores = weights * (d_weights - delta[..., None]) * blocks.q.shape[-1] ** -0.5
+    if softcap is not None:
+        d_scores = d_scores * (1 - jnp.square(scores / softcap))  # the derivative of tanh
+    d_scores = d_scores.astype(narrow)
     dq = _product("nrs,nsd->nrd", d_scores, blocks.k)
     dk = _product("nrs,nrd->nsd", d_scores, blocks.q)
     dv = _product("nrs,nrd->nsd", weights.astype(narrow), d_out)
@@ -154,7 +169,7 @@ def _cut(size: Tile, blocks: Blocks, row: Int[Array, ""], key: Int[Array, ""]) -
     return Blocks(q, k, v, column, born, evicted_at)
 
 
-def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
+def _tiled_forward(size: Tile, softcap: float | None, blocks: Blocks) -> tuple[Array, Array]:
     count, rows, head_dim = blocks.q.shape
     wide = _wide(blocks.q)
     # The blocks of a group run in lockstep, over the tiles that any of them needs.
@@ -164,7 +179,7 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
         def add(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, out = carry
             tile = _cut(size, blocks, row, live[row, step])
-            scores = _scores(tile)
+            scores = _seen_scores(softcap, tile)
             new = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - _finite(new)[..., None])
             # 0 while `highest` is -inf, when nothing has been summed yet.
@@ -183,7 +198,9 @@ def _tiled_forward(size: Tile, blocks: Blocks) -> tuple[Array, Array]:
     return out.swapaxes(0, 1).reshape(count, rows, head_dim), lse.swapaxes(0, 1).reshape(count, rows)
 
 
-def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out: Array) -> tuple[Array, Array, Array]:
+def _tiled_backward(
+    size: Tile, softcap: float | None, blocks: Blocks, lse: Array, delta: Array, d_out: Array
+) -> tuple[Array, Array, Array]:
     count, keys, head_dim = blocks.k.shape
     wide = lse.dtype
     count_live, live = live_tiles(blocks, size.rows, size.keys).transposed().in_order()
@@ -193,7 +210,7 @@ def _tiled_backward(size: Tile, blocks: Blocks, lse: Array, delta: Array, d_out:
             dq, dk, dv = carry
             row = live[key, step]
             per_row = (_rows(x, row, size.rows) for x in (lse, delta, d_out))
-            dq_tile, dk_tile, dv_tile = _tile_backward(_cut(size, blocks, row, key), *per_row)
+            dq_tile, dk_tile, dv_tile = _tile_backward(softcap, _cut(size, blocks, row, key), *per_row)
             summed = _rows(dq, row, size.rows) + dq_tile
             dq = jax.lax.dynamic_update_slice_in_dim(dq, summed, row * size.rows, axis=1)
             return dq, dk + dk_tile, dv + dv_tile

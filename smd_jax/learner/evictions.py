@@ -26,7 +26,7 @@ from smd_jax.message.draws import EvictionDraws, candidates, ordered_logprob
 from smd_jax.message.gate import Gate, gate_parameters
 from smd_jax.message.masks import LayerMask, ShadowMask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.attention import AttentionConfig, attend
+from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
@@ -63,8 +63,9 @@ class JudgingAttend:
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: JudgedLayer,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions tokens"]]:
-        out = attend(q, k, v, layer.mask, self.attention.impl, self.attention.sizes)
+        out = self.attention.attend(q, k, v, layer.mask, sinks)
         return out, self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest)
 
 

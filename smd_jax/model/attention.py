@@ -37,7 +37,7 @@ from smd_kernels.copies import Copies, append_copies
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
-from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, why_not_blocks
+from smd_kernels.hardware import GPU_SIZES, NO_CAPS_OR_SINKS, TPU_SIZES, why_not_blocks
 from smd_kernels.hardware import why_not_decode as kernel_why_not_decode
 from smd_kernels.hardware import why_not_decode_codes as kernel_why_not_decode_codes
 from smd_kernels.intervals import interval_attention
@@ -59,11 +59,17 @@ class AttentionConfig:
     Attributes:
       impl, sizes: implementation of the teacher-forced pass and of prefill, and its block sizes, see `attend`.
       decode_impl: implementation of decoding, see `decode`. None takes the best that can run, everywhere.
+      softcap: scores are squeezed into ±softcap by tanh before the softmax (Gemma 2); None: they are not.
     """
 
     impl: Implementation | None = None
     sizes: BlockSizes | None = None
     decode_impl: DecodeImplementation | None = None
+    softcap: float | None = None
+
+    def attend(self, q: Array, k: Array, v: Array, mask: LayerMask, sinks: Array | None = None) -> Array:
+        """`attend` as configured here."""
+        return attend(q, k, v, mask, self.impl, self.sizes, self.softcap, sinks)
 
 
 def attend(
@@ -73,6 +79,8 @@ def attend(
     mask: LayerMask,
     impl: Implementation | None = None,
     sizes: BlockSizes | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch heads queries head_dim"]:
     """Attention under one layer's mask.
 
@@ -81,6 +89,8 @@ def attend(
       impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget; on GPU and TPU
         these are kernels that never ran on hardware. Static.
       sizes: of the tiles; None takes the defaults of the implementation. "reference" and "xla" have none. Static.
+      softcap: see AttentionConfig; "mosaic_gpu" has none. Static.
+      sinks: a score of each head that takes part in its softmax, and whose weight is dropped (gpt-oss).
 
     All but "reference" and "xla" bring their own backward pass: for forward-mode or second derivatives take "xla".
     Inside a `jax.shard_map` of your own they need `check_vma=False`.
@@ -89,8 +99,8 @@ def attend(
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
     if impl is None:
-        impl = best(q, k, mask)
-    if (reason := why_not(impl, q, k, mask)) is not None:
+        impl = best(q, k, mask, softcap)
+    if (reason := why_not(impl, q, k, mask, softcap)) is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     copies = None
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
@@ -101,20 +111,32 @@ def attend(
         if copies is not None:
             # A quantised key is a second key beside the precise one, and the mask says which of them a query sees.
             k, v, visible = append_copies(k, v, visible, copies)
-        return reference.attention(q, k, v, visible) if impl == "reference" else attend_and_observe(q, k, v, visible)[0]
+        if impl == "reference":
+            return reference.attention(q, k, v, visible, softcap, sinks)
+        return attend_and_observe(q, k, v, visible, softcap, sinks)[0]
     # A mask may have a single row or head for all; the kernels read an interval for every key.
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
-    kernel, blocks_at_once = _kernel(impl, sizes)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks[None], q.shape[:2])
+    kernel, blocks_at_once = _kernel(impl, sizes, softcap)
     # "interval" and "segments" do what they are named for; the others choose what is cheaper here.
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
-        return over_heads(partial(_intervals, kernel), q, *arrays)
-    return over_heads(partial(_segments, segments, kernel, blocks_at_once), q, *arrays)
+        return over_heads(partial(_intervals, kernel), q, *arrays, sinks)
+    return over_heads(partial(_segments, segments, kernel, blocks_at_once), q, *arrays, sinks)
 
 
-def _intervals(kernel: BlockKernel, q: Array, k: Array, v: Array, evicted_at: Array, copies: Copies | None) -> Array:
-    return interval_attention(q, k, v, evicted_at, kernel, copies)
+def _intervals(
+    kernel: BlockKernel,
+    q: Array,
+    k: Array,
+    v: Array,
+    evicted_at: Array,
+    copies: Copies | None,
+    sinks: Array | None,
+) -> Array:
+    return interval_attention(q, k, v, evicted_at, kernel, copies, sinks)
 
 
 def _segments(
@@ -126,22 +148,27 @@ def _segments(
     v: Array,
     evicted_at: Array,
     copies: Copies | None,
+    sinks: Array | None,
 ) -> Array:
-    return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies)
+    return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks)
 
 
-def best(q: Array, k: Array, mask: LayerMask) -> Implementation:
-    """The implementation that `impl=None` takes, also where it is a kernel that never ran on hardware."""
+def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
+    """The implementation that `impl=None` takes, also where it is a kernel that never ran on hardware. Where there is a
+    kernel for the device that has no soft cap, it warns once."""
     # Only intervals have tiles that can be skipped unseen; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):
-        if why_not(impl, q, k, mask) is None:
+        reason = why_not(impl, q, k, mask, softcap)
+        if reason is None:
             return impl
+        if softcap is not None and why_not(impl, q, k, mask) is None:
+            _warn_once(f"attention without the kernel {impl}, which is slower: {reason}")
     return "portable"
 
 
-def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
+def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> str | None:
     """Why an implementation cannot attend to these inputs on this machine, or None if it can."""
     if impl not in get_args(Implementation):
         return f"expected one of {', '.join(get_args(Implementation))}"
@@ -155,7 +182,7 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask) -> str | None:
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
-        return wrong_device(impl) or why_not_blocks(impl, q.dtype, q.shape[3])
+        return wrong_device(impl) or why_not_blocks(impl, q.dtype, q.shape[3], softcap)
     return None
 
 
@@ -198,7 +225,7 @@ def _platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
-def _kernel(impl: Implementation, sizes: BlockSizes | None) -> tuple[BlockKernel, int]:
+def _kernel(impl: Implementation, sizes: BlockSizes | None, softcap: float | None) -> tuple[BlockKernel, int]:
     """What does the arithmetic, and how many blocks are gathered at once."""
     # Imported here, because Pallas' compilers take longer to import than the rest of the library.
     if impl == "mosaic_gpu":
@@ -210,9 +237,9 @@ def _kernel(impl: Implementation, sizes: BlockSizes | None) -> tuple[BlockKernel
         from smd_kernels.tpu import MosaicTpuKernel
 
         sizes = sizes or TPU_SIZES
-        return MosaicTpuKernel(sizes), sizes.blocks
+        return MosaicTpuKernel(sizes, softcap=softcap), sizes.blocks
     sizes = sizes or (CPU_SIZES if _platform() == "cpu" else ACCELERATOR_SIZES)
-    return XlaKernel(sizes), sizes.blocks
+    return XlaKernel(sizes, softcap), sizes.blocks
 
 
 def decode(
@@ -221,22 +248,26 @@ def decode(
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
     impl: DecodeImplementation | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """One query per row against the slots of a cache, and the attention that each slot received from the group.
 
     Args:
       impl: see `smd_kernels.decode`. None takes a kernel where one can run, by platform, dtype and sizes, else "xla";
         the kernels never ran on hardware, as those of `attend`.
+      softcap, sinks: as in `attend`; the kernels have neither.
 
     Raises:
       ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
     """
-    why_not = partial(why_not_decode, q=q, k=k)
+    extras = softcap is not None or sinks is not None
+    why_not = partial(why_not_decode, q=q, k=k, extras=extras)
     impl = _best_decode(why_not) if impl is None else impl
     _refuse(impl, why_not(impl))
     if impl == "xla":
         # Plain products, which the compiler splits over a mesh by itself.
-        return decode_attention(q, k, v, valid, impl)
+        return decode_attention(q, k, v, valid, impl, softcap, sinks)
     return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
 
 
@@ -247,20 +278,24 @@ def decode_codes(
     v: Float[Array, "batch kv_heads precise head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
     impl: DecodeImplementation | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """`decode` over a quantised cache: slots of codes, and right of them slots in full precision.
 
     Args:
       impl: see `smd_kernels.decode_codes`; None as in `decode`.
+      softcap, sinks: as in `decode`.
 
     Raises:
       ValueError: as `decode`.
     """
-    why_not = partial(why_not_decode_codes, q=q, codes=codes, k=k)
+    extras = softcap is not None or sinks is not None
+    why_not = partial(why_not_decode_codes, q=q, codes=codes, k=k, extras=extras)
     impl = _best_decode(why_not) if impl is None else impl
     _refuse(impl, why_not(impl))
     if impl == "xla":
-        return decode_codes_attention(q, codes, k, v, valid, impl)
+        return decode_codes_attention(q, codes, k, v, valid, impl, softcap, sinks)
     return over_heads(partial(decode_codes_attention, impl=impl), q, codes, k, v, valid)
 
 
@@ -291,17 +326,25 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def why_not_decode(impl: str, q: Array, k: Array) -> str | None:
-    """Why an implementation of `decode` cannot run these inputs here, or None if it can."""
+def why_not_decode(impl: str, q: Array, k: Array, *, extras: bool = False) -> str | None:
+    """Why an implementation of `decode` cannot run these inputs here, or None if it can.
+
+    Args:
+      extras: whether there is a softcap, or sinks.
+    """
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
+        if extras:
+            return wrong_device(impl) or NO_CAPS_OR_SINKS
         group = q.shape[1] // k.shape[1]
         return wrong_device(impl) or kernel_why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], group)
     return _unknown_decode(impl)
 
 
-def why_not_decode_codes(impl: str, q: Array, codes: Codes, k: Array) -> str | None:
-    """Why an implementation of `decode_codes` cannot run these inputs here, or None if it can."""
+def why_not_decode_codes(impl: str, q: Array, codes: Codes, k: Array, *, extras: bool = False) -> str | None:
+    """Why an implementation of `decode_codes` cannot run these inputs here, or None if it can; `extras` as above."""
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
+        if extras:
+            return wrong_device(impl) or NO_CAPS_OR_SINKS
         group = q.shape[1] // k.shape[1]
         return wrong_device(impl) or kernel_why_not_decode_codes(impl, q.dtype, codes, k.shape[2], group)
     return _unknown_decode(impl)

@@ -16,6 +16,7 @@ parameters with adapters, see `smd_jax.model.lora`. The parameters:
     layers_0/attention/{q_proj,k_proj,v_proj}/kernel         [hidden, heads * head_dim], of k and v kv_heads * head_dim
     layers_0/attention/{q_proj,k_proj,v_proj}/bias           [heads * head_dim], …                      with qkv_bias
     layers_0/attention/{q_norm,k_norm}/scale                 [head_dim], or [heads * head_dim], …       with qk_norm
+    layers_0/attention/sinks                                 [heads]                             with attention_sinks
     layers_0/attention/o_proj/kernel                         [heads * head_dim, hidden]
     layers_0/attention/o_proj/bias                           [hidden]                                   with o_bias
     layers_0/attention_post_norm/scale                       [hidden]                                   with post_norms
@@ -49,7 +50,7 @@ from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
-from smd_kernels.reference import product_precision
+from smd_kernels.reference import product_precision, soft_capped
 
 Ropes = tuple[Rope, ...]  # of all layers; or of those that see all, and of those with a window
 
@@ -100,6 +101,8 @@ class Attention(nn.Module):
         if c.qk_norm:
             self.q_norm = norm_of(c)
             self.k_norm = norm_of(c)
+        if c.attention_sinks:
+            self.sinks = self.param("sinks", nn.initializers.zeros, (c.num_heads,))
 
     def __call__(self, x: Array, rope: Rope | None, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         tokens = flat(x)
@@ -115,7 +118,8 @@ class Attention(nn.Module):
             k = self.k_norm(k)
         # Rotated before the library sees them: a cache keeps keys at their original positions.
         q, k = self._rotated(q, k, rope)
-        out, layer = attend(q, k, v, layer)
+        # An outside `attend` need not take sinks.
+        out, layer = attend(q, k, v, layer, self.sinks) if self.config.attention_sinks else attend(q, k, v, layer)
         out = constrain_tokens(out, axis=2).swapaxes(1, 2)
         return self.o_proj(out.reshape(*tokens.shape[:-1], -1)).reshape(x.shape), layer
 
@@ -312,7 +316,9 @@ class Decoder(nn.Module):
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
         product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
         logits = product("btd,dv->btv", hidden, table.astype(hidden.dtype))
-        return logits if self.config.logits_divisor == 1 else logits / self.config.logits_divisor
+        if self.config.logits_divisor != 1:
+            logits = logits / self.config.logits_divisor
+        return soft_capped(logits, self.config.logit_softcap)
 
     @property
     def recomputed(self) -> Remat:
@@ -336,7 +342,9 @@ class Decoder(nn.Module):
             max_positions=c.max_positions,
             dtype=c.dtype,
             windows=c.sliding_windows,
-            attention=AttentionConfig(impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl),
+            attention=AttentionConfig(
+                impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl, softcap=c.attention_softcap
+            ),
         )
 
     @nn.nowrap
@@ -371,11 +379,11 @@ class Decoder(nn.Module):
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:
         """All that enters a matrix product, in the compute dtype. Scales of norms stay as they are, because they are
-        multiplied with in float32."""
+        multiplied with in float32; so do sinks, which are added to scores in float32."""
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             # The same object where nothing is converted, by which `smd_jax.sampler.params` tells what is new.
-            unchanged = path[-1].key == "scale" or leaf.dtype == self.config.dtype
+            unchanged = path[-1].key in ("scale", "sinks") or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 
         return jax.tree_util.tree_map_with_path(converted, params)

@@ -29,6 +29,7 @@ ModelType = Literal[
     "ernie4_5",
     "seed_oss",
     "gemma",
+    "gemma2",
 ]
 
 
@@ -282,7 +283,26 @@ FAMILIES: dict[ModelType, Family] = {
             "use_bidirectional_attention": (False,),
         },
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _sizes(256_000, 2304, 9216, 26, 8, 8192),
+        {**GEMMA, "post_norms": True},
+        biases=ATTENTION_BIASES,
+        numbers={
+            **QUERY_SCALAR,
+            "attention_softcap": ("attn_logit_softcapping", 50.0),
+            "logit_softcap": ("final_logit_softcapping", 30.0),
+        },
+        windows=Windows("some", pattern=2),
+        num_kv_heads=4,
+        null_kv_heads=False,
+        head_dim=256,
+        tie_embeddings=True,
+        only={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
+        whole_heads=True,
+    ),
 }
+
 
 # Fields of ModelConfig that make one family differ from another, as they are in a family that doesn't speak of them.
 NEUTRAL: dict[str, Any] = {
@@ -303,6 +323,9 @@ NEUTRAL: dict[str, Any] = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_divisor": 1.0,
+    "attention_softcap": None,
+    "logit_softcap": None,
+    "attention_sinks": False,
     "rope_layers": (),
     "rotary_dim": None,
     "local_rope_theta": None,

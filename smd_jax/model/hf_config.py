@@ -157,9 +157,15 @@ def _head_dim(config: dict[str, Any], family: Family) -> int:
 
 def _numbers(config: dict[str, Any], family: Family, head_dim: int) -> dict[str, float | None]:
     """The fields of `family.numbers`."""
-    found = {name: number(config, key, default) for name, (key, default) in family.numbers.items()}
+    found = {name: _number(config, name, *key) for name, key in family.numbers.items()}
     # Every other family divides scores by the root of head_dim.
     return {name: None if name == "query_pre_attn_scalar" and x == head_dim else x for name, x in found.items()}
+
+
+def _number(config: dict[str, Any], name: str, key: str, default: float | None) -> float | None:
+    # Null turns a soft cap off; of a multiplier it means nothing.
+    off = name.endswith("softcap") and key in config and config[key] is None
+    return None if off else number(config, key, default)
 
 
 def _rope_layers(config: dict[str, Any], family: Family) -> tuple[bool, ...]:
@@ -263,11 +269,11 @@ def _family_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys that not every family has: activation, biases, multipliers, layers without RoPE, windows."""
     keys: dict[str, Any] = {key: values[0] for key, values in family.only.items() if values[0] not in (None, False)}
     keys |= {key: getattr(config, name) for name, key in family.biases.items()}
-    for name, (key, default) in family.numbers.items():
+    for name, (key, _) in family.numbers.items():
         value = getattr(config, name)
         if name == "query_pre_attn_scalar":
             value = int(config.head_dim if value is None else value)
-        keys[key] = default if value is None else value
+        keys[key] = value
     if family.rope_layers:
         keys["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
     return keys | windows_to_hf(config, family)

@@ -47,12 +47,17 @@ class Attend(Protocol):
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: LayerState,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerState]:
         """softmax(q k^T / sqrt(head_dim)) v over the keys that each query may see, and the layer's new state.
 
         Queries and keys come with their positions in them, because that is how keys are cached. A model whose scores
         are scaled by something else multiplies `q` by it, times sqrt(head_dim). Query heads `g * h … g * (h + 1) - 1`
         share KV head `h`.
+
+        Args:
+          sinks: a learnt score of each query head that takes part in its softmax, and whose weight is dropped; None:
+            the model has none.
         """
         ...
 

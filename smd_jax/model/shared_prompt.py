@@ -90,9 +90,10 @@ class SharedAttend:
         v: Float[Array, "prompts kv_heads together head_dim"],
         layer: LayerState,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "prompts heads together head_dim"], LayerState]:
         q, k, v = (_over_tokens(self.apart, x) for x in (q, k, v))
-        out, layer = self.attend(q, k, v, layer)
+        out, layer = self.attend(q, k, v, layer) if sinks is None else self.attend(q, k, v, layer, sinks)
         return _over_tokens(self.together, out), layer
 
     def together(self, x: Array) -> Array:

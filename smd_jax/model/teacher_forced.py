@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
-from smd_jax.model.attention import AttentionConfig, attend
+from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 
 
@@ -24,8 +24,9 @@ class TeacherForced:
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: LayerMask,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], None]:
-        return attend(q, k, v, layer, self.attention.impl, self.attention.sizes), None
+        return self.attention.attend(q, k, v, layer, sinks), None
 
 
 def layer_masks(shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mask) -> tuple[LayerMask, ...]:

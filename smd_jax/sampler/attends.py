@@ -7,6 +7,7 @@ the same in all layers and all steps is a static field; what changes is in the l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
 from smd_jax.message.masks import LayerMask, to_visible
-from smd_jax.model.attention import AttentionConfig, attend, decode, decode_codes
+from smd_jax.model.attention import AttentionConfig, decode, decode_codes
 from smd_jax.model.protocol import ModelShape
 from smd_jax.pytrees import any_leaves
 from smd_kernels.observed import attend_and_observe
@@ -59,17 +60,20 @@ class PrefillAttend:
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: PromptLayer,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
         if kv_cache.needs_attention(self.statistics):  # tokens × tokens weights exist, of a few rows at a time
-            out, states = row_parts.apart(self._observed, q, k, v, layer)
+            out, states = row_parts.apart(partial(self._observed, sinks), q, k, v, layer)
         else:
-            out = attend(q, k, v, layer.mask, self.attention.impl, self.attention.sizes)
+            out = self.attention.attend(q, k, v, layer.mask, sinks)
             states = self._states(q, k, v, layer, None)
         columns = jnp.broadcast_to(layer.columns[:, None], k.shape[:3])
         return out, LayerCache(k, v, columns, states=states, statistics=self.statistics)
 
-    def _observed(self, q: Array, k: Array, v: Array, layer: PromptLayer) -> tuple[Array, tuple[Any, ...]]:
-        out, received = attend_and_observe(q, k, v, to_visible(layer.mask))
+    def _observed(
+        self, sinks: Array | None, q: Array, k: Array, v: Array, layer: PromptLayer
+    ) -> tuple[Array, tuple[Any, ...]]:
+        out, received = attend_and_observe(q, k, v, to_visible(layer.mask), self.attention.softcap, sinks)
         return out, self._states(q, k, v, layer, received)
 
     def _states(self, q: Array, k: Array, v: Array, layer: PromptLayer, received: Array | None) -> tuple[Any, ...]:
@@ -128,8 +132,10 @@ class DecodeAttend:
         v: Float[Array, "batch kv_heads tokens head_dim"],
         layer: DecodeLayer,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
         # Before the attention, because a query sees its own key. Compression comes after it, at the segment's end.
+        softcap = self.attention.softcap
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
         # Of a quantised cache nobody but a statistic that asks for keys reads these: else the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
@@ -141,13 +147,14 @@ class DecodeAttend:
                 # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
             if cache.quantized is None:
-                out, received = decode(q, keys, values, valid, self.attention.decode_impl)
+                out, received = decode(q, keys, values, valid, self.attention.decode_impl, softcap, sinks)
             else:
                 codes = kv_cache.codes(cache)
-                out, received = decode_codes(q, codes, cache.keys, cache.values, valid, self.attention.decode_impl)
+                precise = cache.keys, cache.values
+                out, received = decode_codes(q, codes, *precise, valid, self.attention.decode_impl, softcap, sinks)
         else:
             visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
-            out, received = attend_and_observe(q, keys, values, visible)
+            out, received = attend_and_observe(q, keys, values, visible, softcap, sinks)
         seen = Observation(
             queries=q,
             query_columns=layer.columns,

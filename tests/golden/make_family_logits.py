@@ -104,10 +104,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 8}),
     "seed_oss": ("seed_oss", {"attention_bias": True, "head_dim": 8}),
     "gemma": ("gemma", {"head_dim": 8, "num_key_value_heads": 1}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+        },
+    ),
     "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
 }
 # Gemma's norms multiply by one more than what is stored.
-ZERO_CENTRED = ("gemma",)
+ZERO_CENTRED = ("gemma", "gemma2")
 
 
 def model_of(name: str) -> PreTrainedModel:

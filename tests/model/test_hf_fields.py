@@ -45,7 +45,9 @@ def test_absent_keys_are_transformers_defaults(model_type: str, absent: tuple[st
     assert {key: getattr(config, field) for key, field in FIELDS.items()} == {
         key: getattr(expected, key) for key in FIELDS
     }
-    assert config.head_dim == (getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads)
+    assert config.head_dim == (
+        getattr(expected, "head_dim", None) or expected.hidden_size // expected.num_attention_heads
+    )
     rope = expected.rope_parameters
     whole = rope.get("full_attention", rope)
     assert (config.rope_theta, config.rope_scaling) == (whole["rope_theta"], None)

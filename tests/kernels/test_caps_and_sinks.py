@@ -1,0 +1,147 @@
+"""Soft caps of scores and learnt sinks: every implementation against the definition, forward and backward.
+
+The definition itself is compared with NumPy; its gradients are JAX's own. Some queries see no key.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.message.masks import KeyInterval
+from smd_jax.model import attention
+from smd_jax.model.attention import attend, decode
+from smd_jax.testing import random_evictions
+from smd_kernels import reference
+from smd_kernels.blocks import BlockSizes
+from smd_kernels.intervals import interval_attention
+from smd_kernels.segments import Segments, segment_attention
+from smd_kernels.tpu import MosaicTpuKernel
+from smd_kernels.xla import XlaKernel
+
+SEGMENTS = Segments(first=9, length=5, budget=7)
+TOKENS, HEADS, HEAD_DIM = 37, 4, 64
+EVICTED_AT = random_evictions(TOKENS, SEGMENTS, batch=2, kv_heads=2, padding=(0, 4)).evicted_at[:, 0]
+VISIBLE = reference.interval_mask(EVICTED_AT)
+SMALL = BlockSizes(rows=16, keys=8, scores=300)
+OPTIONS = {"cap": (1.5, False), "sinks": (None, True), "both": (1.5, True)}
+each_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+def problem(option: str) -> tuple[float | None, list[jax.Array]]:
+    """The cap; and q, k, v, the sinks if there are some, and the gradient of the output."""
+    softcap, has_sinks = OPTIONS[option]
+    rng = np.random.default_rng(0)
+    shapes = [(2, heads, TOKENS, HEAD_DIM) for heads in (HEADS, 2, 2)]
+    arrays = [jnp.asarray(2 * rng.normal(size=shape), jnp.float32) for shape in shapes]
+    sinks = [jnp.asarray(4 + rng.normal(size=HEADS), jnp.float32)] if has_sinks else []
+    return softcap, [*arrays, *sinks, jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)]
+
+
+def in_numpy(softcap: float | None, q: Any, k: Any, v: Any, sinks: Any = None) -> np.ndarray:
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for row, head, query in np.ndindex(q.shape[:3]):
+        shared = head // (HEADS // 2)
+        seen = np.flatnonzero(np.asarray(VISIBLE)[row, shared, query])
+        scores = k[row, shared, seen] @ q[row, head, query] / np.sqrt(HEAD_DIM)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
+        out[row, head, query] = (weights / total) @ v[row, shared, seen] if len(seen) else 0
+    return out
+
+
+@partial(jax.jit, static_argnums=0)
+def results(f: Any, arrays: list[jax.Array]) -> Any:
+    """The output, and the gradients of q, k, v and sinks."""
+    out, pull = jax.vjp(f, *arrays[:-1])
+    return out, *pull(arrays[-1])
+
+
+def by_reference(softcap: float | None) -> Any:
+    return lambda q, k, v, sinks=None: reference.attention(q, k, v, VISIBLE, softcap, sinks)
+
+
+@each_option
+def test_the_definition_is_numpys(option: str):
+    softcap, arrays = problem(option)
+    assert not np.asarray(VISIBLE.any(-1)).all(), "a query that sees nothing"
+    out, *gradients = results(by_reference(softcap), arrays)
+    np.testing.assert_allclose(out, in_numpy(softcap, *arrays[:-1]), atol=1e-5)
+    assert all(np.isfinite(x).all() for x in gradients)
+    plain = results(by_reference(None), [*arrays[:3], arrays[-1]])[0]
+    assert np.abs(out - plain).max() > 0.1
+
+
+def by_kernel(kernel: Any, segments: Segments | None) -> Any:
+    def f(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
+        rows = None if sinks is None else jnp.broadcast_to(sinks[None], q.shape[:2])
+        if segments is None:
+            return interval_attention(q, k, v, EVICTED_AT, kernel, None, rows)
+        return segment_attention(q, k, v, EVICTED_AT, segments, kernel, 3, None, rows)
+
+    return f
+
+
+def by_attend(impl: Any, softcap: float | None) -> Any:
+    mask = KeyInterval(EVICTED_AT, segments=SEGMENTS)
+    return lambda q, k, v, sinks=None: attend(q, k, v, mask, impl, softcap=softcap, sinks=sinks)
+
+
+IMPLEMENTATIONS = {
+    "reference": partial(by_attend, "reference"),
+    "xla": partial(by_attend, "xla"),
+    "interval": partial(by_attend, "interval"),
+    "segments": partial(by_attend, "segments"),
+    "tiles": lambda softcap: by_kernel(XlaKernel(SMALL, softcap), None),
+    "tiles of segments": lambda softcap: by_kernel(XlaKernel(SMALL, softcap), SEGMENTS),
+    "tpu": lambda softcap: by_kernel(MosaicTpuKernel(BlockSizes(), True, softcap), None),
+    "tpu segments": lambda softcap: by_kernel(MosaicTpuKernel(BlockSizes(), True, softcap), SEGMENTS),
+}
+
+
+@each_option
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_implementation(name: str, option: str):
+    softcap, arrays = problem(option)
+    found = results(IMPLEMENTATIONS[name](softcap), arrays)
+    for x, y in zip(found, results(by_reference(softcap), arrays), strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-5 * max(float(jnp.abs(y).max()), 1.0))
+
+
+@each_option
+def test_decoding(option: str):
+    """The last query of a row, and of one whose slots are all empty; what slots receive leaves the sink's share out."""
+    softcap, arrays = problem(option)
+    q, k, v, *rest = arrays[:-1]
+    valid = VISIBLE[:, :, -1].at[1].set(False)
+    out, received = decode(q[:, :, -1:], k, v, valid, softcap=softcap, sinks=rest[0] if rest else None)
+    expected = in_numpy(softcap, q, k, v, *rest)[:, :, -1:]
+    np.testing.assert_allclose(out[0], expected[0], atol=1e-5)
+    assert not np.asarray(out[1]).any() and not np.asarray(received[1]).any()
+    share = np.asarray(received[0].sum(-1))
+    assert (share < 1.99).all() if rest else np.allclose(share, 2)
+
+
+def test_what_a_kernel_cannot_do_falls_back_with_a_note(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU whose kernel has no cap, and whose decode kernel has neither; named, they say why they cannot run."""
+    monkeypatch.setattr(attention, "wrong_device", lambda impl: None if impl == "mosaic_gpu" else "no TPU")
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in problem("cap")[1])
+    mask = KeyInterval(EVICTED_AT)
+    assert attention.best(q, k, mask) == "mosaic_gpu", "without a cap"
+    with pytest.warns(RuntimeWarning, match="attention without the kernel mosaic_gpu.*expected no softcap.*got 1.25"):
+        assert attention.best(q, k, mask, 1.25) == "portable"
+    with pytest.raises(ValueError, match="got impl='mosaic_gpu': expected no softcap of scores.*got 1.25"):
+        attend(q, k, v, mask, "mosaic_gpu", softcap=1.25)
+    one, valid = q[:, :, -1:], jnp.ones(k.shape[:3], bool)
+    with pytest.warns(RuntimeWarning, match="decoding without the kernel mosaic_gpu.*neither a softcap.*nor sinks"):
+        decode(one, k, v, valid, sinks=jnp.zeros(HEADS))
+    with pytest.raises(ValueError, match="got impl='mosaic_gpu': expected neither a softcap of scores nor sinks"):
+        decode(one, k, v, valid, "mosaic_gpu", sinks=jnp.zeros(HEADS))
