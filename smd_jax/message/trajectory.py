@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.message import foreign, foreign_tokens
+from smd_jax.message import foreign, foreign_tokens, tensorrt_llm
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import EvictionDraws
 from smd_jax.message.masks import ShadowMask, dense_mask, positions
@@ -137,6 +137,65 @@ class Trajectory(struct.PyTreeNode):
             mask=ShadowMask(jnp.asarray(foreign.to_columns(seen, rows))),
             temperature=temperature,
             drawable=drawable,
+        )
+
+    @classmethod
+    def from_tensorrt_llm(
+        cls,
+        prompts: Sequence[foreign_tokens.Ints],
+        responses: Sequence[foreign_tokens.Ints],
+        logprobs: Sequence[foreign_tokens.Floats],
+        rounds: Sequence[Sequence[tensorrt_llm.Round]],
+        *,
+        mode: tensorrt_llm.EvictionMode,
+        terminated: Sequence[bool] | np.ndarray,
+        layers: int,
+        kv_heads: int,
+        full_layers: Sequence[int] = (),
+        support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+        prompt_width: int | None = None,
+        response_width: int | None = None,
+        pad_token_id: int = 0,
+    ) -> Trajectory:
+        """A rollout of TensorRT-LLM with TriAttention, from the rounds of its compression manager. The others of the
+        arguments are those of `from_records`.
+
+        Args:
+          rounds: of each row, in the order of time, see `smd_jax.message.tensorrt_llm`. mode: the engine's
+            `eviction_mode`.
+          full_layers: layers with a sliding window, which the engine does not score.
+
+        Raises:
+          ValueError: what `from_records` refuses; a round whose cache is smaller than the one before left it, or larger
+            than the row; ordinals of the prompt, beyond the cache, not rising, or of another shape than the mode's. A
+            key that is gone has no ordinal, so none can come back. The message names row and round.
+        """
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False)]
+        evicted_at = tensorrt_llm.evicted_by_rounds(
+            rounds,
+            [len(prompt) for prompt in prompts],
+            lengths,
+            mode=mode,
+            layers=layers,
+            kv_heads=kv_heads,
+            full_layers=full_layers,
+        )
+        return cls.from_records(
+            prompts,
+            responses,
+            logprobs,
+            terminated=terminated,
+            layers=layers,
+            kv_heads=kv_heads,
+            evicted_at=evicted_at,
+            support=support,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            prompt_width=prompt_width,
+            response_width=response_width,
+            pad_token_id=pad_token_id,
         )
 
     @property

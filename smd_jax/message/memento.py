@@ -1,0 +1,139 @@
+"""Evictions of Memento (arXiv:2604.09852), from the tokens of a rollout and the ids of its four special tokens.
+
+Facts of microsoft/memento `vllm/v1/core/block_masking/{tracker,processor}.py` and `scheduler.py`:
+
+* A block goes when its summary's last token has been sampled, before that token's own query is computed.
+* `block_end` ends the innermost open block; a summary belongs to the newest closed block that has none yet.
+* With `keep_last_n_blocks` N, a summary's end evicts the oldest block of which more than N wait.
+* With `keep_last_block_for_answer`, a block goes when the next one begins.
+* Keys are evicted in all layers and heads.
+
+Not covered, because no single mask says it: `restart_mode`, which computes the keys of a summary a second time, and
+blocks that end within the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smd_jax.message.foreign_tokens import Ints, whole_numbers
+from smd_jax.message.masks import NEVER
+from smd_jax.typed_fields import check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class MementoBlocks:
+    """The engine's `BlockMaskingConfig`, with ids in place of texts.
+
+    Attributes:
+      block_start, block_end, summary_start, summary_end: ids of the special tokens.
+      mask_delimiters: whether `block_start` and `block_end` go with the block.
+      keep_last_n_blocks: completed blocks that stay; -1: all.
+      keep_last_block_for_answer: whether a block stays until the next one begins.
+
+    Raises:
+      TypeError, ValueError: a value that its field does not allow, or ids that are not different.
+    """
+
+    block_start: int
+    block_end: int
+    summary_start: int
+    summary_end: int
+    mask_delimiters: bool
+    keep_last_n_blocks: int = 0
+    keep_last_block_for_answer: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        ids = (self.block_start, self.block_end, self.summary_start, self.summary_end)
+        if min(ids) < 0 or len(set(ids)) < 4:
+            raise ValueError(f"expected four different token ids >= 0; got {ids}")
+        if self.keep_last_n_blocks < -1:
+            raise ValueError(f"expected keep_last_n_blocks >= -1; got {self.keep_last_n_blocks}")
+
+
+def memento_evictions(
+    prompts: Sequence[Ints], responses: Sequence[Ints], blocks: MementoBlocks, *, in_flight: int = 0
+) -> list[np.ndarray]:
+    """`evicted_at [1, 1, tokens]` of every row, in positions, for `Trajectory.from_records(evicted_at=...)`.
+
+    Args:
+      prompts, responses: token ids.
+      in_flight: queries from that of the triggering token on which still see a block: 1 under vLLM's asynchronous
+        scheduling, where the next step has been scheduled before the token is known; otherwise 0.
+
+    Raises:
+      ValueError: other numbers of prompts and responses, or a prompt that begins a block.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"expected as many prompts as responses; got {len(prompts)} and {len(responses)}")
+    found = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        asked = whole_numbers(prompt, f"prompt of row {row}")
+        for place in np.flatnonzero(asked == blocks.block_start)[:1]:
+            raise ValueError(
+                f"expected blocks in the response only; got block_start {blocks.block_start} in the prompt (row {row}, "
+                f"token {place})"
+            )
+        tracker = _Tracker(blocks, len(asked) + len(response))
+        for place, token in enumerate(whole_numbers(response, f"response of row {row}")):
+            tracker.token(int(token), len(asked) + place)
+        gone = tracker.evicted_at
+        found.append(np.where(gone < NEVER, gone + in_flight, NEVER)[None, None])
+    return found
+
+
+@dataclass
+class _Block:
+    """Positions of a block's tokens; None: not written yet."""
+
+    start: int
+    end: int | None = None
+    summary: int | None = None
+
+
+class _Tracker:
+    """The blocks of one row, token by token."""
+
+    def __init__(self, blocks: MementoBlocks, tokens: int) -> None:
+        self.config = blocks
+        self.evicted_at = np.full(tokens, NEVER, np.int64)
+        self.open: list[_Block] = []
+        self.blocks: list[_Block] = []
+        self.summarised: _Block | None = None  # whose summary is being written
+        self.waiting: list[_Block] = []  # complete, and still seen
+
+    def token(self, token: int, position: int) -> None:
+        config = self.config
+        deferred = config.keep_last_block_for_answer and config.keep_last_n_blocks == 0
+        if token == config.block_start:
+            if deferred:
+                self._evict(position)
+            self.open.append(_Block(position))
+            self.blocks.append(self.open[-1])
+        elif token == config.block_end and self.open:
+            self.open.pop().end = position
+        elif token == config.summary_start:
+            closed = [block for block in self.blocks if block.end is not None and block.summary is None]
+            if closed:
+                closed[-1].summary = position
+                self.summarised = closed[-1]
+        elif token == config.summary_end and self.summarised is not None:
+            self.waiting.append(self.summarised)
+            self.summarised = None
+            if not deferred:
+                self._evict(position)
+
+    def _evict(self, position: int) -> None:
+        """Hides the oldest waiting block from the query of this position on, if enough others wait."""
+        keep = self.config.keep_last_n_blocks
+        if keep < 0 or len(self.waiting) <= keep:
+            return
+        block = self.waiting.pop(0)
+        assert block.end is not None, "a summary follows the block's end"
+        inside = 0 if self.config.mask_delimiters else 1
+        span = self.evicted_at[block.start + inside : block.end + 1 - inside]
+        np.minimum(span, position, out=span)

@@ -1,0 +1,307 @@
+"""Records of TensorRT-LLM and Memento against caches that numpy compacts in place, and against our own rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.wrappers import OnTokens
+from smd_jax.learner.forward import replay
+from smd_jax.message.masks import NEVER
+from smd_jax.message.memento import MementoBlocks, memento_evictions
+from smd_jax.message.spans import TokenSpans
+from smd_jax.message.tensorrt_llm import EvictionMode, Round, evicted_by_rounds
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.query_centers import measure_query_centers
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.testing import tiny_model_config
+from smd_jax.text.prompts import PromptBatch
+from tests.under_test import eviction_times, left_padded, make_params
+
+LAYERS, HEADS = 2, 2
+CONFIG = tiny_model_config(vocab_size=8, num_layers=LAYERS, num_kv_heads=HEADS, tie_embeddings=False)
+MODEL, PARAMS = Decoder(CONFIG), make_params(CONFIG)
+MODES: tuple[EvictionMode, ...] = ("union", "per_head", "per_layer_perhead")
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+# ---------------------------------------------------------------- TensorRT-LLM
+
+
+class Pool:
+    """The key pools of one request, as arrays that are overwritten: each entry is the position of its token."""
+
+    def __init__(self, prompt: int, tokens: int) -> None:
+        self.prompt = prompt
+        self.slots = np.full((LAYERS, HEADS, tokens), -1)
+        self.slots[:, :, :prompt] = np.arange(prompt)
+        self.length = prompt
+        self.visible = np.zeros((LAYERS, HEADS, tokens, tokens), bool)
+        for query in range(prompt):
+            self.visible[:, :, query, : query + 1] = True
+
+    def forward(self, query: int) -> None:
+        """Writes the query's key, and attends to all that lies in the pools."""
+        self.slots[:, :, self.length] = query
+        self.length += 1
+        for layer, head in np.ndindex(LAYERS, HEADS):
+            self.visible[layer, head, query, self.slots[layer, head, : self.length]] = True
+
+    def compact(self, kept: np.ndarray, cached: int) -> None:
+        """Moves the kept keys of `[layers, kv_heads, keep]`, and what is in flight, behind the prompt."""
+        for layer, head in np.ndindex(LAYERS, HEADS):
+            pool = self.slots[layer, head]
+            for target, source in enumerate([*kept[layer, head], *range(cached, self.length)], self.prompt):
+                pool[target] = pool[source]
+        self.length = self.prompt + kept.shape[-1] + self.length - cached
+
+
+def emulated(
+    mode: EvictionMode, prompt: int, tokens: int, keep: int, beta: int, overlap: bool, seed: int
+) -> tuple[list[Round], np.ndarray]:
+    """Rounds with random kept sets, and what the queries of a request saw."""
+    rng, pool, rounds, evicted = np.random.default_rng(seed), Pool(prompt, tokens), [], 0
+    queries = iter(range(prompt, tokens - 1))  # the last token is never read
+    for step, query in enumerate(queries, 1):
+        if pool.length + evicted <= query:
+            pool.forward(query)
+        cached = query + 1 - evicted
+        if step % beta or cached <= prompt + keep:
+            continue
+        in_flight = int(overlap and query + 1 < tokens - 1)
+        if in_flight:
+            pool.forward(query + 1)
+        selections = {"union": 1, "per_head": HEADS, "per_layer_perhead": LAYERS * HEADS}[mode]
+        kept = np.stack([np.sort(rng.choice(np.arange(prompt, cached), keep, False)) for _ in range(selections)])
+        shape = {"union": (1, 1, keep), "per_head": (1, HEADS, keep), "per_layer_perhead": (LAYERS, HEADS, keep)}[mode]
+        pool.compact(np.broadcast_to(kept.reshape(shape), (LAYERS, HEADS, keep)), cached)
+        evicted += cached - prompt - keep
+        rounds.append(Round(cached, kept[0] if mode == "union" else kept, int(overlap)))
+    return rounds, pool.visible
+
+
+def foreign(prompt: int, tokens: int) -> dict[str, Any]:
+    """The arguments of a row that no test looks at."""
+    response = tokens - prompt
+    given = {"prompts": [[1] * prompt], "responses": [[2] * response], "logprobs": [[-1.0] * response]}
+    return given | {"terminated": [False], "layers": LAYERS, "kv_heads": HEADS}
+
+
+@settings(deadline=None)
+@given(
+    mode=st.sampled_from(MODES),
+    prompt=st.integers(1, 5),
+    response=st.integers(2, 20),
+    keep=st.integers(1, 6),
+    beta=st.integers(1, 5),
+    overlap=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_rounds_are_what_the_queries_saw(
+    mode: EvictionMode, prompt: int, response: int, keep: int, beta: int, overlap: bool, seed: int
+):
+    tokens = prompt + response
+    rounds, visible = emulated(mode, prompt, tokens, keep, beta, overlap, seed)
+    sizes = {"layers": LAYERS, "kv_heads": HEADS}
+    (evicted_at,) = evicted_by_rounds([rounds], [prompt], [tokens], mode=mode, **sizes)
+    query = np.arange(tokens)
+    seen = (query <= query[:, None]) & (query[:, None] < evicted_at[:, :, None])
+    np.testing.assert_array_equal(seen[:, :, :-1], visible[:, :, :-1])
+
+
+def test_the_picture():
+    rounds = [Round(6, [3, 4]), Round(6, [2, 5])]
+    for in_flight in (0, 1):
+        given = [replace(one, in_flight=in_flight) for one in rounds]
+        trajectory = Trajectory.from_tensorrt_llm(**foreign(2, 10), rounds=[given], mode="union", full_layers=[1])
+        expected = [NEVER, NEVER, 6, NEVER, 8, 6, 8, NEVER, NEVER, NEVER]
+        expected = [at if at == NEVER else at + in_flight for at in expected]
+        assert eviction_times(trajectory)[0].tolist() == [[expected] * 2, [[NEVER] * 10] * 2]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "more", "said"),
+    [
+        ([], {}, "expected rounds of 1 rows; got 0"),
+        ([[Round(11, [3, 4])]], {}, r"expected cached from 2, .* to 10, .*; got 11 \(row 0, round 0\)"),
+        ([[Round(6, [3, 4]), Round(3, [2])]], {}, r"expected cached from 4, .* to 8, .*; got 3 \(row 0, round 1\)"),
+        ([[Round(6, [1, 4])]], {}, "expected kept ordinals from 2, behind the prompt, to 5, .*; got 1"),
+        (
+            [[Round(6, [3, 4]), Round(5, [3, 5])]],
+            {},
+            r"to 4, the end of the cache; got 5 \(row 0, round 1, selection 0",
+        ),
+        ([[Round(6, [4, 3])]], {}, "expected rising kept ordinals; got 4 and then 3"),
+        ([[Round(6, [3, 3])]], {}, "expected rising kept ordinals; got 3 and then 3"),
+        ([[Round(6, [3, 4])]], {"mode": "per_head"}, r"expected whole numbers \[2, keep\] in kept; got \(2,\) int64"),
+        ([[Round(6, [[3, 4]] * 3)]], {}, r"expected whole numbers \[keep\] in kept; got \(3, 2\) int64"),
+        ([[Round(6, np.array([2.5]))]], {}, r"expected whole numbers \[keep\] in kept; got \(1,\) float64"),
+        ([[Round(6, [3], -1)]], {}, "expected in_flight >= 0; got -1"),
+        ([[Round(6, [3])]], {"full_layers": [2]}, r"expected full_layers from 0 to 1; got \(2,\)"),
+    ],
+)
+def test_rounds_that_cannot_be(rounds: Any, more: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        Trajectory.from_tensorrt_llm(**foreign(2, 10), rounds=rounds, **({"mode": "union"} | more))
+
+
+PROMPT, KEEP, BETA = 7, 6, 4
+
+
+def sampled(policy: EvictionPolicy, sizes: RolloutConfig, prompts: PromptBatch) -> Trajectory:
+    return rollout(MODEL, PARAMS, prompts, jax.random.key(1), policy=policy, config=sizes)
+
+
+def records_of(trajectory: Trajectory) -> dict[str, Any]:
+    """What another engine would report of these rows, which have no padding."""
+    width = trajectory.prompt_width
+    tokens = np.asarray(trajectory.tokens)
+    given = {"prompts": list(tokens[:, :width]), "responses": list(tokens[:, width:])}
+    given |= {"logprobs": list(np.asarray(trajectory.logprobs)), "terminated": np.asarray(trajectory.terminated)}
+    return given | {"layers": LAYERS, "kv_heads": HEADS}
+
+
+def rounds_of(evicted_at: np.ndarray) -> list[Round]:
+    """The rounds of one row `[layers, kv_heads, T]` whose cache was compacted every BETA tokens."""
+    alive = np.tile(np.arange(PROMPT), (LAYERS * HEADS, 1))
+    rounds, flat, read = [], evicted_at.reshape(LAYERS * HEADS, -1), PROMPT
+    for end in range(PROMPT + BETA, flat.shape[1], BETA):
+        alive = np.concatenate([alive, np.tile(np.arange(read, end), (len(alive), 1))], axis=1)
+        stays = np.take_along_axis(flat, alive, axis=1) > end
+        read = end
+        if stays.all():
+            continue
+        cached = alive.shape[1]
+        rounds.append(Round(cached, np.stack([np.flatnonzero(row)[PROMPT:] for row in stays])))
+        alive = alive[stays].reshape(len(alive), -1)
+    return rounds
+
+
+def gap(trajectory: Trajectory) -> float:
+    replayed = replay_jitted(MODEL, PARAMS, trajectory)
+    return float(np.abs(replayed.logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)].max())
+
+
+def test_a_rollout_of_the_engine_is_replayed_exactly():
+    """TriAttention pins the prompt and keeps KEEP keys of what follows, every BETA tokens, in each layer and head."""
+    prompts = left_padded([PROMPT] * 3, PROMPT, CONFIG.vocab_size)
+    centers = measure_query_centers(MODEL, PARAMS, prompts.tokens, prompts.valid)
+    sizes = RolloutConfig(max_new_tokens=41, budget=PROMPT + KEEP, buffer=BETA)
+    ours = sampled(TriAttention(centers, sinks=PROMPT), sizes, prompts)
+    rounds = [rounds_of(row) for row in eviction_times(ours)]
+    assert all(len(of_row) == 9 and of_row[0].kept.shape == (4, KEEP) for of_row in rounds)
+    theirs = Trajectory.from_tensorrt_llm(**records_of(ours), rounds=rounds, mode="per_layer_perhead")
+    np.testing.assert_array_equal(eviction_times(theirs), eviction_times(ours))
+    assert gap(theirs) <= 2e-5
+    late = [[replace(one, in_flight=1) for one in of_row] for of_row in rounds]
+    assert gap(Trajectory.from_tensorrt_llm(**records_of(ours), rounds=late, mode="per_layer_perhead")) > 1e-3
+
+
+# ---------------------------------------------------------------- Memento
+
+BLOCKS = MementoBlocks(block_start=3, block_end=4, summary_start=5, summary_end=6, mask_delimiters=False)
+
+
+def seen_by_hand(prompt: int, response: list[int], blocks: MementoBlocks) -> np.ndarray:
+    """`[tokens, tokens]`: which keys lie in the cache when a query attends. Keys are deleted from a list."""
+    total, cache = prompt + len(response), list(range(prompt))
+    visible = np.zeros((total, total), bool)
+    visible[:prompt, :prompt] = np.tril(np.ones((prompt, prompt), bool))
+    stack: list[int] = []
+    ends: dict[int, int] = {}  # start: end, of blocks without a summary, in the order of their starts
+    writing: tuple[int, int] | None = None
+    done: list[tuple[int, int]] = []
+    defer = blocks.keep_last_block_for_answer and blocks.keep_last_n_blocks == 0
+
+    def delete_oldest() -> None:
+        if 0 <= blocks.keep_last_n_blocks < len(done):
+            start, end = done.pop(0)
+            first, last = (start, end) if blocks.mask_delimiters else (start + 1, end - 1)
+            cache[:] = [key for key in cache if not first <= key <= last]
+
+    for position, token in enumerate(response, prompt):
+        if token == 3:
+            if defer:
+                delete_oldest()
+            stack.append(position)
+        if token == 4 and stack:
+            ends[stack.pop()] = position
+        if token == 5 and ends:
+            newest = max(ends)
+            writing = (newest, ends.pop(newest))
+        if token == 6 and writing:
+            done.append(writing)
+            writing = None
+            if not defer:
+                delete_oldest()
+        cache.append(position)
+        visible[position, cache] = True
+    return visible
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.integers(1, 3),
+    response=st.lists(st.integers(2, 7), min_size=1, max_size=40),
+    delimiters=st.booleans(),
+    keep=st.integers(-1, 2),
+    for_answer=st.booleans(),
+)
+def test_blocks_of_any_tokens(prompt: int, response: list[int], delimiters: bool, keep: int, for_answer: bool):
+    """Nested and unfinished blocks, too."""
+    blocks = replace(BLOCKS, mask_delimiters=delimiters, keep_last_n_blocks=keep, keep_last_block_for_answer=for_answer)
+    (evicted_at,) = memento_evictions([[2] * prompt], [response], blocks)
+    query = np.arange(prompt + len(response))
+    seen = (query <= query[:, None]) & (query[:, None] < evicted_at[0, 0])
+    np.testing.assert_array_equal(seen, seen_by_hand(prompt, response, blocks))
+
+
+def nests(response: list[int]) -> bool:
+    """Whether a block begins within another one, or ends before the one before it has its summary."""
+    opened, waiting = False, False
+    for token in response:
+        if (token == 3 and opened) or (token == 4 and opened and waiting):
+            return True
+        opened = (opened or token == 3) and token != 4
+        waiting = (waiting or (token == 4 and not opened)) and token != 6
+    return False
+
+
+def test_a_rollout_of_memento_is_replayed_exactly():
+    """Our policy evicts the same blocks, as long as they do not nest. One query later would be noticed."""
+    prompts = PromptBatch(jnp.tile(jnp.array([[1, 2, 7]]), (48, 1)), jnp.ones((48, 3), bool))
+    policy = OnTokens(TokenSpans(open=3, close=4, summary=(5, 6)))
+    ours = sampled(policy, RolloutConfig(max_new_tokens=30, budget=8, buffer=8), prompts)
+    rows = [row for row, tokens in enumerate(np.asarray(ours.response).tolist()) if not nests(tokens)]
+    given = records_of(jax.tree.map(lambda x: x[np.array(rows)], ours))
+    theirs, late = (
+        Trajectory.from_records(
+            **given, evicted_at=memento_evictions(given["prompts"], given["responses"], BLOCKS, in_flight=in_flight)
+        )
+        for in_flight in (0, 1)
+    )
+    times = eviction_times(theirs)
+    np.testing.assert_array_equal(np.broadcast_to(times, eviction_times(ours)[rows].shape), eviction_times(ours)[rows])
+    assert (times < NEVER).sum() > 5, "choose another key"
+    assert gap(theirs) <= 2e-5 and gap(late) > 1e-3
+
+
+def test_blocks_that_cannot_be():
+    with pytest.raises(ValueError, match="expected four different token ids"):
+        replace(BLOCKS, block_end=3)
+    with pytest.raises(ValueError, match="expected keep_last_n_blocks >= -1; got -2"):
+        replace(BLOCKS, keep_last_n_blocks=-2)
+    with pytest.raises(ValueError, match=r"expected blocks in the response only; got .* 3 .* \(row 0, token 1\)"):
+        memento_evictions([[2, 3]], [[4]], BLOCKS)
+    with pytest.raises(ValueError, match="expected as many prompts as responses; got 1 and 2"):
+        memento_evictions([[1]], [[2], [3]], BLOCKS)
