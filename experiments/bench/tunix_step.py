@@ -8,10 +8,13 @@ Result     not measured
 
 Engines    tunix    Tunix' Llama3, its vanilla sampler with a dense cache, GRPOLearner with the loss "grpo"
            ours     our Decoder of the same sizes in an Actor, SmdRollout (H2O), SmdGRPOLearner with "smd_grpo"
-Fairness   One process, one engine after the other; the first step of each compiles and does not count. Weights are
-           random, so lengths differ a little where an end token is sampled: `ms_per_token` is of the sampled tokens.
-           The reward is trivial. What comes before it is the rollout, what comes after it the update.
-Fields     seconds, rollout_seconds, update_seconds: medians of the steps. ms_per_token: of the whole step.
+Fairness   One process, the engines step in turns, and ratios are of neighbouring steps: other load on the machine hits
+           both. The first step of each compiles and does not count. Weights are random, so lengths differ a little
+           where an end token is sampled: `ms_per_token` is of the sampled tokens. The reward is trivial. What comes
+           before it is the rollout, what comes after it the update.
+Fields     seconds, rollout_seconds, update_seconds: medians of the steps. ms_per_token: of the whole step. ratios: ours
+           by tunix of each pair of steps, from ms_per_token, and their median. load: of the machine before and after,
+           processes that want a CPU; beyond `cpus` the seconds are too high, and the ratio is what counts.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +51,7 @@ from smd_jax.integrations.tunix import Actor, SmdGRPOLearner, SmdRollout
 from smd_jax.testing import random_params, tiny_model_config
 
 PAD, END = 0, 1
+ENGINES = ("tunix", "ours")
 
 
 class Numbers:
@@ -66,12 +73,29 @@ class Numbers:
         return PAD
 
 
+class Turns:
+    """Lets threads run one at a time, in a fixed order."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.turns = {name: threading.Semaphore(0) for name in names}
+        self.after = dict(zip(names, (*names[1:], names[0]), strict=True))
+        self.turns[names[0]].release()
+
+    def take(self, name: str) -> None:
+        self.turns[name].acquire()
+
+    def give(self, name: str) -> None:
+        self.turns[self.after[name]].release()
+
+
 class StepClock:
     """Times the steps of a learner: it yields batches, and is the reward function between rollout and update."""
 
     __name__ = "length"  # under which Tunix logs the reward
 
-    def __init__(self, batch: dict[str, np.ndarray], steps: int) -> None:
+    def __init__(self, engine: str, turns: Turns, batch: dict[str, np.ndarray], steps: int) -> None:
+        self.engine = engine
+        self.turns = turns
         self.batch = batch
         self.steps = steps
         self.rows: list[dict[str, float]] = []
@@ -86,10 +110,12 @@ class StepClock:
     def batches(self, cluster: RLCluster) -> Iterator[dict[str, np.ndarray]]:
         """The learner asks for the next batch when a step is over."""
         for step in range(self.steps + 1):
+            self.turns.take(self.engine)
             began = time.perf_counter()
             yield self.batch
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
             ended = time.perf_counter()
+            self.turns.give(self.engine)
             if step:
                 row = {"seconds": ended - began, "rollout_seconds": self.graded - began}
                 self.rows.append(row | {"update_seconds": ended - self.graded, "tokens": self.tokens})
@@ -150,21 +176,38 @@ def make_learner(engine: str, args: argparse.Namespace, config: smd.ModelConfig,
     return learner(cluster, algorithm, clock)
 
 
-def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The medians of an engine's steps."""
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each engine, and one for their ratio."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4}
     config = tiny_model_config(
         vocab_size=4096, num_heads=8, num_kv_heads=2, head_dim=32, qkv_bias=False, norm_eps=1e-5, **sizes
     )
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (args.prompts, args.prompt))
-    clock = StepClock({"prompts": np.array([" ".join(map(str, row)) for row in tokens])}, args.steps)
-    learner = make_learner(engine, args, config, clock)
-    learner.train(clock.batches(learner.rl_cluster))
-    row: dict[str, Any] = {"engine": engine}
-    for name in ("seconds", "rollout_seconds", "update_seconds", "tokens"):
-        row[name] = statistics.median(step[name] for step in clock.rows)
-    row["ms_per_token"] = statistics.median(1e3 * step["seconds"] / step["tokens"] for step in clock.rows)
-    return row | {name: value for name, value in vars(args).items() if name != "out"}
+    batch = {"prompts": np.array([" ".join(map(str, row)) for row in tokens])}
+    turns = Turns(ENGINES)
+    clocks = {engine: StepClock(engine, turns, batch, args.steps) for engine in ENGINES}
+    load = os.getloadavg()[0]
+
+    def train(engine: str) -> None:
+        learner = make_learner(engine, args, config, clocks[engine])
+        learner.train(clocks[engine].batches(learner.rl_cluster))
+
+    with ThreadPoolExecutor(len(ENGINES)) as threads:
+        for done in [threads.submit(train, engine) for engine in ENGINES]:
+            done.result()
+    machine = {"cpus": os.cpu_count(), "load": [load, os.getloadavg()[0]]}
+    machine |= {name: value for name, value in vars(args).items() if name != "out"}
+    rows = []
+    per_token = {}
+    for engine in ENGINES:
+        steps = clocks[engine].rows
+        per_token[engine] = [1e3 * step["seconds"] / step["tokens"] for step in steps]
+        row: dict[str, Any] = {"engine": engine, "ms_per_token": statistics.median(per_token[engine])}
+        for name in ("seconds", "rollout_seconds", "update_seconds", "tokens"):
+            row[name] = statistics.median(step[name] for step in steps)
+        rows.append(row | machine)
+    ratios = [ours / theirs for theirs, ours in zip(*(per_token[engine] for engine in ENGINES), strict=True)]
+    return [*rows, {"engine": "ours / tunix", "median_ratio": statistics.median(ratios), "ratios": ratios} | machine]
 
 
 def main() -> None:
@@ -178,7 +221,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each engine")
     parser.add_argument("--out", type=Path, help="rows go there")
     args = parser.parse_args()
-    rows = [measure(engine, args) for engine in ("tunix", "ours")]
+    rows = measure(args)
     for row in rows:
         print(json.dumps(row))
     if args.out is not None:
