@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.message.query_centers import QueryCenters
 from smd_jax.model.attention import AttentionConfig, attend
@@ -29,16 +30,23 @@ def measure_query_centers(
       tokens, valid: texts of the kind that the model will write, padded on the left or the right.
 
     Raises:
-      ValueError: if RoPE turns only a part of each head.
+      ValueError: if RoPE turns only a part of each head, or pairs neighbouring channels.
     """
     config = model.config
-    frequencies = np.stack(
-        [inverse_frequencies(config, local=config.window(layer) is not None)[0] for layer in range(config.num_layers)]
-    )
-    if 2 * frequencies.shape[1] != config.head_dim:
-        raise ValueError(f"expected RoPE over all {config.head_dim} entries of a head; got {2 * frequencies.shape[1]}")
+    if config.rotated < config.head_dim or config.rope_interleaved:
+        raise ValueError(
+            f"expected RoPE that pairs the halves of all {config.head_dim} channels; got {config.rotated} of them"
+            f"{' in neighbouring pairs' if config.rope_interleaved else ''}"
+        )
+    frequencies = np.stack([_frequencies(config, layer) for layer in range(config.num_layers)])
     real, imaginary, length = (np.asarray(x) for x in _means(model, params, tokens, valid, jnp.asarray(frequencies)))
     return QueryCenters(real + 1j * imaginary, length, frequencies)
+
+
+def _frequencies(config: ModelConfig, layer: int) -> np.ndarray:
+    """Of a layer's RoPE; zeros where it has none, so that nothing turns."""
+    frequencies = inverse_frequencies(config, local=config.window(layer) is not None)[0]
+    return frequencies if config.has_rope(layer) else np.zeros_like(frequencies)
 
 
 @dataclass(frozen=True)

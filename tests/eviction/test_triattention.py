@@ -66,3 +66,14 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=said):
             rollout(Decoder(config), make_params(config), *run, policy=TriAttention(centers), config=sizes)
+    halved, mixed = replace(ONE_LAYER, rotary_dim=4), replace(ONE_LAYER, rope_interleaved=True)
+    for config, said in ((halved, "got 4 of them$"), (mixed, "got 8 of them in neighbouring pairs")):
+        with pytest.raises(ValueError, match=f"expected RoPE that pairs the halves of all 8 channels; {said}"):
+            measure_query_centers(Decoder(config), {}, run[0].tokens, run[0].valid)
+
+
+def test_a_layer_without_rope_turns_nothing():
+    config = replace(ONE_LAYER, num_layers=2, rope_layers=(True, False))
+    prompts = left_padded([9], 9, 8)
+    centers = measure_query_centers(Decoder(config), make_params(config), prompts.tokens, prompts.valid)
+    assert centers.frequencies[0].all() and not centers.frequencies[1].any()
