@@ -16,11 +16,12 @@ def added(default: Any) -> Any:
 
 
 def written_fields(config: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass, without added ones that have their default."""
+    """The fields of a dataclass, without added ones that have their default, and without those that do not compare:
+    arrays that a digest stands for."""
     return [
         field
         for field in dataclasses.fields(config)
-        if _ADDED not in field.metadata or getattr(config, field.name) != field.default
+        if field.compare and (_ADDED not in field.metadata or getattr(config, field.name) != field.default)
     ]
 
 

@@ -7,7 +7,7 @@ that, its mean over tokens says which keys a head will look for at which distanc
 from __future__ import annotations
 
 import hashlib
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,19 +28,19 @@ class QueryCenters:
       ValueError: shapes that do not fit together, numbers that are not finite, or a mean longer than the mean length.
     """
 
-    mean: InitVar[np.ndarray]
-    length: InitVar[np.ndarray]
-    frequencies: InitVar[np.ndarray]
+    mean: np.ndarray = field(compare=False, repr=False)
+    length: np.ndarray = field(compare=False, repr=False)
+    frequencies: np.ndarray = field(compare=False, repr=False)
     digest: str = field(init=False)
 
-    def __post_init__(self, mean: np.ndarray, length: np.ndarray, frequencies: np.ndarray) -> None:
-        mean, length = np.asarray(mean, np.complex64), np.asarray(length, np.float32)
+    def __post_init__(self) -> None:
+        mean, length = np.asarray(self.mean, np.complex64), np.asarray(self.length, np.float32)
         if mean.ndim != 3 or length.shape != mean.shape:
             raise ValueError(
                 f"expected mean and length [layers, heads, head_dim / 2]; got {mean.shape} and {length.shape}"
             )
         layers, _, half = mean.shape
-        given = np.asarray(frequencies, np.float64)
+        given = np.asarray(self.frequencies, np.float64)
         if given.shape not in ((half,), (1, half), (layers, half)):
             raise ValueError(f"expected frequencies {(layers, half)} or {(half,)}; got {given.shape}")
         frequencies = np.broadcast_to(given, (layers, half))
@@ -51,4 +51,4 @@ class QueryCenters:
         numbers = b"".join(np.ascontiguousarray(x).tobytes() for x in (mean, length, frequencies))
         found = {"mean": mean, "length": length, "frequencies": frequencies}
         for name, value in (found | {"digest": hashlib.sha256(numbers).hexdigest()[:16]}).items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # frozen from here on

@@ -70,8 +70,11 @@ class _Collect:
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         real, imaginary = first * cos + second * sin, second * cos - first * sin
         counted = valid[:, None, :, None]
-        found = (real, imaginary, jnp.sqrt(real**2 + imaginary**2))
-        return out, tuple(jnp.where(counted, x, 0).sum(axis=(0, 2)) for x in found)
+
+        def total(x: Array) -> Array:
+            return jnp.where(counted, x, 0).sum(axis=(0, 2))
+
+        return out, (total(real), total(imaginary), total(jnp.sqrt(real**2 + imaginary**2)))
 
 
 @partial(jax.jit, static_argnums=0)

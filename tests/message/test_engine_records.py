@@ -112,8 +112,7 @@ def test_rounds_are_what_the_queries_saw(
 ):
     tokens = prompt + response
     rounds, visible = emulated(mode, prompt, tokens, keep, beta, overlap, seed)
-    sizes = {"layers": LAYERS, "kv_heads": HEADS}
-    (evicted_at,) = evicted_by_rounds([rounds], [prompt], [tokens], mode=mode, **sizes)
+    (evicted_at,) = evicted_by_rounds([rounds], [prompt], [tokens], mode=mode, layers=LAYERS, kv_heads=HEADS)
     query = np.arange(tokens)
     seen = (query <= query[:, None]) & (query[:, None] < evicted_at[:, :, None])
     np.testing.assert_array_equal(seen[:, :, :-1], visible[:, :, :-1])
@@ -152,7 +151,7 @@ def test_the_picture():
 )
 def test_rounds_that_cannot_be(rounds: Any, more: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
-        Trajectory.from_tensorrt_llm(**foreign(2, 10), rounds=rounds, **({"mode": "union"} | more))
+        Trajectory.from_tensorrt_llm(**(foreign(2, 10) | {"rounds": rounds, "mode": "union"} | more))
 
 
 PROMPT, KEEP, BETA = 7, 6, 4
@@ -199,7 +198,7 @@ def test_a_rollout_of_the_engine_is_replayed_exactly():
     sizes = RolloutConfig(max_new_tokens=41, budget=PROMPT + KEEP, buffer=BETA)
     ours = sampled(TriAttention(centers, sinks=PROMPT), sizes, prompts)
     rounds = [rounds_of(row) for row in eviction_times(ours)]
-    assert all(len(of_row) == 9 and of_row[0].kept.shape == (4, KEEP) for of_row in rounds)
+    assert all(len(of_row) == 9 and np.asarray(of_row[0].kept).shape == (4, KEEP) for of_row in rounds)
     theirs = Trajectory.from_tensorrt_llm(**records_of(ours), rounds=rounds, mode="per_layer_perhead")
     np.testing.assert_array_equal(eviction_times(theirs), eviction_times(ours))
     assert gap(theirs) <= 2e-5
