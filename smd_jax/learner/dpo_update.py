@@ -1,6 +1,6 @@
-"""The jitted train step of online DPO. It sees pairs of trajectories, never the policy or the judge that made them.
+"""The jitted train step of online DPO. It sees pairs of trajectories, never the eviction policy that made them.
 
-once per step:         correction of the mismatch ─► weight of every pair in the loss
+once per step:         weight of every pair in the loss
 for every microbatch:  policy and reference forward, each under its mask ─► loss of whole pairs ─► gradients, summed
 once per step:         optimizer ─► new parameters (─► new reference), metrics
 
@@ -19,9 +19,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.corrections.base import Correction, CorrectionInputs
-from smd_jax.corrections.uncorrected import Shadow
-from smd_jax.learner.accumulation import Objective, accumulate, count_parts, in_parts
+from smd_jax.learner.accumulation import Objective, accumulate, count_parts
 from smd_jax.learner.forward import (
     Visibility,
     check_reference_visibility,
@@ -31,7 +29,6 @@ from smd_jax.learner.forward import (
     replay_hidden,
     response_hidden,
 )
-from smd_jax.learner.policy_term import check_correction
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainState, reference_params
 from smd_jax.learner.step import take_step
@@ -40,17 +37,14 @@ from smd_jax.losses.dpo import (
     DPOConfig,
     DPOInputs,
     DPOTerms,
-    PairTerms,
-    check_pair_correction,
     dpo_loss,
     dpo_metrics,
-    pair_correction,
     pair_weights,
     sequence_logprobs,
 )
 from smd_jax.losses.kl import k3
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import correction_metrics, sampler_learner_metrics, token_mean
+from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
@@ -62,12 +56,10 @@ class DPOUpdateConfig:
 
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
-        full-context policy on the sparse sampler's pairs.
+        full-context policy on the sparse sampler's pairs, without a correction.
       reference_visibility: what the reference policy sees: the sampler's mask, or everything; None: what the learner
         sees.
       loss: the preference loss.
-      correction: what is done about the mismatch between sampler and learner, as one number per pair, see
-        `smd_jax.losses.dpo.pair_correction`. `Shadow()` is the claim that there is none.
       microbatch_size: pairs of one forward and backward pass, each of them two rows; gradients are summed over
         microbatches, in float32 or wider. None: all pairs.
       reference_sync: how the reference follows the policy (TR-DPO); None: it is frozen.
@@ -76,7 +68,6 @@ class DPOUpdateConfig:
     visibility: Visibility = "shadow"
     reference_visibility: Visibility | None = None
     loss: DPOConfig = DPOConfig()
-    correction: Correction = Shadow()
     microbatch_size: int | None = None
     reference_sync: ReferenceSync | None = None
 
@@ -85,34 +76,27 @@ class DPOUpdateConfig:
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
         check_reference_visibility(self.reference_visibility)
-        check_correction(self.correction, self.visibility)
-        check_pair_correction(self.correction)
 
 
 @any_leaves
 class PairBatch(struct.PyTreeNode):
-    """What one step learns from. Pairs are the leading axis of every leaf, so that no split parts the two of a pair.
+    """The data of one step. Pairs are the leading axis of every leaf, so that no split separates the two of a pair.
 
     Attributes:
       chosen, rejected: `[pairs, ...]`, both of one prompt.
-      signal: `[pairs]`, false for pairs that must weigh nothing: neither was better.
-      old_chosen_logprobs, old_rejected_logprobs: `[pairs, R]`, log-probabilities of the learner at the rollout's
-        parameters; None: at the present ones.
+      signal: `[pairs]`, false for pairs of equal rewards, which weigh nothing.
     """
 
     chosen: Trajectory
     rejected: Trajectory
     signal: Bool[Array, " pairs"]
-    old_chosen_logprobs: Float[Array, "pairs R"] | None = None
-    old_rejected_logprobs: Float[Array, "pairs R"] | None = None
 
 
 @any_leaves
 class _Prepared(struct.PyTreeNode):
-    """A batch with what must be known of all its pairs before it is split, `[pairs]`: its correction and weights."""
+    """A batch and the weights of its pairs, which depend on all of them."""
 
     batch: PairBatch
-    correction: PairTerms
     weights: Float[Array, " pairs"]
 
 
@@ -146,16 +130,17 @@ def make_dpo_update(
 
     def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
         _check(state, batch)
-        prepared = _prepare(model, config, state.params, batch)
-        count = _count(batch, config)
+        # A response without tokens makes no pair.
+        complete = batch.chosen.response_mask.any(axis=1) & batch.rejected.response_mask.any(axis=1)
+        prepared = _Prepared(batch, pair_weights(batch.signal & complete))
+        count = count_parts(batch.signal.shape[0], config.microbatch_size, "pairs")
         objective = of_trained(_objective(model, config, state), state.params)
         loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
         metrics = _metrics(prepared, terms)
         is_finite = jnp.isfinite(loss)
         if max_difference is not None:
             is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-        tokens = batch.chosen.response_mask.any(axis=1) | batch.rejected.response_mask.any(axis=1)
-        learns = ((prepared.weights > 0) & tokens).any()
+        learns = (prepared.weights > 0).any()
         new_state, of_step = take_step(
             state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns
         )
@@ -179,11 +164,6 @@ def check_reference(state: TrainState) -> None:
         )
 
 
-def _count(batch: PairBatch, config: DPOUpdateConfig) -> int:
-    """Microbatches of a step."""
-    return count_parts(batch.signal.shape[0], config.microbatch_size, "pairs")
-
-
 def _rows(batch: PairBatch) -> Trajectory:
     """Both responses of every pair, `[2 * pairs, ...]`: chosen, rejected, chosen, … so that nothing changes devices."""
     return jax.tree.map(lambda *both: _merged(jnp.stack(both, axis=1)), batch.chosen, batch.rejected)
@@ -197,42 +177,6 @@ def _merged(x: Array) -> Array:
 def _paired(x: Array) -> Array:
     """`[2 * pairs, ...]` -> `[pairs, 2, ...]`."""
     return x.reshape(-1, 2, *x.shape[1:])
-
-
-def _prepare(model: LanguageModel, config: DPOUpdateConfig, params: Params, batch: PairBatch) -> _Prepared:
-    """Corrects and weighs the pairs of the whole batch; an extra forward pass where the correction needs one."""
-    if config.correction.traits.uses_mismatch and batch.old_chosen_logprobs is None:
-        old = _learner_logprobs(model, config, params, batch)
-        batch = batch.replace(old_chosen_logprobs=old[:, 0], old_rejected_logprobs=old[:, 1])
-    chosen = _correction_inputs(batch.chosen, batch.old_chosen_logprobs, batch.signal)
-    rejected = _correction_inputs(batch.rejected, batch.old_rejected_logprobs, batch.signal)
-    terms = pair_correction(config.correction, chosen, rejected)
-    return _Prepared(batch, terms, pair_weights(batch.signal & terms.counted))
-
-
-def _learner_logprobs(
-    model: LanguageModel, config: DPOUpdateConfig, params: Params, batch: PairBatch
-) -> Float[Array, "pairs 2 R"]:
-    """Log-probabilities of the learner before this step, `[:, 0]` those of the chosen responses."""
-
-    def of(part: PairBatch) -> Array:
-        rows = _rows(part)
-        return _paired(replay(model, params, rows, learner_mask(rows, config.visibility)).logprobs)
-
-    return in_parts(of, batch, _count(batch, config))
-
-
-def _correction_inputs(
-    trajectory: Trajectory, old: Float[Array, "pairs R"] | None, signal: Bool[Array, " pairs"]
-) -> CorrectionInputs:
-    """What a correction looks at. Pairs without signal have no tokens: they count in none of its means."""
-    return CorrectionInputs(
-        sampler_logprobs=trajectory.logprobs,
-        old_logprobs=trajectory.logprobs if old is None else old,
-        logprobs=None,
-        advantages=jnp.zeros(signal.shape),  # a pair has none; no correction of whole pairs looks at them
-        mask=trajectory.response_mask & signal[:, None],
-    )
 
 
 def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState) -> Objective:
@@ -265,27 +209,17 @@ def _inputs(
         reference_chosen_logprobs=frozen[:, 0],
         reference_rejected_logprobs=frozen[:, 1],
         weights=part.weights,
-        correction_weights=part.correction.weights,
     )
 
 
 def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
-    """Means over the pairs that count; and over the tokens of all responses, how far the learner is from the sampler.
-
-    A correction belongs to all tokens of a pair with signal.
-    """
+    """Means over the pairs that count; and over the tokens of all responses, the distance of learner and sampler."""
     rows = _rows(prepared.batch)
     mask = rows.response_mask
     logprobs = _merged(terms.logprobs)
-    # One number a pair becomes one of each token of its two rows, which are consecutive.
-    signal, weights, counted = (
-        jnp.broadcast_to(jnp.repeat(x, 2)[:, None], mask.shape)
-        for x in (prepared.batch.signal, prepared.correction.weights, prepared.correction.counted)
-    )
     return {
         **dpo_metrics(terms.loss, prepared.weights),
         "kl": token_mean(_merged(terms.kl), mask),
         "entropy": token_mean(_merged(terms.entropy), mask),
         **sampler_learner_metrics(rows.logprobs, logprobs, mask),
-        **correction_metrics(weights, counted, mask & signal),
     }

@@ -1,11 +1,11 @@
 """The loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
 
-A pair counts as a whole: its loss is a function of four log-probabilities of whole responses, so what corrects for the
-sampler being another policy is one number per pair too. As in `smd_jax.losses.policy`, the loss is a weighted sum, here
-over pairs, with weights made from the whole batch: microbatches of whole pairs sum to the same loss in any split.
+The loss of a pair is a function of four log-probabilities of whole responses. As in `smd_jax.losses.policy`, the loss
+is a weighted sum, here over pairs, with weights from the whole batch: microbatches of whole pairs sum to the same loss
+in any split.
 
     log-probabilities [batch, R] ─► sequence_logprobs ─┐
-    correction ─► pair_correction ─► pair_weights ─────┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
+    signal ─► pair_weights ────────────────────────────┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
 
 Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online_dpo_config.py.
 """
@@ -21,7 +21,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice
-from smd_jax.corrections.base import Correction, CorrectionInputs
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
@@ -59,13 +58,12 @@ class DPOConfig:
 
 @any_leaves
 class DPOInputs(struct.PyTreeNode):
-    """What the loss looks at, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
+    """The inputs of the loss, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
 
     Attributes:
       chosen_logprobs, rejected_logprobs: those of the policy being trained; the only inputs with a gradient.
       reference_chosen_logprobs, reference_rejected_logprobs: those of the frozen reference.
       weights: how much each pair weighs in the loss, see `pair_weights`; where 0, log-probabilities may be anything.
-      correction_weights: factor of each pair's loss that corrects for the sampler being another policy.
     """
 
     chosen_logprobs: Float[Array, " pairs"]
@@ -73,7 +71,6 @@ class DPOInputs(struct.PyTreeNode):
     reference_chosen_logprobs: Float[Array, " pairs"]
     reference_rejected_logprobs: Float[Array, " pairs"]
     weights: Float[Array, " pairs"]
-    correction_weights: Float[Array, " pairs"] | None = None
 
 
 @any_leaves
@@ -91,19 +88,6 @@ class DPOTerms(struct.PyTreeNode):
     rejected_rewards: Float[Array, " pairs"]
 
 
-@any_leaves
-class PairTerms(struct.PyTreeNode):
-    """What a correction does to each pair, `[pairs]`.
-
-    Attributes:
-      weights: weight of the pair, its two responses taken for one; without gradient.
-      counted: false where the pair is rejected or a response has no tokens: it leaves the denominator too.
-    """
-
-    weights: Float[Array, " pairs"]
-    counted: Bool[Array, " pairs"]
-
-
 def sequence_logprobs(
     logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, " batch"]:
@@ -114,17 +98,14 @@ def sequence_logprobs(
 
 
 def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
-    """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does.
-
-    A pair counts if it has signal and the correction does not reject it.
-    """
+    """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does."""
     check_shape("counted", counted, ("pairs",))
     # At least 1: a batch in which no pair counts has weights of 0 and no NaN.
     return counted.astype(jnp.float32) / jnp.maximum(counted.sum(), 1)
 
 
 def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DPOTerms]:
-    """`sum(weights * correction_weights * l(h))`, h = (log policy - log reference) of chosen less that of rejected:
+    """`sum(weights * l(h))`, h = (log policy - log reference) of chosen less that of rejected:
 
     sigmoid   l = -log sigmoid(beta h)      (arXiv:2305.18290 eq. 7)
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
@@ -134,14 +115,13 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
     """
     _check_shapes(inputs)
     active = inputs.weights > 0
-    # What weighs nothing may hold infinities: replaced before any arithmetic, for 0 * inf would still be NaN.
+    # Pairs of weight 0 may hold infinities: replaced before any arithmetic, because 0 * inf is NaN.
     chosen = _inside(inputs.chosen_logprobs, active)
     rejected = _inside(inputs.rejected_logprobs, active)
     of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
     of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
     per_pair = _per_pair(of_chosen - of_rejected, config)
-    correction = 1.0 if inputs.correction_weights is None else _inside(inputs.correction_weights, active)
-    loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights * correction))
+    loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights))
     terms = DPOTerms(chosen, rejected, config.beta * of_chosen, config.beta * of_rejected)
     return loss, jax.lax.stop_gradient(terms)
 
@@ -160,57 +140,6 @@ def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, F
     }
 
 
-def check_pair_correction(correction: Correction) -> None:
-    """Raises ValueError for a correction without one number per response, or with a ratio that DPO does not take."""
-    name = type(correction).__name__
-    if correction.traits.ratio_to == "sampler":
-        raise ValueError(
-            f"expected a correction of the loss, because online DPO takes no ratio to the sampler; got {name}"
-        )
-    if not correction.traits.per_response or correction.traits.uses_present:
-        raise ValueError(
-            "expected a correction with one number per response made from xi alone, because a pair counts as a whole "
-            f"(level 'sequence' or 'geometric', Veto, Naive or Shadow); got {name}"
-        )
-
-
-def pair_correction(correction: Correction, chosen: CorrectionInputs, rejected: CorrectionInputs) -> PairTerms:
-    """The correction of whole pairs, `[pairs]`; both inputs `[pairs, R]`, of which advantages are not looked at.
-
-    The correction sees the two responses of a pair as one, of 2R tokens. So its options hold for pairs: "sequence" is
-    the product of xi over the tokens of both, and bounds and normalisation are of that. "geometric" is the mean over
-    the tokens of both, where a response with xi above 1 and one below make up for each other, as tokens of a response
-    do. A veto of any token rejects the pair.
-
-    The sampler draws the responses of a pair independently, so the ratio of a pair is the product of theirs. That is
-    exact for groups of two. In larger groups which two make the pair depends on the others, and their ratios are left
-    out: weights of many more responses would mostly add variance.
-
-    Pairs of which either response has an empty mask weigh 0 and count in no mean.
-    """
-    check_pair_correction(correction)
-    terms = correction.terms(_as_one_response(chosen, rejected))
-    # All tokens of a pair have one weight and stay or go together; outside they are 0 and false: the largest counts.
-    return PairTerms(terms.weights.max(axis=1), terms.counted.any(axis=1))
-
-
-def _as_one_response(chosen: CorrectionInputs, rejected: CorrectionInputs) -> CorrectionInputs:
-    """`[pairs, 2R]`: the tokens of both; none where either response has none."""
-
-    def joined(one: Array | None, other: Array | None) -> Array | None:
-        return None if one is None or other is None else jnp.concatenate([one, other], axis=1)
-
-    # A product over no tokens is 1: half a pair would be corrected as if the other half agreed.
-    complete = chosen.mask.any(axis=1, keepdims=True) & rejected.mask.any(axis=1, keepdims=True)
-    return CorrectionInputs(
-        sampler_logprobs=joined(chosen.sampler_logprobs, rejected.sampler_logprobs),
-        old_logprobs=jnp.concatenate([chosen.old_logprobs, rejected.old_logprobs], axis=1),
-        logprobs=None,
-        advantages=jnp.zeros(chosen.mask.shape[0]),
-        mask=jnp.concatenate([chosen.mask, rejected.mask], axis=1) & complete,
-    )
-
-
 def _check_shapes(inputs: DPOInputs) -> None:
     check_shape("chosen_logprobs", inputs.chosen_logprobs, ("pairs",))
     shape = inputs.chosen_logprobs.shape
@@ -218,7 +147,6 @@ def _check_shapes(inputs: DPOInputs) -> None:
     check_shape("reference_chosen_logprobs", inputs.reference_chosen_logprobs, shape)
     check_shape("reference_rejected_logprobs", inputs.reference_rejected_logprobs, shape)
     check_shape("weights", inputs.weights, shape)
-    check_shape("correction_weights", inputs.correction_weights, shape)
 
 
 def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:

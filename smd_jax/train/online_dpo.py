@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
-from smd_jax.devices.sharding import check_rows, sequence_ways, shard_batch
+from smd_jax.devices.sharding import check_rows, sequence_ways
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
@@ -105,22 +105,12 @@ class PairLearner:
         check_reference(state)
         check_sync(state, self.config.update.reference_sync)
 
-    def batch(self, params: Params, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
-        """The pairs of a rollout as a batch.
-
-        It holds the learner's log-probabilities before the update if a correction reads them and more than one step is
-        taken. A single step computes them itself.
-        """
+    def batch(self, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
+        """The pairs of a rollout as a batch."""
         chosen, rejected = (
             jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
         )
-        batch = PairBatch(chosen, rejected, pairs.signal)
-        if self.config.steps_per_rollout == 1 or not self.config.update.correction.traits.uses_mismatch:
-            return batch
-        chosen, rejected = shard_batch((chosen, rejected), self.mesh)
-        return batch.replace(
-            old_chosen_logprobs=self.replay(params, chosen), old_rejected_logprobs=self.replay(params, rejected)
-        )
+        return PairBatch(chosen, rejected, pairs.signal)
 
     def take_steps(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `Loop.step` refuses."""
@@ -137,10 +127,7 @@ class PairLearner:
         """SAMPLER_LEARNER_METRICS of all pairs; {} where the first step sees all of them and has them itself."""
         if self.config.minibatches == 1:
             return {}
-        chosen, rejected = batch.old_chosen_logprobs, batch.old_rejected_logprobs
-        if chosen is None or rejected is None:
-            chosen, rejected = self.replay(params, batch.chosen), self.replay(params, batch.rejected)
-        return compare_pairs(batch, chosen, rejected)
+        return compare_pairs(batch, self.replay(params, batch.chosen), self.replay(params, batch.rejected))
 
 
 @dataclass(frozen=True)
@@ -156,12 +143,12 @@ class OnlineDPOLoop(Loop):
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         pairs = self.pairs(samples)
         with jax.set_mesh(self.mesh):
-            return self.learner.take_steps(state, self.learner.batch(state.params, samples.trajectory, pairs))
+            return self.learner.take_steps(state, self.learner.batch(samples.trajectory, pairs))
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> PairBatch:
-        return self.learner.batch(params, trajectory, best_worst(rewards, self.config.group_size))
+        return self.learner.batch(trajectory, best_worst(rewards, self.config.group_size))
 
     def pairs(self, samples: Samples) -> Pairs:
         """One pair of every group."""

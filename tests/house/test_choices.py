@@ -28,7 +28,7 @@ from tests.toy_loop import CONFIG
         (CONFIG, "scale_rewards", True, "group, batch, none"),
         (UpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
         (UpdateConfig(), "reference_visibility", "full", "shadow, dense"),
-        (DPOUpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
+        (DPOUpdateConfig(), "visibility", "masked", "shadow, dense"),
         (DPOConfig(), "loss_type", "hinge", "sigmoid, ipo"),
         (LossConfig(beta=0.1), "kl_estimator", "k4", "k1, k2, k3"),
         (OptimizerConfig(), "optim", "lion", "adamw, adafactor"),

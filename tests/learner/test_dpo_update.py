@@ -10,14 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections import TIS, Bypass, Chain, GeometricRejection, Naive, Rejection, Shadow, Veto
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.message.sampling import SamplingConfig
-from smd_jax.metrics import CORRECTION_METRICS, MISMATCH_METRICS
+from smd_jax.metrics import MISMATCH_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.monitor.metrics_log import METRICS
@@ -63,7 +62,7 @@ def config_of(**options: Any) -> DPOUpdateConfig:
 
 
 SHADOW = config_of()
-DENSE = config_of(visibility="dense", correction=Naive())
+DENSE = config_of(visibility="dense")
 
 
 @functools.cache
@@ -133,65 +132,19 @@ def test_the_trajectory_is_a_hard_one():
     [("shadow", None, "sigmoid"), ("shadow", "dense", "ipo"), ("dense", "shadow", "sigmoid"), ("dense", None, "ipo")],
 )
 def test_loss_and_gradient_against_the_definition(visibility, seen, loss_type):
-    correction = Shadow() if visibility == "shadow" else Naive()
     assert_plain(
         DPOUpdateConfig(
             visibility=visibility,
             reference_visibility=seen,
             loss=DPOConfig(beta=BETA, loss_type=loss_type),
-            correction=correction,
         ),
         SIGNAL / 5,
     )
 
 
-TRUNCATED = config_of(
-    visibility="dense", correction=TIS("sequence", clip_max=0.25, batch_normalize=True), microbatch_size=2
-)
-REJECTING = config_of(visibility="dense", correction=Rejection("sequence", 0.32, 2.0))
-
-
-def ratios(old) -> np.ndarray:
-    """xi of every pair, over the tokens of both responses."""
-    per_row = (np.float64(old) - np.float64(trajectory().logprobs)).sum(1)
-    return np.exp(per_row[CHOSEN] + per_row[REJECTED])
-
-
-def truncated(ratio: np.ndarray) -> np.ndarray:
-    """What TRUNCATED makes of them: their mean over the pairs with signal is 1."""
-    weights = np.minimum(ratio, 0.25)
-    return weights / weights[SIGNAL].mean()
-
-
-def kept() -> np.ndarray:
-    """Pairs with signal that are inside the bounds of REJECTING."""
-    ratio = ratios(token_logprobs(PARAMS, "dense"))
-    return SIGNAL & (ratio >= 0.32) & (ratio <= 2.0)
-
-
-def test_a_dense_learner_may_be_reweighted():
-    """Whatever the microbatches, the normalisation is over all pairs with signal."""
-    ratio = ratios(token_logprobs(PARAMS, "dense"))
-    assert (ratio[SIGNAL] > 0.3).any() and (ratio[SIGNAL] < 0.2).any()
-    assert_plain(TRUNCATED, SIGNAL * truncated(ratio) / 5)
-
-
-def test_pairs_of_a_dense_learner_may_be_rejected():
-    assert 0 < kept().sum() < 5
-    assert_plain(REJECTING, kept() / kept().sum())
-
-
-def test_old_log_probabilities_may_be_given():
-    """After a step the present learner is not the one that xi is about."""
-    present, other = (np.asarray(token_logprobs(params, "dense")) for params in (PARAMS, REFERENCE))
-    old = 0.8 * present + 0.2 * other  # near enough that no ratio is cut
-    data = batch().replace(old_chosen_logprobs=old[CHOSEN], old_rejected_logprobs=old[REJECTED])
-    assert_plain(TRUNCATED, SIGNAL * truncated(ratios(old)) / 5, data)
-
-
 def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
-    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | CORRECTION_METRICS.keys() | {
+    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | {
         *("loss", "grad_norm", "update/skipped", "entropy", "kl", "mismatch_kl"),
         *(name for name in METRICS if name.startswith("sampling/")),
     }
@@ -213,29 +166,23 @@ def test_the_metrics_by_their_definitions():
     assert 0 < metrics["entropy"] < np.log(16)
 
 
-def test_what_a_correction_did_is_counted():
-    metrics, _ = metrics_and_gradients(REJECTING)
-    lengths = np.asarray(trajectory().lengths())
-    tokens = (lengths[CHOSEN] + lengths[REJECTED])[SIGNAL]
-    lost = ~kept()[SIGNAL]
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], tokens[lost].sum() / tokens.sum())
-    np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], lost.mean(), rtol=1e-6)
-
-
 # --- on-policy with shadow masks
 
 
-def test_with_shadow_masks_there_is_nothing_to_correct():
-    correction = Chain((TIS("sequence"), Rejection("sequence"), GeometricRejection(), Veto()))
-    plain, corrected = metrics_and_gradients(), metrics_and_gradients(config_of(correction=correction))
-    assert corrected[0]["mismatch_kl"] <= 1e-6
-    assert corrected[0]["sampling/sampling_logp_difference/max"] <= 2e-5
-    np.testing.assert_allclose(corrected[0]["rollout_corr/rollout_is_eff_sample_size"], 1.0, atol=1e-5)
-    for name in ("min", "mean", "max"):
-        np.testing.assert_allclose(corrected[0][f"rollout_corr/rollout_is_{name}"], 1.0, atol=1e-4)
-    assert corrected[0]["rollout_corr/rollout_rs_masked_fraction"] == 0
-    np.testing.assert_allclose(corrected[0]["loss"], plain[0]["loss"], rtol=1e-5)
-    assert distance(corrected[1], plain[1]) < 1e-4
+def test_with_shadow_masks_the_learner_is_the_sampler():
+    metrics, _ = metrics_and_gradients()
+    assert metrics["mismatch_kl"] <= 1e-6
+    assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
+
+
+def test_a_response_without_tokens_makes_no_pair():
+    pairs = batch()
+    empty = pairs.chosen.replace(valid=pairs.chosen.valid.at[1, WIDTH:].set(False))
+    without, grads = metrics_and_gradients(SHADOW, pairs.replace(chosen=empty))
+    rest = SIGNAL & (np.arange(PAIRS) != 1)
+    expected, of_rest = metrics_and_gradients(SHADOW, batch(signal=rest))
+    np.testing.assert_allclose(without["loss"], expected["loss"], rtol=1e-5)
+    assert distance(grads, of_rest) < 1e-5
 
 
 def test_a_dense_learner_is_another_policy():
@@ -268,27 +215,25 @@ def test_microbatches_change_nothing():
     np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [SHADOW, TRUNCATED], ids=["shadow", "truncated"])
-def test_the_order_of_the_pairs_changes_nothing(config):
+def test_the_order_of_the_pairs_changes_nothing():
     order = np.array([3, 1, 5, 0, 2, 4])
-    one = metrics_and_gradients(config)
-    other = metrics_and_gradients(config, batch(CHOSEN[order], REJECTED[order], SIGNAL[order]))
+    one = metrics_and_gradients()
+    other = metrics_and_gradients(SHADOW, batch(CHOSEN[order], REJECTED[order], SIGNAL[order]))
     np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-5)
     assert distance(other[1], one[1]) < 1e-5
 
 
 def test_pairs_without_signal_change_nothing():
-    few = np.array([0, 1, 3, 4])  # in whole microbatches
+    few = np.array([0, 1, 3, 4])
     rest = np.isin(np.arange(PAIRS), few)
-    alone = metrics_and_gradients(TRUNCATED, batch(CHOSEN[few], REJECTED[few], np.ones(4, bool)))
-    among = metrics_and_gradients(TRUNCATED, batch(signal=rest))
+    alone = metrics_and_gradients(SHADOW, batch(CHOSEN[few], REJECTED[few], np.ones(4, bool)))
+    among = metrics_and_gradients(SHADOW, batch(signal=rest))
     np.testing.assert_allclose(among[0]["loss"], alone[0]["loss"], rtol=1e-5)
     assert distance(among[1], alone[1]) < 1e-5
 
 
-@pytest.mark.parametrize("config", [SHADOW, TRUNCATED, REJECTING], ids=["shadow", "truncated", "rejecting"])
-def test_a_batch_without_signal_teaches_nothing(config):
-    metrics, grads = metrics_and_gradients(config, batch(signal=np.zeros(PAIRS, bool)))
+def test_a_batch_without_signal_teaches_nothing():
+    metrics, grads = metrics_and_gradients(SHADOW, batch(signal=np.zeros(PAIRS, bool)))
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
     assert all(np.isfinite(value) for value in metrics.values())
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(grads))
@@ -328,10 +273,6 @@ def test_pairs_that_do_not_divide():
     ("options", "message"),
     [
         ({"microbatch_size": 0}, "expected microbatch_size >= 1; got 0"),
-        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow\(\).*; got 'dense'"),
-        ({"correction": TIS("token")}, "one number per response .*; got TIS"),
-        ({"correction": Chain((TIS("token"), Veto()))}, "one number per response .*; got Chain"),
-        ({"correction": Bypass()}, "no ratio to the sampler; got Bypass"),
     ],
 )
 def test_bad_configurations(options, message):

@@ -1,37 +1,16 @@
-"""The DPO loss: by hand, its gradient by formula, and what must not matter; corrections of whole pairs."""
+"""The DPO loss: by hand, its gradient by formula, and what must not matter."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import (
-    DPPOTV,
-    MIS,
-    OPSM,
-    TIS,
-    Bypass,
-    Chain,
-    Correction,
-    CorrectionInputs,
-    GeometricRejection,
-    IcePop,
-    Naive,
-    QuRL,
-    Rejection,
-    Shadow,
-    SparseRL,
-    SparseRLPaper,
-    Veto,
-)
 from smd_jax.losses.dpo import (
     DPO_METRICS,
     DPOConfig,
     DPOInputs,
-    check_pair_correction,
     dpo_loss,
     dpo_metrics,
-    pair_correction,
     pair_weights,
     sequence_logprobs,
 )
@@ -41,9 +20,9 @@ LOSSES = pytest.mark.parametrize(
 )
 
 
-def inputs_of(chosen, rejected, reference_chosen, reference_rejected, weights, correction=None) -> DPOInputs:
+def inputs_of(chosen, rejected, reference_chosen, reference_rejected, weights) -> DPOInputs:
     arrays = (chosen, rejected, reference_chosen, reference_rejected, weights)
-    return DPOInputs(*(jnp.asarray(np.atleast_1d(x), jnp.float32) for x in arrays), correction_weights=correction)
+    return DPOInputs(*(jnp.asarray(np.atleast_1d(x), jnp.float32) for x in arrays))
 
 
 def gradients(inputs: DPOInputs, config: DPOConfig):
@@ -79,18 +58,17 @@ def test_the_policy_is_its_reference():
     np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.1, loss_type="ipo"))[0], 25.0, rtol=1e-6)
 
 
-def test_weights_and_corrections_multiply():
-    """0.25 * 2 * log(1 + e^-1) + 0.75 * 0.5 * log(1 + e^1)."""
-    inputs = inputs_of([-4, -6], [-6, -4], [-5, -5], [-5, -5], [0.25, 0.75], jnp.array([2.0, 0.5]))
-    expected = 0.25 * 2 * 0.31326168751822286 + 0.75 * 0.5 * 1.3132616875182228
+def test_pairs_are_weighted():
+    """0.25 * log(1 + e^-1) + 0.75 * log(1 + e^1)."""
+    inputs = inputs_of([-4, -6], [-6, -4], [-5, -5], [-5, -5], [0.25, 0.75])
+    expected = 0.25 * 0.31326168751822286 + 0.75 * 1.3132616875182228
     np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.5))[0], expected, rtol=1e-6)
 
 
 def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
     rng = np.random.default_rng(seed)
     chosen, rejected, reference_chosen, reference_rejected = rng.normal(-20, 3, (4, pairs))
-    correction = jnp.asarray(rng.uniform(0, 2, pairs), jnp.float32)
-    return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs), correction)
+    return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs))
 
 
 @LOSSES
@@ -98,21 +76,19 @@ def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
 def test_gradients_by_formula(config, seed):
     """sigmoid: -beta sigmoid(-beta h) (arXiv:2305.18290 section 4); ipo: 2 (h - 1 / (2 beta)). Beta is 0.5."""
     inputs = random_inputs(seed)
-    chosen, rejected, reference_chosen, reference_rejected, weights, correction = map(
-        np.float64, jax.tree.leaves(inputs)
-    )
+    chosen, rejected, reference_chosen, reference_rejected, weights = map(np.float64, jax.tree.leaves(inputs))
     h = chosen - rejected - reference_chosen + reference_rejected
     slope = -0.5 / (1 + np.exp(0.5 * h)) if config.loss_type == "sigmoid" else 2 * (h - 1)
     of_chosen, of_rejected = gradients(inputs, config)
-    np.testing.assert_allclose(of_chosen, weights * correction * slope, rtol=1e-4)
-    np.testing.assert_allclose(of_rejected, -weights * correction * slope, rtol=1e-4)
+    np.testing.assert_allclose(of_chosen, weights * slope, rtol=1e-4)
+    np.testing.assert_allclose(of_rejected, -weights * slope, rtol=1e-4)
 
 
 @LOSSES
 def test_only_the_policy_has_a_gradient(config):
     inputs = random_inputs(0)
     slopes = jax.grad(lambda x: dpo_loss(x, config)[0])(inputs)
-    for name in ("reference_chosen_logprobs", "reference_rejected_logprobs", "weights", "correction_weights"):
+    for name in ("reference_chosen_logprobs", "reference_rejected_logprobs", "weights"):
         np.testing.assert_array_equal(getattr(slopes, name), 0.0)
     terms = jax.grad(lambda x: dpo_loss(x, config)[1].chosen_rewards.sum())(inputs)
     np.testing.assert_array_equal(terms.chosen_logprobs, 0.0)
@@ -120,7 +96,7 @@ def test_only_the_policy_has_a_gradient(config):
 
 @LOSSES
 @pytest.mark.parametrize("junk", [jnp.inf, -jnp.inf, jnp.nan, 1e30])
-@pytest.mark.parametrize("name", ["chosen_logprobs", "reference_rejected_logprobs", "correction_weights"])
+@pytest.mark.parametrize("name", ["chosen_logprobs", "reference_rejected_logprobs"])
 def test_a_pair_that_weighs_nothing_may_hold_anything(config, junk, name):
     inputs = random_inputs(1)
     inputs = inputs.replace(weights=inputs.weights.at[2].set(0.0))
@@ -191,106 +167,3 @@ def test_an_unknown_loss():
     object.__setattr__(config, "loss_type", "hinge")  # behind the type checker, which users do not have
     with pytest.raises(ValueError, match="expected loss_type to be one of sigmoid, ipo; got 'hinge'"):
         config.__post_init__()
-
-
-# --- corrections of whole pairs
-
-
-def of_xi(xi, mask=None) -> CorrectionInputs:
-    """Responses whose tokens have these mismatch ratios."""
-    xi = np.atleast_2d(np.asarray(xi, np.float64))
-    sampler = np.full(xi.shape, -1.0)
-    return CorrectionInputs(
-        sampler_logprobs=jnp.asarray(sampler, jnp.float32),
-        old_logprobs=jnp.asarray(sampler + np.log(xi), jnp.float32),
-        logprobs=None,
-        advantages=jnp.zeros(len(xi)),
-        mask=jnp.ones(xi.shape, bool) if mask is None else jnp.asarray(mask, bool),
-    )
-
-
-def check(correction: Correction, chosen, rejected, weights, counted) -> None:
-    terms = pair_correction(correction, chosen, rejected)
-    np.testing.assert_allclose(terms.weights, weights, rtol=1e-5)
-    np.testing.assert_array_equal(terms.counted, counted)
-
-
-# Products of xi (padding left out): chosen 1.5, 0.5, 4; rejected 1, 0.8, 0.5; pairs 1.5, 0.4, 2.
-CHOSEN = of_xi([[1.5, 1.0, 9.0], [0.5, 1.0, 1.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]])
-REJECTED = of_xi([[1.0, 1.0, 1.0], [0.8, 9.0, 9.0], [1.0, 0.5, 9.0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]])
-
-
-def test_the_weight_of_a_pair_is_the_product():
-    check(TIS("sequence", clip_max=None), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
-    check(TIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
-    check(MIS("sequence"), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 1, 1])
-
-
-def test_bounds_of_weights_are_those_of_the_pair():
-    """Responses of 1.6 and 0.7, each inside the bounds: pairs of 2.56 and 0.49."""
-    one = of_xi([[1.6], [0.7]])
-    check(TIS("sequence", 0.6, 2.0), one, one, [2.0, 0.6], [1, 1])
-    check(MIS("sequence", 0.6, 2.0), one, one, [0.0, 0.0], [1, 1])
-
-
-def test_a_pair_stays_by_what_both_make():
-    check(Rejection("sequence", 0.6, 2.5), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 1])
-    # Geometric means over the tokens of both: 1.5^(1/5) = 1.08, 0.4^(1/4) = 0.80, 2^(1/5) = 1.15.
-    check(Rejection("geometric", 0.75, 1.1), CHOSEN, REJECTED, [1, 1, 1], [1, 1, 0])
-    check(Rejection("geometric", 0.82, 1.2), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 1])
-    check(GeometricRejection(), CHOSEN, REJECTED, [1, 1, 1], [0, 0, 0])
-
-
-def test_a_token_of_either_response_vetoes_the_pair():
-    check(Veto(0.6), CHOSEN, REJECTED, [1, 1, 1], [1, 0, 0])
-    check(Chain((TIS("sequence"), Veto(0.6))), CHOSEN, REJECTED, [1.5, 0.4, 2.0], [1, 0, 0])
-
-
-def test_normalised_weights_have_mean_1_over_pairs():
-    check(TIS("sequence", batch_normalize=True), CHOSEN, REJECTED, np.array([1.5, 0.4, 2.0]) / 1.3, [1, 1, 1])
-
-
-def test_which_of_the_two_is_chosen_does_not_matter():
-    correction = Chain((TIS("sequence", clip_max=1.8, batch_normalize=True), Rejection("geometric", 0.82, 1.2)))
-    check(correction, REJECTED, CHOSEN, np.array([1.5, 0.4, 1.8]) * 3 / 3.7, [1, 0, 1])
-    check(correction, CHOSEN, REJECTED, np.array([1.5, 0.4, 1.8]) * 3 / 3.7, [1, 0, 1])
-
-
-@pytest.mark.parametrize("correction", [Shadow(), Naive()])
-def test_neither_weight_nor_rejection(correction):
-    check(correction, CHOSEN, REJECTED, [1, 1, 1], [1, 1, 1])
-
-
-@pytest.mark.parametrize("correction", [Shadow(), TIS("sequence"), Veto()])
-def test_a_response_without_tokens_makes_no_pair(correction):
-    empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
-    assert pair_correction(correction, empty, REJECTED).counted.tolist() == [True, False, True]
-    assert pair_correction(correction, REJECTED, empty).counted.tolist() == [True, False, True]
-
-
-def test_a_pair_with_an_empty_response_counts_in_no_mean():
-    empty = CHOSEN.replace(mask=CHOSEN.mask.at[1].set(False))
-    check(TIS("sequence", batch_normalize=True), empty, REJECTED, np.array([1.5, 0.0, 2.0]) / 1.75, [1, 0, 1])
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [TIS(), MIS("token"), IcePop(), QuRL(), Rejection(), SparseRL(), SparseRLPaper(), OPSM(), Chain((Veto(), TIS()))],
-    ids=lambda c: type(c).__name__,
-)
-def test_corrections_of_single_tokens_are_refused(correction):
-    name = type(correction).__name__
-    with pytest.raises(ValueError, match=f"one number per response made from xi alone, .* pair counts .*; got {name}"):
-        check_pair_correction(correction)
-
-
-@pytest.mark.parametrize("correction", [Bypass(), DPPOTV(), Chain((Bypass(), Veto()))], ids=lambda c: type(c).__name__)
-def test_a_ratio_to_the_sampler_is_refused(correction):
-    with pytest.raises(ValueError, match=f"takes no ratio to the sampler; got {type(correction).__name__}"):
-        check_pair_correction(correction)
-
-
-def test_weights_by_the_sampler_need_its_log_probabilities():
-    with pytest.raises(ValueError, match=r"expected the sampler's log-probabilities.*; got None"):
-        nameless = (x.replace(sampler_logprobs=None) for x in (CHOSEN, REJECTED))
-        pair_correction(TIS("sequence"), *nameless)
