@@ -1,4 +1,4 @@
-"""Bytes as people write them: `80GiB`."""
+"""Numbers of bytes as text, such as `80GiB`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> int:
       ValueError: for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    # Exact: 0.1TB is a whole number of bytes and no float. Decimal rounds by a context that others change.
+    # Exact, unlike a float. Decimal would round by a global context.
     count = 0 if match is None else int(Fraction(match[1]) * UNITS.get(match[2], 0))
     if count < 1:
         units = ", ".join(unit for unit in UNITS if unit)
@@ -28,6 +28,6 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(count: int) -> str:
-    """The bytes in the largest unit of 1024 of which there is at least one."""
+    """The bytes in the largest unit of 1024 that gives at least 1."""
     unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
     return f"{count} B" if unit == "B" else f"{count / UNITS[unit]:.2f} {unit}"

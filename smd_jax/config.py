@@ -1,7 +1,7 @@
 """Frozen configurations: every choice of a run, with its unit, in hashable dataclasses.
 
-All of them are static arguments of jitted functions: two equal configurations compile once. They are checked when they
-are made, so a wrong value fails before anything is compiled.
+Configurations are static arguments of jitted functions: equal ones compile once. Constructors check their values, so
+that a wrong value fails before compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QKNormOver = Literal["head", "all"]
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises ValueError for a name that is none of `choices`: annotations alone would let it pass."""
+    """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")
 
@@ -35,11 +35,11 @@ def check_whole(field: str, value: object, least: int, meaning: str = "") -> Non
         raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
-MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits: a larger seed would repeat the keys of a smaller one
+MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits, so a larger seed would repeat the keys of a smaller one
 
 
 def check_seed(field: str, value: object) -> None:
-    """Raises ValueError unless `value` is a whole number from 0 to `MAX_SEED`, each of which has keys of its own."""
+    """Raises ValueError unless `value` is a whole number from 0 to `MAX_SEED`."""
     check_whole(field, value, 0)
     if value > MAX_SEED:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"expected {field} <= {MAX_SEED}, 32 bits, beyond which seeds repeat; got {value}")

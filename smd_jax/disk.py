@@ -1,4 +1,4 @@
-"""The disk of a run: whether it can be written, and has room, before anything expensive; and one line when it fails."""
+"""Checks of the disk before a run, and one-line errors when a write fails."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ import numpy as np
 
 from smd_jax.byte_sizes import show_bytes
 
-# How TensorStore gives the system's reason, at the end of a page of text.
+# TensorStore's notation for the system's error code, at the end of a page of text.
 OS_ERROR = "os_error_code="
-# Free file handles that a save needs. Orbax opens a few for each of its threads.
+# Free file handles that a save needs: orbax opens a few per thread.
 HANDLES = 32
 
 
 def check_writable(directory: str | Path) -> None:
-    """Raises OSError if no file can be made in `directory`, or in the folder in which it would be made. Leaves nothing
-    behind."""
+    """Raises OSError unless a file can be created in `directory`, or in its nearest existing parent. Leaves no file."""
     directory = Path(directory)
     there = nearest(directory)
     if not there.is_dir():
         raise NotADirectoryError(f"expected a directory, or nothing, at {directory}; got the file {there}")
     try:
-        # Tried rather than asked for: permissions say yes to root, and on file systems that are read-only.
+        # Permission bits are not enough: they allow root everything, also on a read-only file system.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
@@ -43,8 +42,8 @@ def check_space(directory: str | Path, needed: int, what: str, deleted_before: i
     """Raises OSError if the disk of `directory` has less than `needed` bytes free.
 
     Args:
-      what: what they are for, as in "4 checkpoints of 1.5 GiB".
-      deleted_before: bytes there that are given back before these are taken.
+      what: the purpose, such as "4 checkpoints of 1.5 GiB".
+      deleted_before: bytes that will be deleted first.
     """
     free = shutil.disk_usage(nearest(Path(directory))).free + deleted_before
     if free < needed:
@@ -55,8 +54,8 @@ def check_space(directory: str | Path, needed: int, what: str, deleted_before: i
 
 
 def check_handles() -> None:
-    """Raises OSError if this process cannot open the files of a checkpoint at once. Without handles, the event loops of
-    orbax's threads would print tracebacks of their own."""
+    """Raises OSError if this process cannot open the files of a checkpoint at once. Orbax's threads would only print
+    tracebacks."""
     handles = list[int]()
     try:
         for _ in range(HANDLES):
@@ -73,8 +72,7 @@ def check_handles() -> None:
 
 
 def stored_bytes(tree: Any) -> int:
-    """Bytes that the arrays of a pytree take on disk, of a whole state or of parameters; shapes
-    (`jax.ShapeDtypeStruct`) do as well."""
+    """Bytes of a pytree of arrays or shapes (`jax.ShapeDtypeStruct`) on disk."""
     return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -86,10 +84,10 @@ def _leaf_bytes(leaf: Any) -> int:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Around what writes to `path`: an error of the disk says where, and how much is free, in one line."""
+    """Adds the path and the free space to disk errors of its body, in one line."""
     try:
         yield
-    # A file that must not be there is no failure of the disk.
+    # An existing file is no failure of the disk.
     except FileExistsError:
         raise
     except OSError as error:
@@ -97,7 +95,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 def failure(what: str, place: str | Path, error: Exception) -> str:
-    """One line on why something could not be written to the disk of `place`."""
+    """One line that says why something could not be written to the disk of `place`."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if code := _code_in(error):
         reason = os.strerror(code)
@@ -106,8 +104,8 @@ def failure(what: str, place: str | Path, error: Exception) -> str:
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether reading failed for a reason that has nothing to do with what a file holds: the disk, the network below
-    it, a permission, too many open files. A file that is not there is none of these."""
+    """Whether reading failed because of the disk, the network, a permission or too many open files, so that the file
+    itself may be intact. A missing file does not count."""
     if isinstance(error, TimeoutError):
         return True
     code = error.errno if isinstance(error, OSError) else _code_in(error)
@@ -115,11 +113,11 @@ def is_trouble(error: BaseException) -> bool:
 
 
 def _code_in(error: BaseException) -> int | None:
-    """The system's code in what TensorStore says."""
+    """The system's error code in a message of TensorStore."""
     found = re.search(rf"{OS_ERROR}'(\d+)'", str(error))
     return int(found[1]) if found else None
 
 
 def nearest(path: Path) -> Path:
-    """The path itself if it exists, or else the first of its parents that does."""
+    """The path if it exists, else its nearest existing parent."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

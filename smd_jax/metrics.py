@@ -1,12 +1,11 @@
-"""What runs log about their tokens: how far sampler and learner are apart, what a correction did, lengths, rewards.
+"""Metrics of tokens: difference of sampler and learner, effect of a correction, lengths, rewards.
 
-Where a number is TRL's it has TRL's name, so that runs can be laid side by side. All logarithms are natural, lengths
-are in tokens.
+Numbers that TRL logs have TRL's names. All logarithms are natural, and lengths are in tokens.
 
 Definitions of `rollout_corr/*` follow verl (verl/trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics and
-compute_is_metrics) but for two things: responses without tokens are left out of means over responses, so that padding
-rows change nothing; and the statistics of weights, rollout_is_*, are of those that the loss multiplies by, for every
-correction, where verl has those before batch normalisation, and extremes before truncation at the sequence level.
+compute_is_metrics) with two exceptions. Means over responses leave out responses without tokens, so that padding rows
+change nothing. And rollout_is_* are statistics of the weights that the loss multiplies by; verl's are before batch
+normalisation, and its extremes before truncation at the sequence level.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MISMATCH_METRICS: dict[str, str] = {
     "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
 }
 
-# All that compares the sampler with the learner at the rollout's parameters, whatever is done about the difference.
+# Metrics that compare the sampler with the learner at the rollout's parameters, before any correction.
 SAMPLER_LEARNER_METRICS: dict[str, str] = DIFFERENCE_METRICS | MISMATCH_METRICS
 
 CORRECTION_METRICS: dict[str, str] = {
@@ -46,7 +45,7 @@ CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
 
-# What an evaluation logs of each way of decoding, as `eval/{name}/{metric}`.
+# Metrics of an evaluation for each way of decoding, logged as `eval/{name}/{metric}`.
 EVALUATION_METRICS: dict[str, str] = {
     "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
     "reward_low": "lower end of its 95 % interval, over prompts",
@@ -71,21 +70,21 @@ def mismatch_metrics(
     learner_logprobs: Float[Array, "batch response"],
     mask: Bool[Array, "batch response"],
 ) -> dict[str, Float[Array, ""]]:
-    """How far the learner is from the policy that sampled, before any update.
+    """Difference of the learner and the policy that sampled, before any update.
 
     Args:
       sampler_logprobs, learner_logprobs: log-probability of each sampled token, nats.
-      mask: the tokens that count. With none, the differences and `mismatch_kl` are 0 and the ratios are 1.
+      mask: the tokens that count. Without any, the differences and `mismatch_kl` are 0 and the ratios are 1.
 
     Returns:
-      `DIFFERENCE_METRICS`; `mismatch_kl` is the mean of `ratio - 1 - log ratio`, ratio = p_learner / p_sampler. What
-      TRL logs as sampling/importance_sampling_ratio is another number, the ratio after its truncation: here the
-      weights that a correction applies are `rollout_corr/rollout_is_*`.
+      `DIFFERENCE_METRICS`; `mismatch_kl` is the mean of `ratio - 1 - log ratio`, ratio = p_learner / p_sampler.
+      TRL's sampling/importance_sampling_ratio is the ratio after truncation; here the weights that a correction applies
+      are `rollout_corr/rollout_is_*`.
     """
-    # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
+    # Padding may hold infinities: replaced before any arithmetic spreads them.
     delta = jnp.where(mask, learner_logprobs, 0.0) - jnp.where(mask, sampler_logprobs, 0.0)
     ratio = jnp.exp(delta)
-    # Outside the mask the ratio is 1, which could be an extreme: minimum and maximum look inside alone.
+    # Outside the mask the ratio is 1, which must not count as an extreme.
     empty = ~mask.any()
     return {
         "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(delta), mask),
@@ -118,8 +117,11 @@ def completion_metrics(mask: Bool[Array, "batch response"], terminated: Bool[Arr
 def evicted_share(
     evicted_at: Int[Array, "batch layers kv_heads columns"], valid: Bool[Array, "batch columns"]
 ) -> Float[Array, ""]:
-    """Of the tokens of whole sequences, the share whose keys are gone when the last one looks; mean over layers and KV
-    heads. `evicted_at` is that of a `smd_jax.message.masks.ShadowMask`."""
+    """Share of tokens whose keys are evicted before the last query; mean over layers and KV heads.
+
+    Args:
+      evicted_at: of a `smd_jax.message.masks.ShadowMask`.
+    """
     columns = jnp.arange(valid.shape[1])
     last = jnp.where(valid, columns, 0).max(axis=1)
     gone = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))
@@ -129,12 +131,12 @@ def evicted_share(
 def reward_metrics(
     rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> dict[str, Array]:
-    """Level and spread of the rewards.
+    """Mean and spread of the rewards.
 
     Args:
-      rewards: one per completion; the `group_size` completions of a prompt lie side by side.
+      rewards: one per completion; the `group_size` completions of a prompt are contiguous.
       group_size: completions per prompt; with 1 every spread within a group is 0.
-      rewarded_rows: `[batch]`, false for completions without a reward, as if they were not there. None: all have one.
+      rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. None: all have one.
 
     Raises:
       ValueError: the batch is not a multiple of `group_size`.
@@ -158,7 +160,7 @@ def _metrics_of_some(
 ) -> dict[str, Array]:
     """`reward_metrics` over the completions that have a reward; without any of them all but the last are NaN."""
     left = rewarded.sum(axis=1)
-    # One completion has no spread, as in `_std`; a group that has lost all of them is no group.
+    # A single completion has no spread, as in `_std`; a group without any is left out.
     within = jnp.where(left > 1, groups.std(axis=1, ddof=1, where=rewarded), 0.0)
     highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
     lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
@@ -173,7 +175,7 @@ def _metrics_of_some(
 def token_mean(
     values: Float[Array, "batch response"] | Bool[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, ""]:
-    """Mean over the tokens in the mask, 0 when there are none. What is outside may be anything."""
+    """Mean over the tokens in the mask, 0 without any. Values outside may be anything."""
     return masked_mean(values, mask, empty=0.0)
 
 
@@ -187,7 +189,7 @@ def _std(rows: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
 def chi2_metrics(
     sampler_logprobs: Float[Array, "batch R"], learner_logprobs: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> dict[str, Float[Array, ""]]:
-    """Spread of the mismatch ratio xi over the tokens in `mask`, whatever is done about it.
+    """Spread of the mismatch ratio xi over the tokens in `mask`, before any correction.
 
     Returns:
       `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
@@ -206,12 +208,12 @@ def chi2_metrics(
 def correction_metrics(
     weights: Float[Array, "batch R"], counted: Bool[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> dict[str, Float[Array, ""]]:
-    """What the terms of a correction do to the tokens in `mask`: `CORRECTION_METRICS`.
+    """`CORRECTION_METRICS`: the effect of a correction on the tokens in `mask`.
 
-    Statistics of weights are over all tokens, rejected ones included; without tokens they are 1. A token counts as
-    rejected if it does not count any more or weighs 0; without tokens nothing is rejected.
+    Statistics of weights are over all tokens, including rejected ones; without tokens they are 1. A token is rejected
+    if it does not count or weighs 0.
     """
-    # All lost tokens lie in the mask: a response has lost everything where `lost` equals it.
+    # `lost` is inside the mask: a response is dropped where the two are equal.
     lost = mask & (~counted | (weights == 0))
     present = mask.any(axis=1)
     return {

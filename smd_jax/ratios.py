@@ -1,4 +1,4 @@
-"""Ratios of two policies' probabilities, and means that hold with padding: arithmetic shared by losses and metrics."""
+"""Ratios of two policies' probabilities, and means over masks: arithmetic shared by losses and metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def log_ratio_inside(
     logprobs: Float[Array, "batch R"], other_logprobs: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
 ) -> Float[Array, "batch R"]:
     """log p / p_other inside the mask, 0 outside."""
-    # Padding may hold anything, infinities included: replace it before any arithmetic can spread it.
+    # Padding may hold infinities: replaced before any arithmetic spreads them.
     return jnp.where(mask, logprobs, 0.0) - jnp.where(mask, other_logprobs, 0.0)
 
 
 def at_level(log_ratio: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
-    """The logarithms of the tokens' ratios, 0 outside the mask, become those of the level."""
+    """Converts the tokens' log ratios, 0 outside the mask, to those of the level."""
     if level == "sequence":
         return jnp.broadcast_to(log_ratio.sum(axis=1, keepdims=True), log_ratio.shape)
     if level == "geometric":
@@ -44,7 +44,7 @@ def response_mean(values: Float[Array, "batch R"], mask: Bool[Array, "batch R"])
 
 
 def effective_sample_size(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, ""]:
-    """(mean w)^2 / mean w^2 over the tokens in `mask`: as many equal weights, as a share of them, would do as well.
+    """(mean w)^2 / mean w^2 over the tokens in `mask`: the share of equally weighted tokens with the same variance.
 
     0 if all weights are 0, 1 without tokens.
     """
@@ -86,7 +86,7 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
 
 
 def masked_mean(values: Float[Array, ...] | Bool[Array, ...], mask: Bool[Array, ...], empty: float) -> Float[Array, ""]:
-    """Mean over the mask, `empty` when there is nothing in it. What is outside may be anything."""
+    """Mean over the mask; `empty` for an empty mask. Values outside may be anything."""
     # Not a product with the mask: 0 * inf would be NaN.
     total = jnp.where(mask, values, 0.0).sum()
     return jnp.where(mask.any(), total / jnp.maximum(mask.sum(), 1), empty)

@@ -1,4 +1,4 @@
-"""Safetensors files with the mode of every other file. safetensors itself gives its files to their owner alone."""
+"""Safetensors files with the umask's mode; safetensors itself makes files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes the file in one move, with the mode that the umask gives: a reader finds the whole file or none.
+    """Writes the file atomically, with the mode that the umask gives.
 
     Raises:
-      OSError: it cannot be written, as on a full disk.
+      OSError: the file cannot be written.
     """
     new = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:

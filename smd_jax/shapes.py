@@ -1,6 +1,6 @@
-"""Shapes at the library's doors: an array that would broadcast to something else is refused by name.
+"""Shape checks of public functions, so that no array broadcasts to another shape unnoticed.
 
-The same as `chex.assert_shape`, which would cost a third of what importing this library may cost.
+Like `chex.assert_shape`; importing chex would add a third to this library's import time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from jaxtyping import Array
 
 
 def check_shape(name: str, array: Array | None, *shapes: tuple[int | str, ...]) -> None:
-    """Refuses an array that has none of the shapes. None, for what is optional, passes.
+    """Checks that an array has one of the shapes; None, an absent optional array, passes.
 
     Args:
-      name: as the caller knows the array.
-      shapes: an axis is its size, or a word such as "batch" where any size will do.
+      name: of the array, for the message.
+      shapes: an axis is its size, or a word such as "batch" for any size.
 
     Raises:
       ValueError: if the array has another rank or other sizes.

@@ -2,8 +2,8 @@
 
     python -m smd_jax.testing DIR
 
-writes a small random Qwen2-style checkpoint with a byte-level tokenizer and a chat template into DIR, which
-transformers and `smd_jax.model.weights.load_checkpoint` open like a real one.
+writes a small random Qwen2-style checkpoint with a byte-level tokenizer and a chat template into DIR. transformers and
+`smd_jax.model.weights.load_checkpoint` open it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def random_evictions(
     """The mask of a sampler that keeps `segments.budget` random keys at every boundary, without running one.
 
     Args:
-      tokens: columns of prompt and response. padding: columns of it at the left of each row; none by default.
+      tokens: columns of prompt and response. padding: columns of padding at the left of each row.
     """
     rng = np.random.default_rng(seed)
     evicted_at = np.full((batch, layers, kv_heads, tokens), NEVER, np.int32)
@@ -105,7 +105,7 @@ def random_evictions(
         evicted_at[row, :, :, :width] = 0
     for column in range(segments.first, tokens, segments.length):
         visible = evicted_at[..., :column] > column
-        # argsort twice gives ranks. Keys that are gone already rank behind all others: 2.0 exceeds every random number.
+        # argsort twice gives ranks. Evicted keys rank last, because 2.0 exceeds every random number.
         rank = np.argsort(np.argsort(np.where(visible, rng.random(visible.shape), 2.0), axis=-1), axis=-1)
         evicted_at[..., :column][visible & (rank >= segments.budget)] = column
     return ShadowMask(jnp.asarray(evicted_at)).with_segments((segments,))
@@ -117,10 +117,10 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     return _initialised(Decoder(config), jax.random.key(seed))
 
 
-# A function of the module, so that a configuration is traced once and not at every call.
+# At module level, so that a configuration is traced once.
 @partial(jax.jit, static_argnums=0)
 def _initialised(model: Decoder, key: Key[Array, ""]) -> dict[str, Any]:
-    # One token will do: no parameter's shape depends on the length.
+    # No parameter's shape depends on the length.
     one = jnp.zeros((1, 1), jnp.int32)
     mask = jnp.ones((1, 1, 1, 1, 1), bool)
     variables: Any = model.init(key, one, one, mask)
@@ -128,16 +128,16 @@ def _initialised(model: Decoder, key: Key[Array, ""]) -> dict[str, Any]:
 
 
 def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer whose ids 0 to 255 are the bytes of UTF-8: it takes any text and gives it back.
+    """A transformers tokenizer whose ids 0 to 255 are the bytes of UTF-8, so that any text round-trips.
 
     Qwen's special tokens follow: `<|endoftext|>` pads (256); `<|im_start|>` (257) and `<|im_end|>` (258, also EOS)
-    frame the messages of the ChatML template. Nothing is added to a text unless a template does. Pads on the left.
-    `chat=False` leaves the template out, so that prompts are taken as they are.
+    frame the messages of the ChatML template. The tokenizer adds no special tokens and pads on the left. `chat=False`
+    omits the template.
 
     Saved beside a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
     every Qwen tokenizer first composes accents (Unicode NFC).
     """
-    # Without merges every byte stays a token of its own, and special tokens get the ids behind the bytes.
+    # Without merges every byte is a token, and special tokens get the next ids.
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +148,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
         eos_token=END,
         extra_special_tokens=[START],
         padding_side="left",
-        # Clean-up would take blanks out of a decoded text.
+        # Clean-up would remove blanks from decoded text.
         clean_up_tokenization_spaces=False,
         chat_template=CHATML if chat else None,
     )
@@ -160,17 +160,17 @@ def write_random_checkpoint(
     """Writes config.json, model.safetensors and the files of `byte_tokenizer`.
 
     Args:
-      directory: where; a checkpoint that is already there is replaced.
-      seed: decides the parameters.
-      config: the shape; None means `tiny_model_config()`. At least `BYTE_VOCAB_SIZE` rows of vocabulary.
-      dtype: how the parameters are stored.
+      directory: an existing checkpoint in it is replaced.
+      seed: of the parameters.
+      config: the shape, with at least `BYTE_VOCAB_SIZE` rows of vocabulary; None: `tiny_model_config()`.
+      dtype: of the stored parameters.
 
     Returns:
       The configuration.
 
     Raises:
       ValueError: the vocabulary is too small for the tokenizer.
-      FileExistsError: `directory` holds files that are no part of a checkpoint.
+      FileExistsError: `directory` holds files that belong to no checkpoint.
     """
     config = tiny_model_config() if config is None else config
     if config.vocab_size < BYTE_VOCAB_SIZE:
@@ -179,7 +179,7 @@ def write_random_checkpoint(
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(temporary)
         token_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        # `save_checkpoint` takes the ids of special tokens over from these files.
+        # `save_checkpoint` copies the ids of special tokens from these files.
         for name in ("config.json", "generation_config.json"):
             (Path(temporary) / name).write_text(json.dumps(token_ids))
         save_checkpoint(directory, random_params(config, seed), config, dtype=dtype, tokenizer_from=temporary)

@@ -1,5 +1,8 @@
-"""Values of a configuration have the types of its fields: a text where a number belongs is refused by name, before a
-comparison fails somewhere that says `'<' not supported between instances of 'str' and 'int'`."""
+"""Checks that the values of a configuration have the types of its fields.
+
+Without these checks a text in place of a number fails later, as `'<' not supported between instances of 'str' and
+'int'`.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_types(config: Any) -> None:
-    """Raises TypeError, with the name of the field, for a value of a dataclass that its annotation does not allow; and
-    ValueError for a name that is none of its choices.
+    """Checks every field of a dataclass against its annotation.
 
-    Looked at are numbers, texts, choices, tuples and other dataclasses, and unions of them; everything else passes, as
-    a protocol or a callable would. Whole numbers are floats, too; True and False are no numbers. Numbers of NumPy are.
+    Checks numbers, texts, choices, tuples, dataclasses, and unions of them; other annotations, such as protocols,
+    accept any value. Whole numbers count as floats, and NumPy's numbers as numbers; True and False are no numbers.
+
+    Raises:
+      TypeError: a value that the annotation does not allow; names the field.
+      ValueError: a text that is none of the choices of a Literal.
     """
     for name in field_types(type(config)):
         check_type(type(config), name, getattr(config, name))
 
 
 def check_type(kind: type, name: str, value: Any) -> None:
-    """The same for one field of a dataclass, and a value that it might get."""
+    """`check_types` for one field of a dataclass and a value for it."""
     hint = field_types(kind)[name]
     choices = get_args(hint)
     if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
-        # In the words of `smd_jax.config.check_choice`, whatever is in the place of a name.
+        # The message of `smd_jax.config.check_choice`.
         if value not in choices:
             raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
     elif not _fits(value, hint):
@@ -37,7 +43,7 @@ def check_type(kind: type, name: str, value: Any) -> None:
 
 @functools.cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields, by name."""
+    """Field name -> annotation."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -47,7 +53,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if _is_union(hint):
         return any(_fits(value, arm) for arm in arms)
     if get_origin(hint) is Literal:
-        # By value and type, as True equals 1. Which texts a union has, the configuration says in words of its own.
+        # By value and type, because True equals 1. The configuration checks the texts of a union itself.
         return any(value == arm and type(value) is type(arm) for arm in arms) or (
             isinstance(value, str) and any(isinstance(arm, str) for arm in arms)
         )
@@ -72,7 +78,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _is_number(value: Any, method: str) -> bool:
-    # Of NumPy and JAX, too; True and False would pass for 1 and 0.
+    # Also of NumPy and JAX. True and False would pass for 1 and 0.
     return hasattr(value, method) and not isinstance(value, bool)
 
 
@@ -86,7 +92,7 @@ _SIMPLE: dict[Any, Callable[[Any], bool]] = {
 
 
 def _written(hint: Any) -> str:
-    """As in the source: `int | None`."""
+    """The annotation as in the source: `int | None`."""
     if _is_union(hint):
         return " | ".join(_written(arm) for arm in get_args(hint))
     if hint is type(None):

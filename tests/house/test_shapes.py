@@ -79,7 +79,7 @@ def test_policy_loss(name, shape, message):
         policy_loss(GOOD.replace(**{name: jnp.zeros(shape)}), LossConfig())
 
 
-@pytest.mark.parametrize("name", ["rejected_logprobs", "reference_chosen_logprobs", "weights", "correction_weights"])
+@pytest.mark.parametrize("name", ["rejected_logprobs", "reference_chosen_logprobs", "weights"])
 def test_dpo_loss(name):
     dpo_loss(GOOD_PAIRS, DPOConfig())
     with pytest.raises(ValueError, match=rf"expected {name} of shape \[4\]; got \[1\]"):
