@@ -57,7 +57,7 @@ class ModelArgs(ModelSource):
 class DataSource:
     """The prompts."""
 
-    dataset: Basic[str]  # gsm8k, math; reasoning_gym:NAME; Hub id, file or folder
+    dataset: Basic[str]  # gsm8k, math, tldr, govreport, hotpotqa, countdown; reasoning_gym:NAME; Hub id, file or folder
     dataset_source: str | None = None  # rows in the layout of a dataset named above: a Hub id, file or folder
     dataset_config: str | None = None  # the subset, where a dataset has several
     split: Basic[str | None] = None  # such as test, train[:1000], train[90%:]; None: the dataset's default

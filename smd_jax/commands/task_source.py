@@ -22,7 +22,7 @@ from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import OPTIONS, load_yaml
 
-READY = ("math_answer", "exact_match", "format", "overlong")
+READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
 
 class Data(NamedTuple):
@@ -168,8 +168,14 @@ def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> 
     match name:
         case "math_answer":
             return reward_functions.math_answer
+        case "gsm8k_answer":
+            return reward_functions.gsm8k_answer
         case "exact_match":
             return reward_functions.exact_match
+        case "token_f1":
+            return reward_functions.token_f1
+        case "rouge_l":
+            return reward_functions.rouge_l
         case "format":
             return reward_functions.FormatReward()
         case "overlong":

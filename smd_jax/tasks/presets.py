@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.answers import last_boxed
+from smd_jax.tasks.countdown import countdown_answer, countdown_row
 from smd_jax.tasks.gsm8k import gsm8k_row
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFunction
@@ -19,6 +20,8 @@ from smd_jax.tasks.sources import DataSource
 from smd_jax.tasks.task import Row
 
 MATH_INSTRUCTION = "Think step by step, then give the final answer in \\boxed{}."
+HOTPOTQA_INSTRUCTION = "Answer the question from these paragraphs, in as few words as possible."
+GOVREPORT_INSTRUCTION = "Summarise this report of the government."
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,30 @@ def math_row(row: Row) -> Row:
     return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
 
 
+def tldr_row(row: Row) -> Row:
+    """Reddit's TL;DR (arXiv:2009.01325): the prompt is a post that ends with "TL;DR:", the completion its summary."""
+    columns = {name: value for name, value in row.items() if name != "completion"}
+    return {**columns, "summary": row["completion"].strip()}
+
+
+def govreport_row(row: Row) -> Row:
+    """GovReport (arXiv:2104.02112): long reports with their summaries."""
+    columns = {name: value for name, value in row.items() if name != "report"}
+    return {**columns, "prompt": f"{row['report']}\n\n{GOVREPORT_INSTRUCTION}"}
+
+
+def hotpotqa_row(row: Row) -> Row:
+    """HotpotQA (arXiv:1809.09600): two needed paragraphs among eight distractors."""
+    context = row["context"]
+    paragraphs = [
+        f"{title}\n{''.join(sentences).strip()}"
+        for title, sentences in zip(context["title"], context["sentences"], strict=True)
+    ]
+    columns = {name: value for name, value in row.items() if name != "context"}
+    prompt = "\n\n".join([*paragraphs, f"{HOTPOTQA_INSTRUCTION}\nQuestion: {row['question']}"])
+    return {**columns, "prompt": prompt}
+
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "gsm8k": Preset(
@@ -63,6 +90,35 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             columns=("problem", "solution"),
             map_row=math_row,
             reward=reward_functions.math_answer,
+        ),
+        "tldr": Preset(
+            train=DataSource("trl-lib/tldr", None, "train"),
+            held_out=DataSource("trl-lib/tldr", None, "validation"),
+            columns=("prompt", "completion"),
+            map_row=tldr_row,
+            reward=reward_functions.rouge_l,
+        ),
+        "govreport": Preset(
+            train=DataSource("ccdv/govreport-summarization", "document", "train"),
+            held_out=DataSource("ccdv/govreport-summarization", "document", "validation"),
+            columns=("report", "summary"),
+            map_row=govreport_row,
+            reward=reward_functions.rouge_l,
+        ),
+        "hotpotqa": Preset(
+            train=DataSource("hotpotqa/hotpot_qa", "distractor", "train"),
+            held_out=DataSource("hotpotqa/hotpot_qa", "distractor", "validation"),
+            columns=("context", "question", "answer"),
+            map_row=hotpotqa_row,
+            reward=reward_functions.token_f1,
+        ),
+        # The data set has one split; its last rows are held out.
+        "countdown": Preset(
+            train=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[:-1024]"),
+            held_out=DataSource("Jiayi-Pan/Countdown-Tasks-3to4", None, "train[-1024:]"),
+            columns=("nums", "target"),
+            map_row=countdown_row,
+            reward=countdown_answer,
         ),
     }
 )

@@ -2,25 +2,29 @@
 
     function                                   column     reward
     math_answer                                answer     1 if math-verify finds an equal expression
-    exact_match                                answer     1 if the words are the same, as in SQuAD
+    gsm8k_answer                               answer     1 if the number after "####" is the same
+    exact_match, token_f1                      answer     as in SQuAD; the best of several answers
+    rouge_l = RougeL(length_penalty)           summary    ROUGE-L less a penalty on length
     format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
     Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
 
 Columns hold text or numbers, or a list of them of which one is enough (`smd_jax.tasks.answers`). If a completion has
-`<answer>…</answer>`, `math_answer` and `exact_match` read the last one only.
+`<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` read the last one only.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.tasks.answers import answer_texts, last_boxes
 from smd_jax.tasks.gsm8k import GSM8K_MARKER, final_answer, gsm8k_gold, same_answer
-from smd_jax.tasks.task import Completion, completion_text
+from smd_jax.tasks.task import Completion, completion_text, missing_extra
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
@@ -39,6 +43,21 @@ def math_answer(
     return [_math_reward(_answer_part(text), gold) for text, gold in zip(completions, answer, strict=True)]
 
 
+def gsm8k_answer(
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
+) -> list[float | None]:
+    """1.0 where the number right after the last "####" has the digits of the reference, else 0.0.
+
+    Ignores thousands separators and a dollar sign. Stricter than `math_answer`, so it also teaches the form.
+
+    Args:
+      answer: solutions that end with "#### <number>", numbers, or a list of them: one is enough. None: does not apply.
+    """
+    marked = [_marked(completion_text(completion)) for completion in completions]
+    pairs = zip(marked, answer, strict=True)
+    return [_best(lambda gold, number=number: float(number == gsm8k_gold(gold)), golds) for number, golds in pairs]
+
+
 def exact_match(
     completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
 ) -> list[float | None]:
@@ -49,6 +68,49 @@ def exact_match(
     """
     pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
     return [_best(lambda gold, words=words: float(words == _words(gold)), golds) for words, golds in pairs]
+
+
+def token_f1(
+    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
+) -> list[float | None]:
+    """F1 over the words of completion and reference (arXiv:1606.05250), without case, punctuation, articles.
+
+    Args:
+      answer: text, a number, or a list of them: the nearest counts. None: does not apply.
+    """
+    pairs = zip(map(_words, map(_answer_part, completions)), answer, strict=True)
+    return [_best(lambda gold, words=words: _f1(words, _words(gold)), golds) for words, golds in pairs]
+
+
+@dataclass(frozen=True)
+class RougeL:
+    """ROUGE-L (F1 over the longest common subsequence of stemmed words, by rouge-score) minus a penalty on length:
+
+        rouge_l - length_penalty * min(1, max(0, words / words of the reference - 1))
+
+    The penalty is subtracted, so that the shorter of two summaries without a common word is better.
+
+    Attributes:
+      length_penalty: at least 0; the full penalty applies from twice the reference's words on.
+    """
+
+    length_penalty: float = 0.1
+    __name__ = "rouge_l"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.length_penalty < float("inf"):
+            raise ValueError(f"expected length_penalty >= 0; got {self.length_penalty}")
+
+    def __call__(
+        self, completions: Sequence[Completion], summary: Sequence[object], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        """Grades by the nearest of several references. None: does not apply."""
+        pairs = zip(map(completion_text, completions), summary, strict=True)
+        return [_best(lambda gold, text=text: self._score(text, gold), golds) for text, golds in pairs]
+
+    def _score(self, text: str, gold: str) -> float:
+        longer = len(text.split()) / max(len(gold.split()), 1) - 1
+        return _rouge_scorer().score(gold, text)["rougeL"].fmeasure - self.length_penalty * min(max(longer, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -102,6 +164,7 @@ class Overlong:
         return [max(min(free - len(tokens), 0) / self.cache, -1.0) for tokens in completion_ids]
 
 
+rouge_l = RougeL()
 format_reward = FormatReward()
 
 
@@ -121,6 +184,16 @@ def _math_gold(gold: str) -> str:
     gold = last_boxes(gold)
     # math-verify finds LaTeX only inside of math delimiters or a box.
     return gold if "$" in gold or r"\boxed" in gold or r"\(" in gold else rf"\boxed{{{gold}}}"
+
+
+_NUMBER = re.compile(r"\s*(-?)\$?((?:\d[\d,]*)?\.?\d+)")
+
+
+def _marked(text: str) -> str | None:
+    """The number right after the last "####", or None."""
+    _, marker, after = text.rpartition(GSM8K_MARKER)
+    number = _NUMBER.match(after) if marker else None
+    return None if number is None else number[1] + number[2].replace(",", "")
 
 
 def _answer_part(completion: Completion) -> str:
@@ -145,3 +218,21 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def _words(text: str) -> list[str]:
     """Normalises as SQuAD does: case, punctuation, articles, white space."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    common = sum((Counter(words) & Counter(gold)).values())
+    # 2 P R / (P + R), with P = common / words and R = common / gold.
+    return 2 * common / (len(words) + len(gold))
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    """Imports rouge_score, an extra that takes a second."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError as error:
+        raise missing_extra("rouge_score") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,5 +1,6 @@
 """The reward functions that are ready, on numbers worked out by hand."""
 
+import math
 import pickle
 from decimal import Decimal
 
@@ -9,9 +10,13 @@ from smd_jax.tasks import reward_functions
 from smd_jax.tasks.reward_functions import (
     FormatReward,
     Overlong,
+    RougeL,
     exact_match,
     format_reward,
+    gsm8k_answer,
     math_answer,
+    rouge_l,
+    token_f1,
 )
 from smd_jax.tasks.rewards import Rewards, function_name
 from smd_jax.tasks.task import completion_of
@@ -63,7 +68,24 @@ def test_math_answer(gold, completion, reward):
     assert one(math_answer, completion, answer=gold) == reward
 
 
-@pytest.mark.parametrize("function", [math_answer, exact_match])
+@pytest.mark.parametrize(
+    ("gold", "completion", "reward"),
+    [
+        ("9 * 2 = 18\n#### 18", "#### 18", 1.0),
+        ("#### 1,800", "#### $1800. Done", 1.0),
+        ("18", "#### 17\nNo:\n#### 18", 1.0),
+        ("18", "The answer is 18", 0.0),
+        ("18", "#### 18.0", 0.0),
+        ("18", "####", 0.0),
+        ("-4.5", "#### -4.5 degrees", 1.0),
+        ("5", "#### five, 5", 0.0),
+    ],
+)
+def test_gsm8k_answer(gold, completion, reward):
+    assert one(gsm8k_answer, completion, answer=gold) == reward
+
+
+@pytest.mark.parametrize("function", [math_answer, gsm8k_answer, exact_match, token_f1, rouge_l])
 @pytest.mark.parametrize(
     ("gold", "completion", "reward"),
     [
@@ -83,7 +105,12 @@ def test_math_answer(gold, completion, reward):
     ],
 )
 def test_a_number_is_an_answer(function, gold, completion, reward):
-    assert one(function, completion, answer=gold) == reward
+    if function is gsm8k_answer:
+        completion = f"#### {completion}"
+    if function is rouge_l:
+        assert one(function, completion, summary=gold) == reward
+    else:
+        assert one(function, completion, answer=gold) == reward
 
 
 def test_an_answer_of_another_type():
@@ -92,19 +119,44 @@ def test_an_answer_of_another_type():
 
 
 @pytest.mark.parametrize(
-    ("gold", "completion", "match"),
+    ("gold", "completion", "match", "f1"),
     [
-        ("The Eiffel Tower", "eiffel tower!", 1.0),
-        ("The Eiffel Tower", "It is the Eiffel Tower", 0.0),
-        ("yes", "no", 0.0),
-        (["Paris", "city of light"], "the City of Light", 1.0),
-        ("Paris", "<think>London?</think>\n<answer>Paris.</answer>", 1.0),
-        ("the", "", 1.0),
-        ("Paris", "", 0.0),
+        ("The Eiffel Tower", "eiffel tower!", 1.0, 1.0),
+        # Common: eiffel, tower. 2 of 4 words, 2 of 2 of the reference.
+        ("The Eiffel Tower", "It is the Eiffel Tower", 0.0, 2 * 2 / (4 + 2)),
+        # Words count as often as both have them: "to" and "be" twice, "or" and "not" once against "to" twice.
+        ("to be or not to be", "to to to", 0.0, 2 * 2 / (3 + 6)),
+        ("yes", "no", 0.0, 0.0),
+        (["Paris", "city of light"], "the City of Light", 1.0, 1.0),
+        ("Paris", "<think>London?</think>\n<answer>Paris.</answer>", 1.0, 1.0),
+        ("the", "", 1.0, 1.0),
+        ("Paris", "", 0.0, 0.0),
     ],
 )
-def test_words_of_an_answer(gold, completion, match):
+def test_words_of_an_answer(gold, completion, match, f1):
     assert one(exact_match, completion, answer=gold) == match
+    assert one(token_f1, completion, answer=gold) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "rouge", "longer"),
+    [
+        ("police killed the gunman", "police killed the gunman", 1.0, 0.0),
+        # arXiv W04-1013, section 3.1: the longest common subsequence has 3 of 4 words, then 2 of 4. "police" and "kill"
+        # with stems: "killed" is "kill".
+        ("police killed the gunman", "police kill the gunman", 1.0, 0.0),
+        ("police killed the gunman", "the gunman kill police", 0.5, 0.0),
+        # 3 words of 6, and of 4: F1 = 2 * 3 / 10; half as long again.
+        ("police killed the gunman", "police said they the gunman fled", 2 * 3 / (6 + 4), 0.5),
+        # Nothing in common, more than twice as long.
+        ("police killed the gunman", "a b c d e f g h i j", 0.0, 1.0),
+        (["no word of it", "police killed the gunman"], "police killed the gunman", 1.0, 0.0),
+        ("police killed the gunman", "", 0.0, 0.0),
+    ],
+)
+def test_rouge_l(gold, completion, rouge, longer):
+    assert one(rouge_l, completion, summary=gold) == pytest.approx(rouge - 0.1 * longer)
+    assert one(RougeL(length_penalty=2.0), completion, summary=gold) == pytest.approx(rouge - 2.0 * longer)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +198,8 @@ def test_overlong():
     [
         (lambda: Overlong(10, 0), "expected 0 < cache <= max_length tokens; got 0 and 10"),
         (lambda: Overlong(10, 11), "got 11 and 10"),
+        (lambda: RougeL(-1.0), "length_penalty >= 0; got -1.0"),
+        (lambda: RougeL(math.nan), "length_penalty >= 0; got nan"),
     ],
 )
 def test_bad_parameters(make, message):
@@ -154,7 +208,7 @@ def test_bad_parameters(make, message):
 
 
 def test_all_of_them_have_names_and_go_to_processes():
-    functions = (math_answer, exact_match, format_reward, Overlong(8, 4))
+    functions = (math_answer, gsm8k_answer, exact_match, token_f1, rouge_l, format_reward, Overlong(8, 4))
     names = [function_name(function) for function in functions]
     assert (
         names[:-1] == [n for n in names if getattr(reward_functions, n, None) in functions] and names[-1] == "overlong"

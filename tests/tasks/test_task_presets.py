@@ -1,4 +1,4 @@
-"""Tasks that are ready, on rows as the Hub has them; data of one's own by the same door."""
+"""Tasks that are ready, on rows as the Hub has them; data of one's own by the same door; the verifier of Countdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from reasoning_gym.factory import DATASETS
 
 from smd_jax.tasks.answers import last_boxed
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
+from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
 from smd_jax.tasks.dataset_task import first_rows, own_reward
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
@@ -32,6 +33,33 @@ LAYOUTS: dict[str, tuple[Row, str, str]] = {
         r"Half of it is \boxed{0.5}.",
         r"\boxed{2}",
     ),
+    "tldr": (
+        {"prompt": "SUBREDDIT: r/x\n\nPOST: I lost my keys.\n\nTL;DR:", "completion": " Lost my keys today."},
+        "Lost my keys today.",
+        "Nothing whatsoever.",
+    ),
+    "govreport": (
+        {"report": "The agency spent money. " * 20, "summary": "The agency spent money."},
+        "The agency spent money.",
+        "Unrelated words only.",
+    ),
+    "hotpotqa": (
+        {
+            "id": "5a7a0693",
+            "question": "Who wrote the book?",
+            "answer": "Jane Roe",
+            "type": "bridge",
+            "level": "hard",
+            "supporting_facts": {"title": ["Book", "Roe"], "sent_id": [0, 1]},
+            "context": {
+                "title": ["Book", "Roe"],
+                "sentences": [["A book.", " It is old."], ["Jane Roe writes.", " She lives."]],
+            },
+        },
+        "Jane Roe",
+        "John Doe",
+    ),
+    "countdown": ({"target": 98, "nums": [44, 19, 35]}, "<answer>44 + 19 + 35</answer>", "<answer>98</answer>"),
 }
 
 
@@ -74,6 +102,15 @@ def test_what_the_prompts_say():
     assert (
         first_row("math")["prompt"].startswith("What is half of $1$?\n") and "\\boxed{}" in first_row("math")["prompt"]
     )
+    assert first_row("tldr")["prompt"].endswith("TL;DR:") and "completion" not in first_row("tldr")
+    assert first_row("govreport")["prompt"].startswith("The agency spent money.") and "report" not in first_row(
+        "govreport"
+    )
+    countdown = first_row("countdown")["prompt"]
+    assert "the numbers 44, 19, 35" in countdown and "equals 98" in countdown
+    paragraphs = first_row("hotpotqa")["prompt"].split("\n\n")
+    assert paragraphs[:2] == ["Book\nA book. It is old.", "Roe\nJane Roe writes. She lives."]
+    assert paragraphs[2].endswith("Question: Who wrote the book?")
 
 
 def test_the_answer_of_a_solution():
@@ -195,6 +232,74 @@ def test_every_data_set_of_reasoning_gym():
 def test_choices_that_do_not_go_together(choice: TaskChoice, message: str):
     with pytest.raises(ValueError, match=message):
         build_task(choice)
+
+
+# --- Countdown
+
+
+@pytest.mark.parametrize(
+    ("expression", "right"),
+    [
+        ("44 + 19 + 35", True),
+        ("35+(44+19)", True),
+        ("[19 + 35] + 44", True),
+        ("44 + 19 + 35 + 0", False),
+        ("44 + 19 + 34 + 1", False),
+        ("44 + 35 + 19 + 19 - 19", False),
+        ("98", False),
+        ("44 + 19", False),
+        ("44 - -19 + 35", False),
+        ("+44 + 19 + 35", False),
+        ("44 + 19 + 35 # yes", False),
+        ("44 + 19 + 35.0", False),
+        ("44 + (19 + 35", False),
+        ("044 + 19 + 35", False),
+        ("__import__('os').getpid()", False),
+        ("", False),
+        ("()", False),
+    ],
+)
+def test_countdown_by_hand(expression: str, right: bool):
+    assert reaches(expression, [44, 19, 35], 98) is right
+
+
+def test_countdown_computes_in_fractions():
+    # Each by hand: 8 / (3 - 8/3) = 24; in floats it is 23.999999999999993.
+    assert reaches("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24)
+    assert reaches("8 ÷ (3 − 8 ÷ 3)", [3, 3, 8, 8], 24)
+    assert reaches("5 × 5 - 1", [1, 5, 5], 24)
+    assert not reaches("1 / (2 - 2)", [1, 2, 2], 0)
+    assert not reaches("2 ** 3", [2, 3], 8)
+    assert not reaches("7 // 2", [2, 7], 3)
+
+
+def test_countdown_never_computes_what_it_was_not_given():
+    for expression in (
+        "9**9**9**9",
+        "9" * 10**6,
+        "(" * 150 + "1" + ")" * 150,
+        "(" * 90 + "1" + ")" * 90,
+        "1" + "+1" * 99,
+    ):
+        assert not reaches(expression, [2], 2)
+
+
+def test_the_answer_of_a_completion():
+    assert last_answer("<answer>1</answer> no: <answer>\n(1 + 2) * 3 = 9\n</answer>.") == "(1 + 2) * 3"
+    assert last_answer("9") == last_answer("<answer>9") == ""
+    columns = {"nums": [[1, 2], [1, 2], [1, 2]], "target": [3, 3, 4]}
+    said = [
+        "<answer>1 + 2 = 3</answer>",
+        [{"role": "assistant", "content": "<answer>2+1</answer>"}],
+        "<answer>1+2</answer>",
+    ]
+    assert countdown_answer(said, **columns) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("row", [{"nums": "[1, 2]", "target": 3}, {"nums": [1, 2], "target": "3"}])
+def test_countdown_asks_for_numbers(row):
+    with pytest.raises(ValueError, match="expected nums as a list of whole numbers and target as one; got "):
+        countdown_row(row)
 
 
 def test_an_answer_of_zero_is_an_answer():
