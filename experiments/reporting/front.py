@@ -53,6 +53,14 @@ The cell with all arms: `sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {sho
 mismatch at a fixed task, equal bytes and seconds, eight seeds of the real model: [planned](experiments/PLAN.md), not
 measured yet. Not planned: PPO, online DPO, public benchmarks, a GPU. R-KV, a 4-bit full cache, GSPO and geometric
 rejection have no trained row so far. No run had a full cache that did not fit.
+
+**Related methods, not trained here.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
+and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
+`OnTokens` gives such blocks. Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own
+attention scores and trains them by the outcome; [the gate here](#learned-eviction) has scores of its own. KV-CAT
+(arXiv:2605.05971) masks keys during continued pretraining, so that caches compress better; it records no rollout.
+Sparrow (arXiv:2606.08446) samples with the top keys of each query and trains the dense policy; its threshold is part
+of the planned study of collapse.
 """
 
 
