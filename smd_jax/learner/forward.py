@@ -56,9 +56,11 @@ def response_hidden(
     model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
-    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask)
-    if trajectory.packing is not None:
-        return jnp.take_along_axis(hidden, trajectory.packing.sources[..., None], axis=1)
+    packing = trajectory.packing
+    longest = None if packing is None else packing.longest
+    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest)
+    if packing is not None:
+        return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1)
     # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
     # token, and what the last column predicts was never drawn.
     return hidden[:, trajectory.prompt_width - 1 : -1]
@@ -109,6 +111,12 @@ def replay_hidden(
     Args:
       entropy_gradient: whether the entropies need a gradient.
     """
+    packing = trajectory.packing
+    same = None if packing is None else packing.same
+    if packing is not None and packing.distinct is not None and same is not None:
+        hidden = jnp.take_along_axis(hidden, packing.distinct[..., None], axis=1)
+        once = replay_hidden(model, params, hidden, trajectory.replace(packing=packing.once()), entropy_gradient)
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, same, axis=1), once)
 
     def of_block(
         params: Params, columns: Int[Array, " columns"], hidden: Array, tokens: Int[Array, "batch columns"]

@@ -30,7 +30,17 @@ from smd_jax.devices.sharding import constrain, constrain_tree
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import make_objective
-from smd_jax.learner.packs import ABSENT, Packs, PackSizes, Sequences, chains, pack, rows_at_once, trimmed
+from smd_jax.learner.packs import (
+    ABSENT,
+    Packs,
+    PackSizes,
+    Sequences,
+    chains,
+    pack,
+    rows_at_once,
+    trimmed,
+    with_distinct,
+)
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.learner.trained import of_trained, trained_params
@@ -137,10 +147,12 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
     sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
     if share_beginnings:
         assert isinstance(trajectory.mask, ShadowMask), "checked before"
-        # A row of many short branches has little else than responses.
-        sizes = PackSizes(config.microbatch_size, config.pack_columns, config.pack_columns)
+        # A token that branches share has a place for each of them: a row may have more places than columns.
+        sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
-        return trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes)))
+        packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes)))
+        # Filters may have left each branch its own tokens to draw from.
+        return packs if trajectory.drawable is not None else with_distinct(packs)
     # Three quarters suffice where responses are as long as three prompts; with longer ones some columns stay empty.
     room = max(response, -(-3 * config.pack_columns // 4))
     return pack(sequences, PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns)))
@@ -213,7 +225,10 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         jnp.asarray(places.ends),
         jnp.asarray(places.columns),
         jnp.asarray(places.sources),
-        _take(trajectory.response_mask, places.responses),
+        jnp.asarray(places.responses != ABSENT),
+        None if places.distinct is None else jnp.asarray(places.distinct),
+        None if places.same is None else jnp.asarray(places.same),
+        trajectory.tokens.shape[1],
     )
     return Trajectory(
         tokens=_take(trajectory.tokens, places.tokens),

@@ -60,6 +60,7 @@ class Packs(struct.PyTreeNode):
         where no sequence shares the token.
       responses: int32 `[…, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
       columns, sources: `[…, rows, K]` as in Packing.
+      distinct, same: `[…, rows, U]` and `[…, rows, K]` as in Packing, or None.
     """
 
     tokens: Int[np.ndarray, "*parts rows T"]
@@ -69,6 +70,8 @@ class Packs(struct.PyTreeNode):
     responses: Int[np.ndarray, "*parts rows K"]
     columns: Int[np.ndarray, "*parts rows K"]
     sources: Int[np.ndarray, "*parts rows K"]
+    distinct: Int[np.ndarray, "*parts rows U"] | None = None
+    same: Int[np.ndarray, "*parts rows K"] | None = None
 
     @property
     def padding(self) -> float:
@@ -105,14 +108,34 @@ def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes
 
 
 def trimmed(packs: Packs) -> Packs:
-    """The same packs with as few places for response tokens as they need, in eighths of a row: every width is compiled
-    once."""
-    most = int((packs.responses != ABSENT).sum(-1).max())
-    step = -(-packs.tokens.shape[-1] // 8)
-    width = min(-(-max(most, 1) // step) * step, packs.responses.shape[-1])
+    """The same packs with as few places for response tokens as they need."""
+    width = few_widths(int((packs.responses != ABSENT).sum(-1).max()), packs.responses.shape[-1])
     return packs.replace(
         responses=packs.responses[..., :width], columns=packs.columns[..., :width], sources=packs.sources[..., :width]
     )
+
+
+def with_distinct(packs: Packs) -> Packs:
+    """The same packs, which say where several places have the same token; unchanged where that saves nothing."""
+    width = packs.responses.shape[-1]
+    columns = np.where(packs.responses == ABSENT, ABSENT, packs.columns).reshape(-1, width)
+    found = [np.unique(row, return_index=True, return_inverse=True) for row in columns]
+    # Places without a token are one of the found, too, and nobody reads it.
+    most = few_widths(max(len(first) for _, first, _ in found), width)
+    if most == width:
+        return packs
+    distinct = np.zeros((len(found), most), np.int32)
+    for row, (_, first, _) in enumerate(found):
+        distinct[row, : len(first)] = first
+    same = np.stack([inverse.reshape(-1) for _, _, inverse in found]).astype(np.int32)
+    shape = packs.responses.shape[:-1]
+    return packs.replace(distinct=distinct.reshape(*shape, most), same=same.reshape(*shape, width))
+
+
+def few_widths(needed: int, most: int) -> int:
+    """At least `needed`, at most `most`: one of four widths an octave, because every width is compiled."""
+    step = 2 ** max(needed.bit_length() - 3, 0)
+    return min(-(-max(needed, 1) // step) * step, most)
 
 
 class Member(NamedTuple):

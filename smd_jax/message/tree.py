@@ -337,12 +337,14 @@ def _check_nodes(nodes: tuple[Node, ...]) -> None:
         raise ValueError("expected a given first token in the root, because nothing predicts it; got a sampled one")
     reaches = {roots[0]}
     for index in range(len(nodes)):
-        path: list[int] = []
+        path: dict[int, None] = {}  # a set in the order of its insertions
         while index not in reaches:
             if index in path:
-                cycle = " -> ".join(map(str, path[path.index(index) :][:8]))
-                raise ValueError(f"expected every node to descend from the root; got the cycle {cycle} -> {index}")
-            path.append(index)
+                cycle = list(path)[list(path).index(index) :]
+                shown = [*cycle, index] if len(cycle) < 8 else [*cycle[:8], "..."]
+                shown = " -> ".join(map(str, shown))
+                raise ValueError(f"expected every node to descend from the root; got the cycle {shown}")
+            path[index] = None
             index = nodes[index].parent
         reaches |= set(path)
 

@@ -29,15 +29,21 @@ class TeacherForced:
         return self.attention.attend(q, k, v, layer, sinks), None
 
 
-def layer_masks(shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mask) -> tuple[LayerMask, ...]:
+def layer_masks(
+    shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mask, longest: int | None = None
+) -> tuple[LayerMask, ...]:
     """What the queries of each layer see: the mask, within the layer's window.
 
+    Args:
+      longest: most tokens of a sequence, where several share a row; None: all columns are one sequence.
+
     Raises:
-      ValueError: if the mask has another shape, or there are more tokens than the model has positions.
+      ValueError: if the mask has another shape, or a sequence may have more tokens than the model has positions.
     """
     rows, columns = tokens.shape
-    if columns > shape.max_positions:
-        raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {columns}")
+    longest = columns if longest is None else longest
+    if longest > shape.max_positions:
+        raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {longest}")
     check_mask(mask, batch=rows, layers=shape.num_layers, kv_heads=shape.num_kv_heads, columns=columns)
     # Here for prompts and learner alike, so that a window is the same for both.
     return tuple(windowed(layer_mask(mask, index), shape.window(index)) for index in range(shape.num_layers))
@@ -49,17 +55,19 @@ def hidden_states(
     tokens: Int[Array, "batch tokens"],
     positions: Int[Array, "batch tokens"],
     mask: Mask,
+    longest: int | None = None,
 ) -> Float[Array, "batch tokens hidden"]:
     """The hidden state from which each token's successor is predicted.
 
     Args:
       tokens: ids. positions: place of each token in its own sequence, see `smd_jax.message.masks.positions`.
       mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
+      longest: as in `layer_masks`.
 
     Raises:
-      ValueError: if the mask has another shape, or there are more tokens than the model has positions.
+      ValueError: as `layer_masks`.
     """
-    layers = layer_masks(model.shape, tokens, mask)
+    layers = layer_masks(model.shape, tokens, mask, longest)
     attention = TeacherForced(model.shape.attention)
     return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
 

@@ -84,7 +84,7 @@ class PolicyLearner:
         if update.pack_columns is None:
             check_rows_of(update, minibatch, config.rollout.max_new_tokens)
         else:
-            _check_pack_columns(config, self.model.shape.max_positions)
+            _check_pack_columns(config)
             check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)
             if update.rows_per_prompt > 1:
                 check_windows(self.model.shape, update)
@@ -270,15 +270,13 @@ class PolicyLearner:
         return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
 
 
-def _check_pack_columns(config: PolicyConfig, context: int) -> None:
-    """Raises ValueError for columns out of range, and for rollouts that `smd_jax.learner.packed` would refuse."""
+def _check_pack_columns(config: PolicyConfig) -> None:
+    """Raises ValueError for rows that cannot hold the longest sequence, and for rollouts that `smd_jax.learner.packed`
+    would refuse."""
     columns, rollout = config.update.pack_columns, config.rollout
     assert columns is not None
-    if not config.columns <= columns <= context:
-        raise ValueError(
-            f"expected pack_columns from {config.columns}, the longest sequence, to {context}, the model's context; "
-            f"got {columns}"
-        )
+    if columns < config.columns:
+        raise ValueError(f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}")
     if rollout.quant is not None or rollout.mask_storage == "boolean" or rollout.min_new_tokens:
         raise ValueError(
             "expected rollouts without quant and min_new_tokens, and with mask_storage 'compact', with pack_columns, "

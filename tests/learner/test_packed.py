@@ -149,14 +149,17 @@ def test_segments_where_they_pay():
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same():
-    """Two rollouts of a loop, with minibatches and filters."""
+@pytest.mark.parametrize("rows_per_prompt", [1, 2])
+def test_a_run_is_the_same(rows_per_prompt: int):
+    """Two rollouts of a loop, with minibatches and filters; also with completions that share their prompt."""
     rollout = replace(toy_loop.ROLLOUT, sampling=SamplingConfig(top_k=40))
     config = replace(toy_loop.CONFIG, rollout=rollout, minibatches=2, update_widths=1)
-    packing = replace(config, update=UpdateConfig(microbatch_size=1, pack_columns=28))
+    update = UpdateConfig(microbatch_size=1, pack_columns=28, rows_per_prompt=rows_per_prompt)
+    packing = replace(config, update=update)
     told = [toy_loop.run(toy_loop.own_loop(of), toy_loop.new_state(), 2)[1] for of in (config, packing)]
     for plain, of_packed in zip(*told, strict=True):
         assert of_packed.pop("update/padding") != plain.pop("update/padding")
+        assert (of_packed.pop("update/shared", 0) > 0) == (rows_per_prompt > 1)
         assert plain.keys() == of_packed.keys()
         for metric, value in plain.items():
             assert of_packed[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
@@ -184,10 +187,18 @@ def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
 
 
 def test_columns_that_do_not_fit():
-    for columns in (13, 33):
-        config = replace(toy_loop.CONFIG, update=UpdateConfig(microbatch_size=1, pack_columns=columns))
-        with pytest.raises(ValueError, match=f"expected pack_columns from 14, .* to 32, .*; got {columns}"):
-            toy_loop.own_loop(config)
+    config = replace(toy_loop.CONFIG, update=UpdateConfig(microbatch_size=1, pack_columns=13))
+    with pytest.raises(ValueError, match="expected pack_columns of at least 14, the longest sequence; got 13"):
+        toy_loop.own_loop(config)
+
+
+def test_rows_longer_than_the_context():
+    """Whose sequences are not: positions begin anew in each."""
+    assert MODEL.shape.max_positions == 32
+    expected, _ = stepped(make_update, CONFIGS["grpo"])
+    got, _ = stepped(make_packed_update, replace(CONFIGS["grpo"], microbatch_size=1, pack_columns=80))
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
 # --- what cannot be packed
