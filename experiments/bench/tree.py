@@ -9,12 +9,13 @@ Result     seconds and bytes of an update in each way, the ratios to separate ro
 One tree: a prompt of 512 tokens and 2 to 16 branches of 128 sampled tokens each, a decoder of 3.4 M parameters,
 nothing evicted. "rows" has one row per branch; "shared prompt" is `rows_per_prompt`, which reads the prompt once and
 attends row by row; "tree" has all branches in one row. The ways take turns in one process. `seconds` is the median,
-`ratio` the median of the turns' own ratios of "rows" to this way, with the least and the largest. `temp_bytes` is what
-XLA's memory analysis says of the program that makes the gradients of the whole batch, besides arguments and results.
+`ratio` the median of the turns' own ratios of "rows" to this way, with the least and the largest. `cpu_ratio` is the
+same of the process's CPU seconds, which other load on the machine changes less. `temp_bytes` is what XLA's memory
+analysis says of the program that makes the gradients of the whole batch, besides arguments and results.
 
 `bound` counts products: those with weights (3 times the forward pass), attention over visible pairs (2 products forward
 and 5 backward) and logits of sampled tokens (4 times, because they are made again). It assumes one rate for all of them
-and no other cost. `of_bound` is ratio / bound.
+and no other cost. `of_bound` is ratio / bound, `cpu_of_bound` is cpu_ratio / bound.
 """
 
 from __future__ import annotations
@@ -145,29 +146,40 @@ def measure(args: Args, branches: int) -> list[dict[str, Any]]:
     state = init_state(random_params(MODEL.config), OPTIMIZER, jax.random.key(0))
     found = ways(args, branches, state, batch)
     seconds: dict[str, list[float]] = {name: [] for name in found}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(args.turns + 1):
         for name, way in found.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             state, metrics = way.step(state, batch)
             jax.block_until_ready((state.params, metrics))
             if turn:  # the first one compiles
                 seconds[name].append(time.perf_counter() - start)
+                cpu_seconds[name].append(time.process_time() - cpu_start)
     rows = []
+    limit = bound(args, branches)
     for name, way in found.items():
-        ratios = [theirs / mine for mine, theirs in zip(seconds[name], seconds[ROWS], strict=True)]
+        ratios = ratios_to_rows(seconds, name)
+        cpu_ratio = statistics.median(ratios_to_rows(cpu_seconds, name))
         row = {"branches": branches, "way": name, "prompt": args.prompt, "response": args.response}
         row |= {"seconds": statistics.median(seconds[name]), "turns": args.turns, "ratio": statistics.median(ratios)}
-        row |= {"ratio_min": min(ratios), "ratio_max": max(ratios), "bound": bound(args, branches)}
-        row |= {"of_bound": statistics.median(ratios) / bound(args, branches), "temp_bytes": way.temp_bytes}
+        row |= {"ratio_min": min(ratios), "ratio_max": max(ratios), "cpu_ratio": cpu_ratio}
+        row |= {"bound": limit, "of_bound": statistics.median(ratios) / limit, "cpu_of_bound": cpu_ratio / limit}
+        row |= {"temp_bytes": way.temp_bytes}
         rows.append(row | {"memory_ratio": found[ROWS].temp_bytes / way.temp_bytes})
         print(as_row(rows[-1]), flush=True)
     return rows
 
 
+def ratios_to_rows(seconds: dict[str, list[float]], name: str) -> list[float]:
+    """Of every turn."""
+    return [theirs / mine for mine, theirs in zip(seconds[name], seconds[ROWS], strict=True)]
+
+
 def as_row(row: dict[str, Any]) -> str:
     ratio = f"{row['ratio']:.2f} x ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}), bound {row['bound']:.2f}"
     memory = f"{row['temp_bytes'] / 2**20:.0f} MiB, {row['memory_ratio']:.2f} x"
-    return f"{row['branches']:>2} branches, {row['way']:<14}{row['seconds']:.2f} s  {ratio}  {memory}"
+    cpu = f"{row['cpu_ratio']:.2f} x CPU"
+    return f"{row['branches']:>2} branches, {row['way']:<14}{row['seconds']:.2f} s  {ratio}  {cpu}  {memory}"
 
 
 def main(args: Args) -> None:
