@@ -1,4 +1,4 @@
-"""From the names on the command line to the library's own objects, one table or function for each."""
+"""Builds the library's objects from command-line options: model, policy, rollout, update and loss."""
 
 from __future__ import annotations
 
@@ -46,88 +46,93 @@ BOUNDS: Mapping[str, frozenset[str]] = {
 
 
 def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none") -> Decoder:
-    """The model with its attention: the best that the platform has, or plain JAX."""
+    """The model with the platform's fastest attention, or with plain JAX."""
     if attention == "portable":
         return Decoder(config, remat, impl="portable", decode_impl="xla")
     return Decoder(config, remat)
 
 
 def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
-    """The policy that was named, with what is protected from it and how its budget is spread over the layers.
+    """The policy of --eviction, --sinks and --pyramid.
 
     Raises:
-      ValueError: as `named_policy`; a gate without chance, from which nothing is learnt.
+      ValueError: as `named_policy`; a greedy gate, which cannot be trained.
     """
     policy = named_policy(args.eviction, args.sinks, args.pyramid)
     if isinstance(policy, LearnedGate) and policy.greedy:
-        raise ValueError(f"expected a gate whose evictions are draws, which is what is trained; got {args.eviction!r}")
+        raise ValueError(
+            f"expected a gate that samples its evictions, so that it can be trained; got {args.eviction!r}"
+        )
     return policy
 
 
 def named_policy(text: str, sinks: int, pyramid: bool) -> EvictionPolicy:
-    """The policy of a text, which always keeps the first `sinks` keys of a sequence, with budgets that fall with depth
-    if it is a pyramid.
+    """Parses a policy that always keeps the first `sinks` keys; a pyramid gives deeper layers smaller budgets.
 
     Raises:
-      ValueError: as `parse_policy`; sinks that are said twice; a pyramid for a gate.
+      ValueError: as `parse_policy`; sinks that are given twice; a pyramid for a gate.
     """
-    found = parse_policy(text)
-    if isinstance(found.policy, policies.StreamingLLM) and "sinks" in found.given:
-        raise ValueError(f"expected the sinks of streaming_llm by --sinks alone; got {text!r}")
-    policy = with_sinks(found.policy, sinks)
+    named = parse_policy(text)
+    if isinstance(named.policy, policies.StreamingLLM) and "sinks" in named.given:
+        raise ValueError(f"expected the sinks of streaming_llm only in --sinks; got {text!r}")
+    policy = with_sinks(named.policy, sinks)
     if pyramid and isinstance(policy, LearnedGate):
-        raise ValueError("expected no pyramid with the policy 'gate', whose draws would not be recorded; got one")
+        raise ValueError(
+            "expected no --pyramid with the policy 'gate', because its draws would not be recorded; got it"
+        )
     return wrappers.Pyramid(policy) if pyramid and policy.evicts else policy
 
 
 def way_of_decoding(text: str, sinks: int) -> Decode:
-    """What `parse_decode` reads, with its policy as `named_policy` makes it; raises as both."""
+    """`parse_decode`, with a policy that keeps the first `sinks` keys. Raises as it and `named_policy`."""
     return replace(parse_decode(text), policy=named_policy(policy_text(text), sinks, pyramid=False))
 
 
 def decoding(
     text: str, sampler: SamplingArgs, policy: EvictionPolicy, rollout: RolloutConfig, shape: ModelShape
 ) -> Decode:
-    """One of --eval-decode: "sampler", which decodes as in training, or what `way_of_decoding` reads.
+    """One entry of --eval-decode: "sampler", which decodes as in training, or a text for `way_of_decoding`.
 
     Args:
-      policy, rollout: of "sampler"; the rest of any other way of decoding is as in `rollout`.
+      policy: the policy of "sampler".
+      rollout: the rollout of "sampler", and the defaults of all other ways of decoding.
 
     Raises:
       ValueError: as `way_of_decoding` and `try_policy`.
     """
     if text.strip() == "sampler":
         return as_trained(policy, rollout)
-    found = way_of_decoding(text, sampler.sinks)
-    sizes = found.rollout(rollout)
+    decode = way_of_decoding(text, sampler.sinks)
+    sizes = decode.rollout(rollout)
     try_policy(policy_text(text), shape, sizes.budget, sizes.buffer)
-    return found
+    return decode
 
 
 def try_policy(text: str, shape: ModelShape, budget: int, buffer: int) -> None:
-    """Raises ValueError for an eviction policy of the user's own that does not score keys as the sampler needs it."""
+    """Raises ValueError if a user's eviction policy returns scores that the sampler cannot use."""
     if own_place(text) is not None:
         sizes = CacheShape(1, shape.num_heads, shape.num_kv_heads, budget + buffer, shape.head_dim, shape.dtype)
         check_score(parse_policy(text).policy, sizes, budget)
 
 
 def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
-    """The policy, which always keeps the first `sinks` keys of a sequence."""
+    """Protects the first `sinks` keys of a sequence from the policy."""
     if not policy.evicts:
         return policy
     if isinstance(policy, policies.StreamingLLM):
-        return policies.StreamingLLM(sinks)  # its own, so that they are protected once
+        return policies.StreamingLLM(sinks)  # has sinks itself
     if isinstance(policy, LearnedGate):
-        return replace(policy, weights=LinearGate(sinks))  # its own: the learner must know what no draw takes
+        return replace(policy, weights=LinearGate(sinks))  # the learner must know which keys no draw evicts
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 
 def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> RolloutConfig:
+    """The rollout of the options; `eos` and `pad` are token ids."""
     return RolloutConfig(
         max_new_tokens=args.max_completion_length,
         budget=args.budget,
         buffer=args.buffer,
-        # A single one as ever, so that runs which were begun with it go on.
+        # One token is an int: runs recorded it this way, and resume compares it.
         eos_token_id=eos[0] if len(eos) == 1 else eos,
         pad_token_id=pad,
         min_new_tokens=args.min_completion_length,
@@ -140,12 +145,12 @@ def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> Rollou
 def update_config(
     loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, device: DeviceArgs, completions: int, evicts: bool
 ) -> UpdateConfig:
-    """The learner of GRPO, RLOO and PPO, without a critic.
+    """The update of GRPO, RLOO and PPO, without a critic.
 
     Args:
-      policy: of the sampler; draws of a gate are learnt from.
-      completions: of a prompt.
-      evicts: whether any key is lost in this run.
+      policy: the sampler's policy; a gate is trained.
+      completions: completions per prompt.
+      evicts: whether this run evicts any key.
     """
     direction = distillation(loss, reference, evicts)
     distill = (
@@ -153,7 +158,7 @@ def update_config(
         if direction is None
         else DistillConfig(direction=direction, coef=loss.distill_coef, fraction=loss.distill_fraction)
     )
-    # With a microbatch of fewer rows than a prompt has, as many of them as always come together.
+    # A microbatch may hold fewer rows than a prompt has: as many of a prompt's rows as are always in one microbatch.
     together = math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1
     if device.share_prompts and together == 1:
         raise ValueError(
@@ -182,27 +187,32 @@ def update_config(
 
 
 def distillation(loss: LossArgs, reference: ReferenceArgs, evicts: bool) -> Direction | None:
-    """The direction of the second track; by default the frozen dense teacher, which won in our own study. Where no key
-    is lost it would see what the policy sees: all that it could do is to hold the policy to its start."""
+    """The direction of distillation.
+
+    The default is the frozen dense teacher, which won in our study. Without evictions it sees the same keys as the
+    policy and would only hold the policy to its start, so the default is then none.
+    """
     if loss.distill == "none":
         return None
     if loss.distill == "auto":
-        # A reference that moves is no anchor.
+        # A reference that is synced with the policy is no anchor.
         return "anchor" if loss.correction == "shadow" and evicts and not reference.sync_ref_model else None
     return loss.distill
 
 
 def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
-    """The loss of a name with its paper's bounds, or those that were given.
+    """The named loss with the clipping bounds of its paper, or the given ones.
 
     Raises:
       ValueError: a bound that the loss does not have.
     """
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
-    there = BOUNDS[args.loss_type]
-    if unread := given.keys() - there:
-        raise ValueError(f"expected of the loss {args.loss_type!r} no bounds but {sorted(there)}; got {sorted(unread)}")
+    allowed = BOUNDS[args.loss_type]
+    if unread := given.keys() - allowed:
+        raise ValueError(
+            f"expected for the loss {args.loss_type!r} only the bounds {sorted(allowed)}; got {sorted(unread)}"
+        )
     return replace(
         LOSSES[args.loss_type](**given),
         beta=reference.beta,

@@ -1,4 +1,4 @@
-"""The console scripts: each checks for the packages of the extra `train`, and then imports and runs its command."""
+"""The console scripts. Each checks for the packages of the extra `train`, then imports and runs its command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 STDOUT = 1
-# A closed pipe, a full disk, a quota, a file of the largest size, a closed terminal.
+# A closed pipe, a full disk, a full quota, the file size limit, a closed terminal.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-# Imported by the commands at their top.
+# Packages that the commands import at the top.
 NEEDED = ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib")
 
 
@@ -44,7 +44,7 @@ def smd_certify() -> None:
 def run(command: str) -> None:
     """Runs the `main` of a module of `smd_jax.commands`; `--version` imports none.
 
-    A command goes on if its output cannot be written, so that no run is lost.
+    A command continues if its output cannot be written, so that no run is lost.
 
     Raises:
       SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if the
@@ -69,7 +69,7 @@ def run(command: str) -> None:
 
 
 class Output(io.RawIOBase):
-    """Standard output that discards what is written after the first failed write.
+    """Standard output that discards everything after the first failed write.
 
     Attributes:
       failed: whether a write has failed.
@@ -93,7 +93,7 @@ class Output(io.RawIOBase):
             if error.errno not in UNWRITABLE:
                 raise
             self.failed = True
-            # Also for the processes that this one starts.
+            # Child processes inherit the null device.
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
             if error.errno != errno.EPIPE:
                 print(f"expected to write to standard output; got: {error.strerror}. The rest is lost", file=sys.stderr)
@@ -101,13 +101,15 @@ class Output(io.RawIOBase):
 
 
 def _open_standard_streams() -> None:
-    """Opens the null device for each of the first three descriptors that is closed: another file would get its number,
-    and what is printed."""
+    """Opens the null device for each closed standard descriptor.
+
+    Otherwise the next opened file would get its number and receive the printed output.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
@@ -116,7 +118,7 @@ def _open_standard_streams() -> None:
 def set_home() -> None:
     """Sets HOME to a temporary folder if the user has no home, as in containers with an arbitrary user id.
 
-    Hugging Face's packages would keep their caches in a folder named `~`.
+    Without it, Hugging Face's packages would create a folder named `~` for their caches.
     """
     if os.path.expanduser("~") != "~":
         return
@@ -138,8 +140,8 @@ def _run(command: str) -> None:
         raise SystemExit(2) from None
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        said = f"the commands of smd_jax need {', '.join(missing)}, not installed here: pip install -e '.[train]'"
-        print(said, file=sys.stderr)
+        packages = ", ".join(missing)
+        print(f"expected the packages {packages}; got none: pip install -e '.[train]'", file=sys.stderr)
         raise SystemExit(2)
     set_home()
     import_module(f"smd_jax.commands.{command}").main()

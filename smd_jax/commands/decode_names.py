@@ -1,4 +1,4 @@
-"""Ways of decoding by name, as a command line has them: eviction policy, keys kept, buffer.
+"""Parses ways of decoding from command-line texts: eviction policy, budget, buffer.
 
 parse_decode("snapkv(window=16):512+128")
 """
@@ -17,17 +17,16 @@ _TEXT = re.compile(rf"(?P<policy>{PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+))?
 
 
 def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> Decode:
-    """`dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512` -> Decode: an eviction policy as
-    `parse_policy` reads it, keys kept, and queries between two compressions.
+    """Parses `dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512`.
 
-    Its name is the text with "-" between the parts, `snapkv-window-16-512-128`, without the place of a file. Sampling
-    and quantisation are not part of the text: `dataclasses.replace` adds them.
+    The parts are a policy for `parse_policy`, the budget, and the buffer. The result is named by its parts without a
+    file's path: `snapkv-window-16-512-128`. Set sampling and quantisation with `dataclasses.replace`.
 
     Args:
-      policies: which there are; other cases, and "-" for "_", are taken for the same name.
+      policies: the known policies by name; case, and "-" versus "_", do not matter.
 
     Raises:
-      ValueError: says what was expected, with the names of all policies.
+      ValueError: an invalid text; the message lists all policies.
     """
     known = ", ".join(policies)
     match = _TEXT.fullmatch(text.strip())
@@ -38,21 +37,23 @@ def parse_decode(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
             f"path/to/file.py:Class; got {text!r}"
         )
     written = match["policy"].strip()
-    found = parse_policy(written, policies)
-    if found.policy.evicts != (match["budget"] is not None):
+    named = parse_policy(written, policies)
+    if named.policy.evicts != (match["budget"] is not None):
         wanted = (
-            f"a budget of keys, as in {written}:512" if found.policy.evicts else f"{written} alone, which keeps all"
+            f"a budget of keys, as in {written}:512"
+            if named.policy.evicts
+            else f"no budget for {written}, which keeps all keys"
         )
         raise ValueError(f"expected {wanted}; got {text!r}")
     if match["budget"] is None:
-        return Decode(found.label, found.policy)
+        return Decode(named.label, named.policy)
     buffer = None if match["buffer"] is None else int(match["buffer"])
     numbers = [match["budget"], *([] if buffer is None else [match["buffer"]])]
-    return Decode("-".join([found.label, *numbers]), found.policy, int(match["budget"]), buffer)
+    return Decode("-".join([named.label, *numbers]), named.policy, int(match["budget"]), buffer)
 
 
 def policy_text(text: str) -> str:
-    """`snapkv(window=16):512+128` -> `snapkv(window=16)`; what is no way of decoding stays as it is."""
+    """`snapkv(window=16):512+128` -> `snapkv(window=16)`; any other text is returned unchanged."""
     match = _TEXT.fullmatch(text.strip())
     return text if match is None else match["policy"].strip()
 
@@ -61,7 +62,7 @@ def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) 
     """`dense,snapkv:512,rkv:512` -> one Decode each.
 
     Raises:
-      ValueError: as `parse_decode`, and for two of one name.
+      ValueError: as `parse_decode`; two of the same name.
     """
     decodes = tuple(parse_decode(part, policies) for part in split_decodes(text))
     check_names(decodes)
@@ -69,7 +70,7 @@ def parse_decodes(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) 
 
 
 def split_decodes(text: str) -> list[str]:
-    """The parts between commas, those inside of parentheses aside: `dense,rkv(window=4,kernel=3):512` has two."""
+    """Splits at commas outside parentheses: `dense,rkv(window=4,kernel=3):512` has two parts."""
     parts = [""]
     depth = 0
     for character in text:

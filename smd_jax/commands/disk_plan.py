@@ -1,4 +1,4 @@
-"""What a run keeps on disk: whether there is room for it, and what to say about it."""
+"""Checks and reports the disk space of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from smd_jax.runs.run_folder import BEST, CHECKPOINTS, check_room
 
 
 def check_disk(args: RunArgs, state: TrainState, exported: Params, settings: RunConfig) -> int:
-    """Bytes of one checkpoint.
+    """Checks the free disk space. Returns the bytes of one checkpoint.
 
     Args:
-      state, exported: shapes of the train state, and of the parameters of the exported model.
+      state: shapes of the train state.
+      exported: shapes of the exported model's parameters.
 
     Raises:
-      OSError: the disk has no room for the run's checkpoints, or for the trained model.
+      OSError: the disk has no room for the checkpoints or for the trained model.
     """
-    # A checkpoint holds adapters without the base below them.
+    # A checkpoint of adapters does not hold the base model.
     size = stored_bytes(state.replace(params=trained_params(state.params)))
     check_room(args.output_dir, size, settings)
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.export_dtype), exported)
@@ -36,7 +37,7 @@ def check_disk(args: RunArgs, state: TrainState, exported: Params, settings: Run
 
 
 def checkpoint_plan(size: int, settings: RunConfig) -> str:
-    """Two lines on the checkpoints that a run will keep, and how to keep fewer.
+    """A line on the checkpoints that a run will keep, and how to keep fewer.
 
     Args:
       size: bytes of one checkpoint.
@@ -47,13 +48,13 @@ def checkpoint_plan(size: int, settings: RunConfig) -> str:
     total = (kept + (settings.objective is not None)) * size
     newest = f"the newest {kept}" if kept > 1 else "the newest one"
     return (
-        f"checkpoints: {newest}{best}, {show_bytes(size)} each, {show_bytes(total)} in all: parameters, optimizer and "
-        f"reference, to resume{_fewer(kept)}"
+        f"checkpoints: {newest}{best}, {show_bytes(size)} each, {show_bytes(total)} in all, with parameters, optimizer "
+        f"and reference{_fewer(kept)}"
     )
 
 
 def kept_on_disk(directory: Path) -> str:
-    """A line on the checkpoints that a finished run has left, and how to keep fewer."""
+    """A line on the checkpoints of a finished run, and how to keep fewer."""
     steps = all_steps(directory / CHECKPOINTS)
     names = [CHECKPOINTS, *([BEST] if all_steps(directory / BEST) else [])]
     folders = [directory / name for name in names]

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one box and in the words of the command line: exit status 2, and no traceback."""
+"""Reports user errors in one box, with the names of the flags, exit status 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from smd_jax.text.visible_text import visible
 
 
 class UserError(Exception):
-    """What a user can mend: the message says what was expected, what came, and what to do about it."""
+    """An error that the user can fix: the message says what was expected, what was received, and how to fix it."""
 
 
-# Options of the library, and the flags that set them: the library knows no command lines.
+# The flags that set the library's options. The library's own messages name the options.
 FLAGS: Mapping[str, str] = {
     "prompts_per_step": "--num-prompts",
     "group_size": "--num-generations",
@@ -61,10 +61,10 @@ FLAGS: Mapping[str, str] = {
 
 @contextmanager
 def reported(debug: bool) -> Iterator[None]:
-    """Ends the command with one box and exit status 2 where something is a user's to mend, and with 130 after Ctrl-C.
+    """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C.
 
     Args:
-      debug: raise instead, for the traceback.
+      debug: raise the error instead, with its traceback.
     """
     try:
         yield
@@ -74,7 +74,7 @@ def reported(debug: bool) -> Iterator[None]:
         print_box("error", with_flags(str(error)))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        # A run under way answers Ctrl-C itself, and saves what it has: this one came before or after.
+        # Before or after training: during training the run handles Ctrl-C and saves.
         if debug:
             raise
         print_box("stopped", "by Ctrl-C")
@@ -83,9 +83,9 @@ def reported(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Makes UserError of what reading the arguments and planning raises.
+    """Turns errors of parsing and planning into UserError.
 
-    To be put around that, and never around what trains: a ValueError from there is a bug, and needs its traceback.
+    Do not use it around training: a ValueError there is a bug and needs its traceback.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def users_mistakes() -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings without the place in our code that says them, as text that moves no terminal."""
+    """Prints warnings without their source line and with control characters escaped."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, category, filename, lineno, line=None: (
         f"{category.__name__}: {visible(str(message))}\n"
@@ -107,20 +107,19 @@ def plain_warnings() -> Iterator[None]:
 
 
 def with_flags(message: str) -> str:
-    """The message, and below it the flags of the library's options that it names."""
+    """Appends the flags of the options that a message names."""
     named = {option: flag for option, flag in FLAGS.items() if re.search(rf"\b{option}\b", message)}
-    # A flag that is in the message needs no translation, nor does one whose name is that of the option.
-    said = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
-    return "\n".join([message, *([f"In flags: {', '.join(said)}."] if said else [])])
+    unnamed = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
+    return "\n".join([message, *([f"In flags: {', '.join(unnamed)}."] if unnamed else [])])
 
 
-# Of a message in a box. What is left out is input: a name of thousands of characters, a page of YAML.
+# Limits of a message in a box: it may quote a name of thousands of characters or a page of YAML.
 LINE_LIMIT = 600
 LINES = 60
 
 
 def shortened(message: str) -> str:
-    """The message without the middle of very long lines, and without the lines behind the first 60."""
+    """Cuts the middle of very long lines, and all lines after the first 60."""
     lines = [_shortened_line(line) for line in message.split("\n")]
     more = len(lines) - LINES
     return "\n".join([*lines[:LINES], *([f"… and {more} more lines"] if more > 0 else [])])
@@ -134,9 +133,9 @@ def _shortened_line(line: str) -> str:
 
 
 def print_box(title: str, message: str) -> None:
-    """A framed text on standard error."""
+    """Prints a framed text to standard error."""
     message = shortened(message)
-    # Text objects: nothing in a message is taken for rich's markup. It may quote a file, or what a model wrote.
+    # Text objects are not parsed as rich markup: a message may quote a file or a completion.
     panel = Panel(
         Text(visible(message)), title=Text(visible(title)), title_align="left", box=box.ROUNDED, border_style="red"
     )

@@ -1,11 +1,11 @@
-"""smd-eval: how good a checkpoint is, decoded with its whole cache and under budgets, side by side.
+"""smd-eval: evaluates a checkpoint with the full cache and under budgets.
 
     smd-eval --run runs/train                                      the trained model, with the settings of its run
     smd-eval --model DIR --dataset gsm8k --eval-decode dense snapkv:512 rkv:512
     smd-eval --config FILE                                         options from a YAML file; flags override them
 
-Prints the mean reward with its 95 % interval over prompts, lengths, the share of completions that were cut off, bytes
-of the cache per sequence, and tokens per second. Without --split it takes the rows that a dataset holds back.
+Prints the mean reward with its 95 % interval over prompts, lengths, the share of completions that were cut off, cache
+bytes per sequence, and tokens per second. The default of --split is the dataset's held-out rows.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CommandArgs:
-    """The command."""
+    """Options of the command itself."""
 
     run: Basic[Path | None] = None  # evaluate the trained model of this run; all options default to the run's
     gate: Basic[Path | None] = None  # directory of a trained gate, for --eviction gate; None: that of --run
     num_generations: Basic[int] = 1  # completions per prompt
     decode_rows: int = 64  # completions decoded at once
-    seed: Basic[int] = 0  # of the completions, and of a procedural dataset's rows
+    seed: Basic[int] = 0  # for sampling, and for the rows of a procedural dataset
     json: Basic[bool] = False  # one JSON object per way of decoding instead of a table
     debug: bool = False  # show the traceback of every error
 
@@ -99,10 +99,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def read(words: Sequence[str]) -> Args:
-    """The arguments: flags, the YAML file of `--config`, and the settings of the run that `--run` names.
+    """Reads the arguments: flags, then the YAML file of `--config`, then the settings of the run of `--run`.
 
     Raises:
-      UserError: no such file or run, or one whose options cannot be read.
+      UserError: a missing file or run, or one with unreadable options.
       SystemExit: as `parse_options`.
     """
     words = config_file.with_file(words, Args)
@@ -114,10 +114,10 @@ def read(words: Sequence[str]) -> Args:
 
 
 def args_of_run(directory: Path) -> Args:
-    """The arguments that evaluate the trained model of a run as its own evaluations do.
+    """The arguments that evaluate a run's trained model like the run's own evaluations.
 
     Raises:
-      UserError: no run in this directory; its config.yaml cannot be read.
+      UserError: no run in this directory, or an unreadable config.yaml.
     """
     settings = directory / "config.yaml"
     if not is_file(settings):
@@ -140,13 +140,12 @@ def args_of_run(directory: Path) -> Args:
 
 
 def part_of(kind: type[T], whole: Any) -> T:
-    """The fields of a base class, from an object of a class derived from it."""
+    """Copies the fields of a base class from an object of a derived class."""
     return kind(**{field.name: getattr(whole, field.name) for field in dataclasses.fields(kind)})  # pyright: ignore[reportArgumentType]
 
 
 def evaluation_rows(trained: Common) -> DataSource:
-    """The rows on which a run is evaluated. If the run names none and its dataset holds none back: those it trained
-    on."""
+    """The evaluation rows of a run; its training rows if there are no held-out rows."""
     data, evaluation = part_of(DataSource, trained.data), trained.evaluation
     if evaluation.eval_dataset is not None:
         data = replace(data, dataset=evaluation.eval_dataset, dataset_config=None)
@@ -156,7 +155,7 @@ def evaluation_rows(trained: Common) -> DataSource:
 
 
 def run(args: Args) -> list[Evaluated]:
-    """Evaluates, and prints the results."""
+    """Evaluates and prints the results."""
     keep_programs()
     with users_mistakes():
         check_numbers(args)
@@ -172,18 +171,18 @@ def run(args: Args) -> list[Evaluated]:
         params = params | parts
     print(dropped, file=sys.stderr)
     print(f"a completion ends with: {shown_tokens(tokenizer, ends)}", file=sys.stderr)
-    found = list[Evaluated]()
+    results = list[Evaluated]()
     try:
         for result in evaluator.each(params, say_progress):
-            found.append(result)
+            results.append(result)
             if args.command.json:
-                # At once: finished rows are kept when the rest is stopped.
+                # Printed as it finishes, so that an interrupt loses no finished row.
                 print(json.dumps({"model": named.model, "dataset": args.data.dataset} | result.row), flush=True)
     except (TooManyFailures, UnloadableRewardError, NonFiniteLogitsError) as error:
         raise UserError(str(error)) from error
     if not args.command.json:
-        print_results(f"{args.data.dataset}, {named.model}", found)
-    return found
+        print_results(f"{args.data.dataset}, {named.model}", results)
+    return results
 
 
 def check_exported(args: Args) -> None:
@@ -191,13 +190,13 @@ def check_exported(args: Args) -> None:
     directory = args.command.run
     if directory is not None and args.model.model == str(directory / "model") and not Path(args.model.model).is_dir():
         raise UserError(
-            f"expected a trained model in {directory / 'model'}, which a run writes at its end; got none. Write one "
-            f"from its newest checkpoint with: smd-export {directory} --out {directory / 'model'}"
+            f"expected a trained model in {directory / 'model'}, which a run writes when it ends; got none. Export the "
+            f"newest checkpoint with: smd-export {directory} --out {directory / 'model'}"
         )
 
 
 def print_results(title: str, results: Sequence[Evaluated]) -> None:
-    """A table that fits 80 columns: one line for each way of decoding."""
+    """Prints a table that fits 80 columns, one line per way of decoding."""
     prompts, completions = results[0].rewards.shape
     heads = ("decode", "reward", "95 %", "tokens", "cut off", "cache", "tok/s")
     each = "1 completion each" if completions == 1 else f"{completions} completions each"
@@ -209,7 +208,7 @@ def print_results(title: str, results: Sequence[Evaluated]) -> None:
 
 
 def table_row(result: Evaluated) -> tuple[str, ...]:
-    """The numbers of one way of decoding, as text."""
+    """Formats the results of one way of decoding."""
     low, high = result.interval
     return (
         result.name,
@@ -223,36 +222,36 @@ def table_row(result: Evaluated) -> tuple[str, ...]:
 
 
 def say_progress(decode: str, done: int, count: int) -> None:
-    """Prints to standard error after every batch."""
+    """Prints the progress to standard error after every batch."""
     print(f"{decode}: {done} of {count} prompts", file=sys.stderr, flush=True)
 
 
 def with_gate(directory: Path, model: Decoder) -> tuple[Params, LearnedGate]:
-    """The parameters of a trained gate, and the policy that uses them."""
+    """Loads the parameters of a trained gate, and the policy that uses them."""
     parameters, gate = load_gate(directory, model.shape)
     return {EVICTION_GATE: parameters}, LearnedGate(gate)
 
 
 def with_trained(policy: EvictionPolicy, gate: LearnedGate | None) -> EvictionPolicy:
-    """The policy; a gate is replaced by the trained one.
+    """Replaces an untrained gate by the trained one.
 
     Raises:
-      UserError: there is no trained gate.
+      UserError: no trained gate.
     """
     if not isinstance(policy, LearnedGate):
         return policy
     if gate is None:
-        raise UserError("expected --gate, a directory with a trained gate, to evict by a gate; got none")
+        raise UserError("expected --gate, a directory with a trained gate, with --eviction gate; got none")
     return gate
 
 
 def make_evaluator(
     args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None, ends: tuple[int, ...]
 ) -> tuple[Evaluator, str]:
-    """The evaluator, and a line on the prompts that were dropped."""
+    """Builds the evaluator, and a line on dropped prompts."""
     data, sampler, command = args.data, args.sampler, args.command
-    told = parameters_of("--chat-template-kwargs", data.chat_template_kwargs)
-    check_template_kwargs(tokenizer, [name for name, _ in told])
+    template_kwargs = parameters_of("--chat-template-kwargs", data.chat_template_kwargs)
+    check_template_kwargs(tokenizer, [name for name, _ in template_kwargs])
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
     whole: Any = task_of(replace(task_choice(data, seed), held_out=data.split is None and holds_back(data.dataset)))
     rewards = rewards_of(args.rewards, sampler.max_completion_length, whole, data.dataset)

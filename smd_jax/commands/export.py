@@ -1,11 +1,11 @@
-"""smd-export: the model of any checkpoint of a run, for transformers, vLLM or PEFT.
+"""smd-export: exports a checkpoint of a run for transformers, vLLM or PEFT.
 
     smd-export runs/train --out my-model                       the newest checkpoint, in Hugging Face's format
     smd-export runs/train --out my-model --step 40 --export-dtype bfloat16
-    smd-export runs/train --out my-adapter --format peft       adapters alone, of a run with --lora-r
-    smd-export runs/train --out my-gate --format gate          what was learnt to forget, with --eviction gate
+    smd-export runs/train --out my-adapter --format peft       only the adapters, for a run with --lora-r
+    smd-export runs/train --out my-gate --format gate          only the eviction gate, for a run with --eviction gate
 
-The run stays as it is. --config FILE reads options from a YAML file; flags override them.
+Does not change the run. --config FILE reads options from a YAML file; flags override them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from smd_jax.runs.run_folder import BEST, CHECKPOINTS
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """Writes the model of a run's checkpoint."""
+    """Exports the model of a checkpoint."""
 
     run: tyro.conf.Positional[Path]  # directory of the run
-    out: Path  # directory to write; one that is there must hold an older export and nothing else
-    step: int | None = None  # rollouts after which the checkpoint was saved; by default the newest
-    best: bool = False  # the one with the best metric
-    format: Literal["hf", "peft", "gate"] = "hf"  # hf: whole weights, adapters merged; peft, gate: these alone
-    export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 loses small steps
+    out: Path  # directory to write; an existing one may hold only an older export
+    step: int | None = None  # checkpoint after this many rollouts; None is the newest
+    best: bool = False  # the checkpoint with the best metric
+    format: Literal["hf", "peft", "gate"] = "hf"  # hf: all weights, adapters merged; peft, gate: only these
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights; bfloat16 loses small steps
     debug: bool = False  # show the traceback of every error
 
 
@@ -63,10 +63,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(args: Args) -> None:
-    """Writes the model, and says where.
+    """Writes the model and prints its directory.
 
     Raises:
-      UserError, ValueError, OSError: a directory that is no run, a checkpoint that is not there, no room to write.
+      UserError, ValueError, OSError: no run in the directory, no such checkpoint, or a full disk.
     """
     check_export(args.out, 0)
     settings = args.run / "config.yaml"
@@ -81,12 +81,12 @@ def run(args: Args) -> None:
         raise UserError(str(error)) from error
     if args.format == "peft":
         if not has_lora(params):
-            raise UserError(f"expected a run with --lora-r for --format peft; {args.run} has no adapters")
+            raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")
         save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.export_dtype)
     elif args.format == "gate":
         policy = eviction_policy(trained.sampler)
         if not isinstance(policy, LearnedGate):
-            raise UserError(f"expected a run with --eviction gate for --format gate; {args.run} has no gate")
+            raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
         save_gate(args.out, params, policy.weights)
     else:
         params = drop_gate(params)
@@ -107,7 +107,7 @@ def run(args: Args) -> None:
 
 
 def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
-    """The parameters of the checkpoint, without a critic; adapters on the base that they were trained on."""
+    """Parameters of the checkpoint without the critic. Adapters are put on the base model they were trained on."""
     place = args.run / (BEST if args.best else CHECKPOINTS)
     key = jax.random.key(0)
     if lora_config(trained.model) is None:

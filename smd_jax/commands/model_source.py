@@ -1,4 +1,4 @@
-"""Where a model and its tokenizer come from: a directory in Hugging Face's format, or the Hub."""
+"""Opens a model and its tokenizer, from a directory in Hugging Face's format or from the Hub."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.visible_text import one_line, visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Everything but weights.
+# All files but the weights.
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 class OpenedModel(NamedTuple):
-    """A model whose weights are not read yet.
+    """A model without its weights.
 
     Attributes:
-      own_tokenizer: as it was loaded, for the export.
-      tokenizer: makes prompts of rows.
-      ends: tokens that end a completion.
+      own_tokenizer: the unchanged tokenizer, for the export.
+      tokenizer: turns rows into prompts.
+      ends: ids of the tokens that end a completion.
     """
 
     directory: Path
@@ -48,55 +48,55 @@ class OpenedModel(NamedTuple):
 
 
 def open_model(source: ModelSource, template: TemplateName, sampler: SamplingArgs) -> OpenedModel:
-    """The model that the options name, without its weights.
+    """Opens the model that the options name, without its weights.
 
     Raises:
-      UserError, ValueError, OSError: no such model or tokenizer, or one that cannot be read or used; a stop string that
-        the tokenizer cannot end with.
+      UserError, ValueError, OSError: a missing, unreadable or unusable model or tokenizer; a stop string that no token
+        can end.
     """
     directory = model_directory(source.model, source.model_revision)
     config = read_config(directory, compute_dtype(source.dtype))
     own = load_tokenizer(directory, source.tokenizer, source.tokenizer_revision)
     tokenizer = with_template(with_reachable_padding(own, config.vocab_size), template)
     ends = end_token_ids(directory, tokenizer, sampler.eos_token, config.vocab_size)
-    # Built here so that its errors come before the first rollout.
+    # Built here so that an invalid stop string fails before the first rollout.
     stop_table(tokenizer, sampler.stop, config.vocab_size)
     return OpenedModel(directory, config, own, tokenizer, ends)
 
 
 def compute_dtype(name: str) -> FloatName:
-    """ "auto" is what the platform is fast in."""
+    """Resolves "auto": float32 on a CPU, bfloat16 elsewhere."""
     if name == "auto":
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return "float32" if name == "float32" else "bfloat16"
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:
-    """The directory of a model, fetched if the name is an id on the Hub and no such directory is here.
+    """Directory of a model, downloaded from the Hub if no local directory has this name.
 
     Args:
-      revision: branch, tag or commit on the Hub; None: its main branch.
+      revision: branch, tag or commit on the Hub; None is the main branch.
 
     Raises:
-      UserError: neither a directory with a config.json nor an id that the Hub has; a directory with a revision.
+      UserError: neither a directory with a config.json nor a model on the Hub; a revision of a local directory.
     """
     directory = local_directory(name, "--model", revision, weights=True)
     if not (directory / "config.json").is_file():
-        found = sorted(file.name for file in directory.iterdir())[:8]
-        raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {found}")
+        names = sorted(file.name for file in directory.iterdir())[:8]
+        raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {names}")
     return directory
 
 
 def local_directory(name: str, flag: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """The directory of this name, or what the Hub has of it.
+    """The local directory of this name, or the downloaded repository.
 
     Args:
-      flag: that gave the name, for the message.
-      revision: of an id, as `model_directory`.
-      weights: fetch them, too.
+      flag: the option that gave the name, for error messages.
+      revision: as in `model_directory`.
+      weights: download the weights as well.
 
     Raises:
-      UserError: neither a directory nor an id that the Hub has; a directory with a revision.
+      UserError: neither a directory nor a repository on the Hub; a revision of a local directory.
     """
     path = Path(name)
     if path.is_dir():
@@ -114,18 +114,18 @@ def local_directory(name: str, flag: str, revision: str | None = None, *, weight
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         of_revision = "" if revision is None else f" at {flag}-revision {revision}"
         raise UserError(
-            f"{flag}: expected a directory or a model on the Hub; there is no directory {name!r} here, and the Hub "
-            f"does not give a model of that name{of_revision}: {str(error).splitlines()[0]}{nearest_file(name)}"
+            f"{flag}: expected a directory or a model on the Hub; got {name!r}{of_revision}, which is no directory "
+            f"here and could not be downloaded: {str(error).splitlines()[0]}{nearest_file(name)}"
         ) from error
 
 
 def _with_weights(name: str, directory: Path, revision: str | None) -> Path:
-    """Fetches the weights that `load_checkpoint` reads, into the snapshot of a repository, and no other copy of them.
+    """Downloads the weight files that `load_checkpoint` reads into the snapshot; skips other copies of the weights.
 
     Raises:
-      UserError: an index that cannot be read.
+      UserError: the index cannot be read.
     """
-    # The commit of the other files, even if the branch moves meanwhile.
+    # The commit of the other files: the branch may have moved since.
     commit = directory.name if directory.parent.name == "snapshots" else revision
     directory = Path(snapshot_download(name, revision=commit, allow_patterns=[SINGLE_FILE]))
     index = directory / INDEX_FILE
@@ -139,36 +139,36 @@ def _with_weights(name: str, directory: Path, revision: str | None) -> Path:
 
 
 def load_tokenizer(model: Path, name: str | None = None, revision: str | None = None) -> Any:
-    """The tokenizer of a model.
+    """Loads the tokenizer of a model.
 
-    Without an EOS token of its own it has the first that the model's generation_config.json or config.json names, and
-    without a padding token the one named there, or EOS.
+    A missing EOS or padding token is taken from the model's generation_config.json or config.json. If no file names a
+    padding token, EOS is used.
 
     Args:
-      model: its directory.
-      name: a directory or an id on the Hub that has the tokenizer; None: the model's directory.
-      revision: of that id, as `model_directory`.
+      model: directory of the model.
+      name: directory or Hub id of the tokenizer; None is the model's directory.
+      revision: as in `model_directory`.
 
     Raises:
-      UserError: no tokenizer there, or one that transformers cannot read; a revision without an id.
+      UserError: no tokenizer, or one that transformers cannot read; a revision without an id.
     """
     if name is None and revision is not None:
-        raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision; got {revision!r} alone")
+        raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision {revision!r}; got none")
     directory = model if name is None else local_directory(name, "--tokenizer", revision)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((directory / file).is_file() for file in files):
-        said = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
-        mended = "--tokenizer names another directory, or an id on the Hub"
-        raise UserError(f"--model: {said}. {mended}" if name is None else f"--tokenizer: {said}")
+        problem = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
+        hint = "--tokenizer names another directory, or an id on the Hub"
+        raise UserError(f"--model: {problem}. {hint}" if name is None else f"--tokenizer: {problem}")
     tokenizer = None
-    # transformers and tokenizers raise errors of any type for files that they cannot parse, even plain Exception.
+    # transformers and tokenizers raise any type of exception for files that they cannot parse, even plain Exception.
     with Caught() as caught:
-        # Explicit, because transformers would otherwise ask at the terminal.
+        # Explicit: without it transformers asks at the terminal.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         _check_tokenizer(tokenizer)
     if tokenizer is None or caught.error is not None:
         raise UserError(
-            f"expected a tokenizer in {directory} that transformers can read without code of its own; got "
+            f"expected a tokenizer in {directory} that transformers can read without running its code; got "
             f"{type(caught.error).__name__}: {one_line(str(caught.error), 300)}"
         ) from caught.error
     for kind in ("eos_token", "pad_token"):
@@ -176,24 +176,24 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
             tokens = [tokenizer.convert_ids_to_tokens(token) for token in named_ids(model, f"{kind}_id")]
             setattr(tokenizer, kind, next((token for token in tokens if token is not None), None))
     if tokenizer.pad_token is None:
-        # Padding is told from tokens by a mask and never by its id, so that any token will do.
+        # Any token will do: a mask marks the padding, not its id.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
-    """Raises errors of any type for a tokenizer that transformers opens, and that cannot be used."""
+    """Raises an exception of any type for a tokenizer that opens but cannot be used."""
     tokenizer.encode("a", add_special_tokens=True)
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [] if template is None else [template]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected a chat_template as a text, or several by name; got {shown(template)}")
+        raise ValueError(f"expected chat_template as a string, or several by name; got {shown(template)}")
     if not tokenizer.get_vocab():
         raise ValueError("expected a vocabulary with tokens; got none")
 
 
 def with_reachable_padding(tokenizer: Any, vocab_size: int) -> Any:
-    """The tokenizer with a padding token that the embedding has: one that was added without a row is replaced."""
+    """Replaces a padding token that has no row in the embedding."""
     if pad_token_id(tokenizer) < vocab_size:
         return tokenizer
     changed = copy.deepcopy(tokenizer)
@@ -202,64 +202,64 @@ def with_reachable_padding(tokenizer: Any, vocab_size: int) -> Any:
 
 
 def with_template(tokenizer: Any, template: TemplateName) -> Any:
-    """The tokenizer that makes prompts of rows; with "none" it has no chat template, and takes text as it is."""
+    """The tokenizer for prompts; "none" removes its chat template, so that prompts are plain text."""
     if template == "auto":
         return tokenizer
-    plain = copy.copy(tokenizer)  # what is exported keeps the template
+    plain = copy.copy(tokenizer)  # the exported tokenizer keeps its template
     plain.chat_template = None
     return plain
 
 
 def check_template_kwargs(tokenizer: Any, names: Sequence[str]) -> None:
-    """Raises UserError for --chat-template-kwargs that the chat template does not read: they would do nothing."""
+    """Raises UserError for --chat-template-kwargs that the chat template does not read."""
     template = str(tokenizer.chat_template or "")
     unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
     if unread:
-        said = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
-        raise UserError(said if template else f"{said}, and a tokenizer without a chat template")
+        problem = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
+        raise UserError(problem if template else f"{problem}, and a tokenizer without a chat template")
 
 
 def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size: int | None = None) -> tuple[int, ...]:
-    """The tokens that end a completion, ascending: the named ones, or else the tokenizer's and the model's.
+    """Sorted ids of the tokens that end a completion: the named ones, or the tokenizer's EOS and the model's.
 
-    The model's are those of generation_config.json, which lists what a chat model ends its turns with, or of
-    config.json. With one of them missing, the sampler would go on behind the end of a turn.
+    The model's come from generation_config.json, which lists the tokens that end a chat turn, or from config.json.
+    If one is missing, the sampler continues past the end of a turn.
 
     Args:
-      model: its directory.
+      model: directory of the model.
       named: tokens as the tokenizer writes them, such as "<|im_end|>".
-      vocab_size: rows of the embedding; tokens without a row cannot be sampled, and are left out. None: not known.
+      vocab_size: rows of the embedding. Tokens without a row are left out, as they cannot be sampled.
 
     Raises:
-      UserError: a name that is no token of the tokenizer; a file that cannot be read; no token that ends a completion.
+      UserError: an unknown token; an unreadable file; no token that ends a completion.
     """
     reachable = LARGEST if vocab_size is None else vocab_size
     if named:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in named if vocabulary.get(token, reachable) >= reachable]
         if unknown:
-            there = [*map(str, tokenizer.added_tokens_decoder.values())][:16]
+            special = [*map(str, tokenizer.added_tokens_decoder.values())][:16]
             raise UserError(
-                f"expected --eos-token as tokens of the tokenizer, whose special ones are {there}; got {unknown}"
+                f"expected --eos-token as tokens of the tokenizer, whose special tokens are {special}; got {unknown}"
             )
         return tuple(sorted({vocabulary[token] for token in named}))
     own = [] if tokenizer.eos_token is None else [eos_token_id(tokenizer)]
-    found = {*own, *named_ids(model, "eos_token_id")}
-    ends = tuple(sorted(token for token in found if token < reachable))
+    ids = {*own, *named_ids(model, "eos_token_id")}
+    ends = tuple(sorted(token for token in ids if token < reachable))
     if not ends:
-        there = f"ids {sorted(found)}, and an embedding of {vocab_size} rows" if found else "none"
+        received = f"ids {sorted(ids)}, and an embedding of {vocab_size} rows" if ids else "none"
         raise UserError(
             f"expected a token that ends a completion, from the tokenizer, {GENERATION} or config.json in {model}; got "
-            f"{there}. Name one with --eos-token"
+            f"{received}. Name one with --eos-token"
         )
     return ends
 
 
 def named_ids(model: Path, key: str) -> list[int]:
-    """The ids under `eos_token_id` or `pad_token_id` in generation_config.json, or else in config.json.
+    """Ids of `eos_token_id` or `pad_token_id` in generation_config.json, or else in config.json.
 
     Raises:
-      UserError: a file that cannot be read.
+      UserError: a file cannot be read.
     """
     for file in (model / GENERATION, model / "config.json"):
         if not file.is_file():
@@ -274,10 +274,10 @@ def named_ids(model: Path, key: str) -> list[int]:
 
 
 def tokenizer_to_export(tokenizer: Any, is_models_own: bool, ends: Sequence[int]) -> Any:
-    """The tokenizer to write beside the trained weights, or None to copy the files of the model.
+    """The tokenizer to save with the trained weights, or None to copy the model's files.
 
-    Readers such as vLLM stop at the tokenizer's EOS token, too. If no completion ended there in training, the exported
-    tokenizer has another one, unless the chat template writes EOS into prompts.
+    Engines such as vLLM also stop at the tokenizer's EOS token. If that token did not end completions in training, the
+    exported tokenizer gets another EOS, unless the chat template writes EOS into prompts.
     """
     eos = None if tokenizer.eos_token is None else eos_token_id(tokenizer)
     if eos is None or eos in ends or "eos_token" in str(tokenizer.chat_template):
@@ -288,5 +288,5 @@ def tokenizer_to_export(tokenizer: Any, is_models_own: bool, ends: Sequence[int]
 
 
 def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Tokens with their ids, for the plan."""
+    """Formats tokens with their ids, for the plan."""
     return ", ".join(f"{visible(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in ids)

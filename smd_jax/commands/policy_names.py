@@ -1,11 +1,10 @@
-"""Eviction policies by name, as a command line or a file has them: with their parameters, and of one's own.
+"""Parses eviction policies from command-line and config texts.
 
-parse_policy("snapkv")                                      one of `POLICIES`, as it is
-parse_policy("snapkv(window=16)")                           with parameters, by name: numbers, texts, True, False, None
-parse_policy("my_policies.py:FadingH2O(half_life=64)")      a class of your own, in a file or a module
+parse_policy("snapkv")                                      a policy of `POLICIES` with its defaults
+parse_policy("snapkv(window=16)")                           with parameters: numbers, strings, True, False, None
+parse_policy("my_policies.py:FadingH2O(half_life=64)")      a user's class, in a file or a module
 
-Nothing of a text is evaluated: what stands between the parentheses are literals, read by `ast.literal_eval`. A file of
-your own is executed, as files of rewards are.
+Parameters are literals, read by `ast.literal_eval`. A user's file is executed, like a reward file.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.typed_fields import check_type, field_types
 
-# A folder may have parentheses in its name, so only behind ".py" is a colon sure to end a place that has some.
+# A folder's name may contain parentheses; then only a colon after ".py" ends the path.
 PATTERN = r"(?:(?P<place>.+\.py|[^()]+):(?P<kind>[^\W\d]\w*)|(?P<name>[^:()]+))\s*(?P<parameters>\(.*\))?"
 _POLICY = re.compile(PATTERN, re.DOTALL)
 _LITERALS = (bool, int, float, str, tuple, type(None))
-_REQUIRED = object()  # in place of a default, where there is none
+_REQUIRED = object()  # marks a parameter without a default
 
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """What a text says.
+    """A parsed policy.
 
     Attributes:
-      label: letters, digits, "_", "-" and ".", such as `snapkv-window-16`: a part of metrics' names.
+      label: part of metric names, such as `snapkv-window-16`; letters, digits, "_", "-" and ".".
       policy: the policy.
-      given: names of the parameters that stand in the text.
-      place: file or module of a policy of one's own; None: the library's.
+      given: names of the parameters in the text.
+      place: file or module of a user's policy; None for a policy of the library.
     """
 
     label: str
@@ -49,14 +48,14 @@ class NamedPolicy:
 
 
 def parse_policy(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -> NamedPolicy:
-    """The policy that a text names.
+    """Parses a policy.
 
     Args:
-      policies: which there are by name; other cases, and "-" for "_", are taken for the same name.
+      policies: the known policies by name; case, and "-" versus "_", do not matter.
 
     Raises:
-      ValueError: no such policy, listing those that there are; a class of one's own that is not there or is none;
-        parameters that it doesn't have, listing its own with their defaults, or not of these values.
+      ValueError: an unknown policy; a missing or unsuitable class; an unknown parameter or an invalid value. The
+        message lists the known names.
     """
     match = _POLICY.fullmatch(text.strip())
     if match is None:
@@ -68,37 +67,37 @@ def parse_policy(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
         name = match["kind"]
         kind = _own_class(match["place"], name, text, policies)
         start: EvictionPolicy | None = None
-        there = _parameters(kind, None)
+        defaults = _parameters(kind, None)
     else:
         name = match["name"].strip().lower().replace("-", "_")
         if name not in policies:
             raise ValueError(_unknown(name, match["name"].strip(), text, policies))
         start = policies[name]
         kind = type(start)
-        there = _parameters(kind, start)
-    given = {} if match["parameters"] is None else _values(match["parameters"], name, there, text)
-    _check_parameters(given, there, name, text)
-    policy = _made(kind, start, given, text)
+        defaults = _parameters(kind, start)
+    given = {} if match["parameters"] is None else _values(match["parameters"], name, defaults, text)
+    _check_parameters(given, defaults, name, text)
+    policy = _build(kind, start, given, text)
     return NamedPolicy(_label(name, given), policy, tuple(given), match["place"])
 
 
 def own_place(text: str) -> str | None:
-    """The file or module of a policy of one's own; None for one of the library's, and for what is no policy."""
+    """File or module of a user's policy; None for a policy of the library, and for any other text."""
     match = _POLICY.fullmatch(text.strip())
     return None if match is None else match["place"]
 
 
 def _own_class(place: str, name: str, text: str, policies: Mapping[str, EvictionPolicy]) -> type[EvictionPolicy]:
     if place.strip().lower().replace("-", "_") in policies:
-        raise ValueError(f"expected a number of keys behind {place}, as in {place}:512; got {name!r} in {text!r}")
+        raise ValueError(f"expected a number of keys after {place}, as in {place}:512; got {name!r} in {text!r}")
     try:
         kind = import_class(f"{place}:{name}", EvictionPolicy)
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}; the eviction policy was {text!r}") from error
-    # Without the decorator its fields would be constants, and equal policies with other ones one program.
+    # Without the decorator, policies with different fields would compare equal and share one compiled program.
     if "__dataclass_fields__" not in vars(kind):
         raise ValueError(
-            f"expected a frozen dataclass as {place}:{name}, @dataclass(frozen=True) above it; got a class"
+            f"expected a frozen dataclass as {place}:{name}, with @dataclass(frozen=True); got a plain class"
         )
     return kind
 
@@ -113,7 +112,7 @@ def _unknown(name: str, written: str, text: str, policies: Mapping[str, Eviction
 
 def _parameters(kind: type[EvictionPolicy], start: EvictionPolicy | None) -> dict[str, Any]:
     """The parameters that a text can set, with their defaults or `_REQUIRED`."""
-    found = {}
+    defaults = {}
     for field in dataclasses.fields(kind):
         if not field.init:
             continue
@@ -123,70 +122,70 @@ def _parameters(kind: type[EvictionPolicy], start: EvictionPolicy | None) -> dic
             default = field.default_factory()
         else:
             default = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        # A policy inside of another one, or a gate, has no literal.
+        # An inner policy or a gate cannot be written as a literal.
         if default is _REQUIRED or isinstance(default, _LITERALS):
-            found[field.name] = default
-    return found
+            defaults[field.name] = default
+    return defaults
 
 
-def _values(parameters: str, name: str, there: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Name -> value of `(window=16, kernel=3)`."""
-    by_name = f"expected every parameter of {name} once and by name, as in {_example(name, there)}; got"
+def _values(parameters: str, name: str, defaults: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Parses `(window=16, kernel=3)` into names and values."""
+    by_name = f"expected every parameter of {name} once and by name, as in {_example(name, defaults)}; got"
     try:
         call = ast.parse(f"policy{parameters}", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{by_name} {text!r}") from error
-    # `(a=1)(b=2)` is a call, too: of what the first one gives.
+    # Rejects `(a=1)(b=2)`, a call of a call.
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError(f"{by_name} {text!r}")
-    found = dict[str, Any]()
+    values = dict[str, Any]()
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in found:
+        if keyword.arg is None or keyword.arg in values:
             raise ValueError(f"{by_name} {text!r}")
         try:
-            found[keyword.arg] = ast.literal_eval(keyword.value)
+            values[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, RecursionError, MemoryError) as error:
             raise ValueError(
-                f"expected {keyword.arg} of {name} as a number, a text in quotes, True, False or None; got "
+                f"expected {keyword.arg} of {name} as a number, a quoted string, True, False or None; got "
                 f"{ast.unparse(keyword.value)} in {text!r}"
             ) from error
-    return found
+    return values
 
 
-def _example(name: str, there: Mapping[str, Any]) -> str:
-    for parameter, default in there.items():
+def _example(name: str, defaults: Mapping[str, Any]) -> str:
+    for parameter, default in defaults.items():
         return f"{name}({parameter}={'…' if default is _REQUIRED else repr(default)})"
     return "snapkv(window=16)"
 
 
-def _check_parameters(given: Mapping[str, Any], there: Mapping[str, Any], name: str, text: str) -> None:
-    unknown = [parameter for parameter in given if parameter not in there]
+def _check_parameters(given: Mapping[str, Any], defaults: Mapping[str, Any], name: str, text: str) -> None:
+    unknown = [parameter for parameter in given if parameter not in defaults]
     if unknown:
-        shown = ", ".join(p if default is _REQUIRED else f"{p}={default!r}" for p, default in there.items())
-        wanted = f"a parameter of {name}, which has {shown}" if there else f"no parameters of {name}, which has none"
+        shown = ", ".join(p if default is _REQUIRED else f"{p}={default!r}" for p, default in defaults.items())
+        wanted = f"a parameter of {name}, which has {shown}" if defaults else f"no parameters of {name}, which has none"
         raise ValueError(f"expected {wanted}; got {', '.join(map(repr, unknown))} in {text!r}")
-    missing = [parameter for parameter, default in there.items() if default is _REQUIRED and parameter not in given]
+    missing = [parameter for parameter, default in defaults.items() if default is _REQUIRED and parameter not in given]
     if missing:
         example = ", ".join(f"{parameter}=…" for parameter in missing)
         raise ValueError(f"expected {name}({example}), because these have no default; got {text!r}")
 
 
-def _made(
+def _build(
     kind: type[EvictionPolicy], start: EvictionPolicy | None, given: Mapping[str, Any], text: str
 ) -> EvictionPolicy:
-    # A class of one's own may raise anything; and it need not look at types, as ours do.
+    # A user's class may raise anything, and need not check its types.
     with Caught() as caught:
         for name, value in given.items():
             check_type(kind, name, value)
-        # 1 and 1.0 are one number, and would be two settings to a run that is resumed.
+        # A resumed run would take 1 and 1.0 for different settings.
         values = {name: float(x) if field_types(kind)[name] is float else x for name, x in given.items()}
         policy = kind(**values) if start is None else dataclasses.replace(start, **values)
-        hash(policy)  # what is compiled is kept by it, and a list, for example, has none
+        hash(policy)  # compiled programs are cached by policy; a list as a field is not hashable
         return policy
     error = caught.error
     assert error is not None
-    said = str(error) if isinstance(error, ValueError | TypeError) else f"it raised {type(error).__name__}: {error}"
-    raise ValueError(f"{said}; the eviction policy was {text!r}") from error
+    reason = str(error) if isinstance(error, ValueError | TypeError) else f"it raised {type(error).__name__}: {error}"
+    raise ValueError(f"{reason}; the eviction policy was {text!r}") from error
 
 
 def _label(name: str, given: Mapping[str, Any]) -> str:

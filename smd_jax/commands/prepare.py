@@ -1,4 +1,4 @@
-"""From arguments to everything that a run needs, with every mistake found before a weight is read."""
+"""Builds and checks everything that a run needs, before any weights are read."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ from smd_jax.train.ppo import PPOConfig, PPOLoop
 
 
 class Prepared(NamedTuple):
-    """A run that could begin.
+    """A run that is ready to start.
 
     Attributes:
-      args: of the run, with the date of its prompts.
-      directory: of the model.
-      tokenizer: makes prompts of rows.
-      exported_tokenizer: to be written with the trained model; None: the model's own files are copied.
-      loop: with microbatch and decode rows that fit into `--memory`.
-      memory: of a device; None without `--memory`.
-      chosen: what was made smaller to fit, in one line; empty without `--memory`.
-      evaluator: None: nothing is evaluated.
+      args: the arguments, with the date for the chat template.
+      directory: directory of the model.
+      tokenizer: turns rows into prompts.
+      exported_tokenizer: saved with the trained model; None copies the model's own files.
+      loop: its microbatch and decode rows fit into `--memory`.
+      memory: memory per device; None without `--memory`.
+      chosen: one line on the sizes that were reduced to fit; empty without `--memory`.
+      evaluator: None disables evaluation.
     """
 
     args: Common
@@ -87,20 +87,20 @@ class Prepared(NamedTuple):
 
 
 def prepare(args: Common) -> Prepared:
-    """Everything but the weights.
+    """Builds everything but the weights.
 
     Raises:
-      UserError, ValueError, OSError: what was asked for does not exist, cannot be read, or does not go together.
+      UserError, ValueError, OSError: a missing or unreadable input, or options that exclude each other.
     """
     check_platform(args.device.platform)
     check_environment(args)
-    if is_first():  # the others have none
+    if is_first():  # only the first process has loggers
         check_loggers(args.run.report_to)
     opened = open_model(args.model, args.data.chat_template, args.sampler)
     directory, config, tokenizer, ends = opened.directory, opened.config, opened.tokenizer, opened.ends
     args = with_prompt_day(args, opened.own_tokenizer.chat_template)
-    told = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
-    check_template_kwargs(tokenizer, [name for name, _ in told])
+    template_kwargs = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
+    check_template_kwargs(tokenizer, [name for name, _ in template_kwargs])
     data = load_data(args, tokenizer)
     for task in (data.task, data.held_out):
         if task is not None:
@@ -110,7 +110,7 @@ def prepare(args: Common) -> Prepared:
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, ends)
     check_export_source(config, directory, exported)
     loop = make_loop(args, model, data, tokenizer, ends)
-    found = fitted(args, loop, make_evaluator(args, loop, data), state_shapes(args, loop, model))
+    fit = fitted(args, loop, make_evaluator(args, loop, data), state_shapes(args, loop, model))
     return Prepared(
         args,
         directory,
@@ -118,23 +118,25 @@ def prepare(args: Common) -> Prepared:
         tokenizer,
         exported,
         data,
-        found.loop,
-        found.memory,
-        found.chosen,
-        found.evaluator,
+        fit.loop,
+        fit.memory,
+        fit.chosen,
+        fit.evaluator,
     )
 
 
 def with_prompt_day(args: Common, template: object) -> Common:
-    """The arguments with `--chat-template-kwargs strftime_now=DAY` if the chat template reads the date and no flag sets
-    it: today, or with --resume the day on which the run began."""
+    """Adds `--chat-template-kwargs strftime_now=DAY` if the chat template reads the date and no flag sets it.
+
+    DAY is today, or with --resume the day on which the run began.
+    """
     given = args.data.chat_template_kwargs
     if args.data.chat_template == "none" or _days(given):
         return args
     settings = args.run.output_dir / "config.yaml"
     if args.run.resume and is_file(settings):
-        kept = read_options(settings).get("chat_template_kwargs")
-        days = _days(kept if isinstance(kept, list) else [])
+        saved = read_options(settings).get("chat_template_kwargs")
+        days = _days(saved if isinstance(saved, list) else [])
     else:
         days = [f"{DAY}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
     return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
@@ -145,8 +147,10 @@ def _days(given: Sequence[object]) -> list[str]:
 
 
 def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array) -> Params:
-    """The parameters of a checkpoint with what the run trains beside them: adapters, a gate of evictions, a critic. The
-    key is consumed."""
+    """Adds the run's own trainable parts to a checkpoint's parameters: LoRA adapters, an eviction gate, a critic.
+
+    Consumes the key.
+    """
     lora = lora_config(args.model)
     if lora is not None:
         params = add_lora(params, lora, key)
@@ -163,27 +167,29 @@ def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array
 
 
 def shapes(args: Common, model: Decoder) -> Params:
-    """Shapes of the parameters that the run will have."""
+    """Shapes of the run's parameters."""
     key = jax.random.key(0)
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.model.param_dtype), param_shapes(model))
     return jax.eval_shape(lambda params: with_parts(args, params, model.config, key), stored)
 
 
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
-    """The state of a new run with these parameters."""
+    """Initial train state of a run with these parameters."""
     state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
     return one_behind(state) if loop.config.samples_ahead else state
 
 
 def state_shapes(args: Common, loop: Loop, model: Decoder) -> TrainState:
-    """Shapes of the state of a new run. No weights are read."""
+    """Shapes of the initial train state. Reads no weights."""
     key = jax.random.key(0)
     return jax.eval_shape(lambda params: state_of(args, loop, params, key), shapes(args, model))
 
 
 def keeps_reference(args: Common, loop: Loop) -> bool:
-    """Whether the state has its own reference. Adapters need none, because their frozen base is the policy at the
-    start, unless the reference follows the policy."""
+    """Whether the train state holds a copy of the parameters as reference.
+
+    With LoRA the frozen base is the reference, unless the reference is synced with the policy.
+    """
     if isinstance(loop, PolicyLoop):
         update = loop.config.update
         return update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
@@ -191,7 +197,7 @@ def keeps_reference(args: Common, loop: Loop) -> bool:
 
 
 def lora_config(args: ModelArgs) -> LoraConfig | None:
-    """The adapters, None without a rank."""
+    """Configuration of the LoRA adapters; None without --lora-r."""
     if args.lora_r is None:
         return None
     return LoraConfig(
@@ -200,17 +206,20 @@ def lora_config(args: ModelArgs) -> LoraConfig | None:
 
 
 def check_platform(wanted: str) -> None:
-    """Raises UserError where JAX does not run on the platform that was asked for."""
-    found = jax.default_backend()
-    if wanted not in ("auto", found):
+    """Raises UserError if JAX does not run on the platform of --platform."""
+    backend = jax.default_backend()
+    if wanted not in ("auto", backend):
         raise UserError(
-            f"expected JAX to run on {wanted!r}, as --platform says; got {found!r} with {jax.devices()}. Is "
+            f"expected JAX to run on {wanted!r}, as --platform says; got {backend!r} with {jax.devices()}. Is "
             f"smd_jax[{'cuda' if wanted == 'gpu' else wanted}] installed, and JAX_PLATFORMS unset?"
         )
 
 
 def check_loggers(report_to: Sequence[str]) -> None:
-    """Raises MissingExtraError for a logger whose package is not installed. Loggers are made when weights are there."""
+    """Raises MissingExtraError for a logger whose package is not installed.
+
+    The loggers themselves are created after the weights are read.
+    """
     if "tensorboard" in report_to:
         check_tensorboard()
     if "wandb" in report_to:
@@ -218,12 +227,12 @@ def check_loggers(report_to: Sequence[str]) -> None:
 
 
 def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tuple[int, ...]) -> Loop:
-    """The loop of the algorithm; `ends` are the tokens that end a response."""
+    """Builds the loop of the algorithm. `ends` are the tokens that end a response."""
     policy = eviction_policy(args.sampler)
     try_policy(args.sampler.eviction, model.shape, args.sampler.budget, args.sampler.buffer)
     if policy.gate is not None and not isinstance(args, Grpo | Rloo):
         raise UserError(
-            "expected grpo or rloo with --eviction gate, whose draws are judged by one advantage a response; "
+            "expected grpo or rloo with --eviction gate, which is trained by one advantage per response; "
             f"got {type(args).__name__}"
         )
     if isinstance(args, Grpo | Rloo) and args.ahead.rollouts_ahead:
@@ -246,11 +255,11 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
 def loop_config(
     args: Common, policy: EvictionPolicy, rollout: RolloutConfig, width: int, evicts: bool
 ) -> tuple[Any, LoopConfig]:
-    """The class of the loop, and its configuration.
+    """Returns the class of the loop and its configuration.
 
     Args:
       width: tokens of the longest prompt.
-      evicts: whether any key is evicted in this run.
+      evicts: whether this run evicts any key.
     """
     sampler, device = args.sampler, args.device
     options: dict[str, Any] = {
@@ -265,9 +274,9 @@ def loop_config(
     }
     if isinstance(args, OnlineDpo):
         if device.pack_columns is not None:
-            raise UserError("expected no --pack-columns with online-dpo, whose pairs have a row each")
+            raise UserError("expected no --pack-columns with online-dpo, which does not pack its pairs")
         if device.share_prompts:
-            raise UserError("expected no --share-prompts with online-dpo, whose update has two rows of a prompt")
+            raise UserError("expected no --share-prompts with online-dpo, which has two rows per prompt")
         loss = DPOConfig(beta=args.pairs.dpo_beta, loss_type=args.pairs.dpo_loss)
         update = DPOUpdateConfig(loss=loss, microbatch_size=device.microbatch)
         penalty = args.pairs.missing_eos_penalty
@@ -289,7 +298,7 @@ def loop_config(
 
 
 def check_ahead(model: ModelArgs) -> None:
-    """Raises UserError where no rollout can be drawn beside the update."""
+    """Raises UserError if --rollouts-ahead is not supported for this run."""
     if model.lora_r is not None:
         raise UserError(f"expected no --rollouts-ahead with --lora-r; got --lora-r {model.lora_r}")
     if jax.process_count() > 1:
@@ -297,7 +306,7 @@ def check_ahead(model: ModelArgs) -> None:
 
 
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
-    """The optimizer of the whole run."""
+    """Builds the optimizer for the whole run."""
     has_gate = eviction_policy(args.sampler).gate is not None
     options: dict[str, Any] = {**vars(args.optimizer), "learning_rate": learning_rate(args)}
     options["gate_speed"] = args.optimizer.gate_speed if has_gate else None
@@ -305,33 +314,33 @@ def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
 
 
 def learning_rate(args: Common) -> float:
-    """The one that was asked for, or else by what is trained: adapters begin at zero and take larger steps."""
+    """--learning-rate, or the default: 1e-5 for LoRA adapters, which start at zero, and 1e-6 for all weights."""
     if args.optimizer.learning_rate is not None:
         return args.optimizer.learning_rate
     return 1e-6 if args.model.lora_r is None else 1e-5
 
 
 def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
-    """What evaluates during the run; None where nothing is held out."""
+    """Builds the evaluator of the run; None without held-out rows."""
     if data.held_out is None:
         return None
     config = loop.config
     rows = config.decode_rows or config.completions_per_step
     texts = split_decodes(",".join(args.evaluation.eval_decode))
-    ways = [decoding(text, args.sampler, config.policy, config.rollout, loop.model.shape) for text in texts]
+    decodes = [decoding(text, args.sampler, config.policy, config.rollout, loop.model.shape) for text in texts]
     temperature = args.evaluation.eval_temperature
     if temperature is not None:
-        ways = [replace(way, sampling=SamplingConfig(temperature=temperature)) for way in ways]
+        decodes = [replace(decode, sampling=SamplingConfig(temperature=temperature)) for decode in decodes]
     length = args.sampler.max_completion_length
     name = args.evaluation.eval_dataset or args.data.dataset
     settings = EvaluationConfig(
-        decodes=tuple(ways),
+        decodes=tuple(decodes),
         rollout=config.rollout,
         prompt_width=config.prompt_width,
         rows=rows,
         stop_strings=config.stop_strings,
         seed=config.seed,
     )
-    # The held-out rows may be another dataset's, with a reward of its own.
+    # The held-out rows may come from another dataset with another reward.
     rewards = loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name)
     return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards)

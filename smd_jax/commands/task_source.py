@@ -1,4 +1,4 @@
-"""The rows to train on and to evaluate on, and their reward."""
+"""Loads training and evaluation rows and their rewards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "f
 
 
 class Data(NamedTuple):
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
-      task: rows to train on, without prompts that are too long.
-      held_out: rows to evaluate on, likewise; None: nothing is evaluated.
-      width: tokens of the longest prompt that there may be.
-      counts: lines on what was kept and dropped.
+      task: training rows, without prompts that are too long.
+      held_out: evaluation rows, likewise; None disables evaluation.
+      width: longest allowed prompt, in tokens.
+      counts: lines on kept and dropped prompts.
     """
 
     task: Task
@@ -42,10 +42,10 @@ class Data(NamedTuple):
 
 
 def load_data(args: Common, tokenizer: Any) -> Data:
-    """Both tasks.
+    """Loads the training and the evaluation rows.
 
     Raises:
-      UserError, ValueError, FileNotFoundError, ConnectionError: data that is not there or cannot be read.
+      UserError, ValueError, FileNotFoundError, ConnectionError: missing or unreadable data.
     """
     data = args.data
     choice = task_choice(data, args.run.seed)
@@ -68,7 +68,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
 
 
 def task_of(choice: TaskChoice) -> Any:
-    """`build_task`, whose errors suggest the nearest name for data that is not there."""
+    """Calls `build_task`; errors for unknown data suggest the nearest name."""
     try:
         return build_task(choice)
     except (FileNotFoundError, ConnectionError, ValueError) as error:
@@ -80,7 +80,7 @@ def task_of(choice: TaskChoice) -> Any:
 
 
 def check_has_reward(task: Any) -> None:
-    """Raises UserError for data without a reward of its own, where no flag names one."""
+    """Raises UserError for data that defines no reward."""
     try:
         own_reward(task)
     except ValueError as error:
@@ -88,7 +88,7 @@ def check_has_reward(task: Any) -> None:
 
 
 def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
-    """The task without the prompts that are too long, the most tokens of a prompt, and a line about both."""
+    """Drops prompts that are too long. Returns the task, the prompt width in tokens, and a line on both."""
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
     chosen, counts = select_prompts(task, lengths, width, refuse=args.long_prompts == "refuse")
@@ -96,7 +96,7 @@ def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
 
 
 def task_choice(args: DataSource, seed: int) -> TaskChoice:
-    """What the flags say of the rows to train on."""
+    """The training rows that the flags choose."""
     return TaskChoice(
         args.dataset,
         args.dataset_source,
@@ -113,42 +113,42 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
 
 
 def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
-    """The rows to evaluate on: in the layout of those to train on, unless it is another dataset."""
+    """The evaluation rows, in the layout of the training rows unless they come from another dataset."""
     own = replace(training, held_out=True, split=args.eval_split, source=args.eval_source)
     if args.eval_seed is not None:
         if not (args.eval_dataset or training.name).startswith(PROCEDURAL):
-            raise UserError(f"expected --eval-seed with {PROCEDURAL}NAME alone, whose rows are made from it")
+            raise UserError(f"expected --eval-seed only with {PROCEDURAL}NAME, which generates rows from a seed")
         own = replace(own, seed=args.eval_seed)
     if args.eval_dataset is not None:
         return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
     if args.eval_split is None and args.eval_source is None and not holds_back(training.name):
         raise UserError(
-            f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not say which "
-            "rows it holds back"
+            f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not define "
+            "held-out rows; got neither"
         )
     return own
 
 
 def holds_back(name: str) -> bool:
-    """Whether a task of this name says itself which rows are not for training."""
+    """Whether a task of this name defines its held-out rows."""
     return name in PRESETS or name.startswith(PROCEDURAL)
 
 
 def rewards_of(args: RewardArgs, max_completion_length: int, task: Any, name: str) -> Rewards:
-    """The functions of the flags, or the task's own reward, with the flags' limits.
+    """The reward functions of --reward, or the task's own reward, with the time and failure limits of the flags.
 
     Args:
-      task, name: of the rows that are graded.
+      task: the graded rows.
+      name: dataset name of the task.
 
     Raises:
-      UserError: a name that is neither ready nor a function's place; weights of another number; a task without a reward
-        of its own where the flags name none.
+      UserError: an unknown reward; a wrong number of weights; no --reward for a task that defines none.
     """
     if not args.reward:
         if args.reward_weights:
             raise UserError("expected no --reward-weights without --reward; got " + str(list(args.reward_weights)))
         check_has_reward(task)
-        # With a limit like any other: verifiers parse what a model wrote, and for some texts they take for ever.
+        # The time limit applies here as well: for some texts verifiers never return.
         names = (name.removeprefix(PROCEDURAL),)
         return Rewards((own_reward(task),), None, names, args.reward_timeout, args.max_failed_rewards)
     if args.reward_weights and len(args.reward_weights) != len(args.reward):
@@ -165,6 +165,7 @@ def rewards_of(args: RewardArgs, max_completion_length: int, task: Any, name: st
 
 
 def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> RewardFunction:
+    """The reward function of a built-in name, or of path/to/file.py:function."""
     match name:
         case "math_answer":
             return reward_functions.math_answer
@@ -191,18 +192,18 @@ def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> 
 
 
 def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    """`min_terms=2` as a name and a value; values are YAML: `false`, `0.5`, `[1, 2]`.
+    """Parses `min_terms=2` into a name and a value; values are YAML: `false`, `0.5`, `[1, 2]`.
 
     Raises:
-      UserError: no `=`; a value that is no YAML.
+      UserError: no `=`, or a value that is not valid YAML.
     """
-    found = []
+    parameters = []
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            found.append((name, load_yaml(value, OPTIONS)))
+            parameters.append((name, load_yaml(value, OPTIONS)))
         except ValueError as error:
             raise UserError(f"expected {flag} as name=value with YAML as value; got {text[:80]!r}: {error}") from error
         if not name or not equals:
             raise UserError(f"expected {flag} as name=value; got {text[:80]!r}")
-    return tuple(found)
+    return tuple(parameters)

@@ -1,10 +1,10 @@
-"""Flags that TRL's users type, and that are called otherwise here, or not needed: what to write in their place."""
+"""TRL's option names and their equivalents here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-NOTHING = "nothing: "  # in front of why there is no flag
+NOTHING = "nothing: "  # prefix of the reason why there is no flag
 
 TRL_NAMES: Mapping[str, str] = {
     "model_name_or_path": "--model",
@@ -46,11 +46,11 @@ TRL_NAMES: Mapping[str, str] = {
     "use_liger_kernel": "nothing: the loss never has the logits of all tokens at once",
     "deepspeed": "--fsdp",
     "trust_remote_code": "nothing: code that comes with a model or data is never run",
-    "shuffle_dataset": "nothing: every epoch has an order of its own",
+    "shuffle_dataset": "nothing: every epoch is shuffled",
     "remove_unused_columns": "nothing: all columns go to the rewards",
     "tools": "nothing: rollouts have one turn",
     "eval_strategy": "--eval-steps",
-    "eval_on_start": "nothing: with --eval-steps the start is evaluated, too",
+    "eval_on_start": "nothing: --eval-steps also evaluates before training",
     "save_strategy": "--save-steps",
     "load_best_model_at_end": "--metric-for-best-model",
     "resume_from_checkpoint": "--resume, from the newest checkpoint in --output-dir",
@@ -69,14 +69,14 @@ TRL_NAMES: Mapping[str, str] = {
 
 
 def in_place_of(name: str) -> str | None:
-    """What to write in place of an option of TRL's; None if it is none of them.
+    """The equivalent of an option of TRL, as a sentence; None for any other name.
 
     Args:
-      name: with dashes or underscores, also as a flag.
+      name: with dashes or underscores, with or without `--`.
     """
     plain = name.removeprefix("--").replace("-", "_")
     if plain not in TRL_NAMES:
         return None
-    said = TRL_NAMES[plain]
-    why = said.removeprefix(NOTHING)
-    return f"TRL's {name} is {said} here" if why == said else f"TRL's {name} has no flag here: {why}"
+    ours = TRL_NAMES[plain]
+    why = ours.removeprefix(NOTHING)
+    return f"TRL's {name} is {ours} here" if why == ours else f"TRL's {name} has no flag here: {why}"

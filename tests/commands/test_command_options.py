@@ -132,13 +132,11 @@ def test_a_revision_is_what_the_hub_is_asked_for(
     smd_eval([*words, *evaluate, "--reward-timeout", "None"])
     assert asked[3:] == asked[:3]
     said = error_of([*train, "--model-revision", "gone"], capsys)
-    assert "does not give a model of that name at --model-revision gone: no such revision" in said
+    assert "at --model-revision gone, which is no directory here and could not be downloaded: no such revision" in said
     said = error_of([*train, "--model", str(model)], capsys)
     assert "expected no --model-revision with --model" in said and "a directory here; got 'v1'" in said
     alone = ["grpo", "--model", "owner/name", *SUMS, "--tokenizer-revision", "v1"]
-    assert "expected --tokenizer, an id on the Hub, with --tokenizer-revision; got 'v1' alone" in error_of(
-        alone, capsys
-    )
+    assert "expected --tokenizer, an id on the Hub, with --tokenizer-revision 'v1'; got none" in error_of(alone, capsys)
 
 
 # --- prompts

@@ -108,7 +108,7 @@ def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.Captur
     [
         ("ppo", [], "expected grpo or rloo with --eviction gate"),
         ("online-dpo", [], "expected grpo or rloo with --eviction gate"),
-        ("grpo", ["--pyramid"], "expected no pyramid with the policy 'gate'"),
+        ("grpo", ["--pyramid"], "expected no --pyramid with the policy 'gate'"),
         ("grpo", ["--correction", "tis"], "expected visibility 'shadow' with an eviction_coef"),
         ("grpo", ["--gate-speed", "0"], "expected a finite gate_speed > 0"),
         ("grpo", ["--sinks", "7"], "budget"),

@@ -82,9 +82,9 @@ def test_a_text_becomes_a_policy_with_sinks():
     assert (decode.policy, decode.name) == (StreamingLLM(3), "streaming_llm-8-2")
     greedy = way_of_decoding("gate(greedy=True):8", sinks=2)
     assert greedy.policy == LearnedGate(LinearGate(2), greedy=True)
-    with pytest.raises(ValueError, match=r"expected a gate whose evictions are draws, .*; got 'gate\(greedy=True\)'"):
+    with pytest.raises(ValueError, match=r"expected a gate that samples its evictions, .*; got 'gate\(greedy=True\)'"):
         eviction_policy(SamplerArgs(eviction="gate(greedy=True)"))
-    with pytest.raises(ValueError, match=r"expected the sinks of streaming_llm by --sinks alone; got 'streaming_llm\("):
+    with pytest.raises(ValueError, match=r"expected the sinks of streaming_llm only in --sinks; got 'streaming_llm\("):
         way_of_decoding("streaming_llm(sinks=8):16", sinks=4)
 
 

@@ -136,7 +136,7 @@ def test_a_policy_of_ones_own(folder: Path):
         ("snapkv(window='16')", "expected window of SnapKV to be int; got '16', str; the eviction policy was .snapkv"),
         ("snapkv(window=0)", "expected SnapKV.window >= 1; got 0; the eviction policy was"),
         ("h2o(recent=[1])", "expected recent of H2O to be float"),
-        ("snapkv:window", "expected a number of keys behind snapkv, as in snapkv:512; got 'window'"),
+        ("snapkv:window", "expected a number of keys after snapkv, as in snapkv:512; got 'window'"),
         ("own_policies.py:FadingH2O(half_life='long')", "expected half_life of FadingH2O to be float; got 'long', str"),
         ("own_policies.py:FadingH2O(half_life=-1)", "expected half_life > 0; got -1.0; the eviction policy was"),
         ("own_policies.py:FadingH2O(half_life=13)", "it raised RuntimeError: bad luck; the eviction policy was"),
@@ -146,7 +146,7 @@ def test_a_policy_of_ones_own(folder: Path):
         ("own_policies.py:Needy(part=1)", "expected a parameter of Needy, which has share; got 'part'"),
         (
             "own_policies.py:Bare",
-            r"expected a frozen dataclass as own_policies.py:Bare, @dataclass\(frozen=True\) above",
+            r"expected a frozen dataclass as own_policies.py:Bare, with @dataclass\(frozen=True\)",
         ),
         (
             "own_policies.py:FadingH20",

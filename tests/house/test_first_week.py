@@ -130,7 +130,7 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else there(name))
     with pytest.raises(SystemExit) as end:
         console_scripts.smd_train()
-    assert end.value.code == 2 and "need tyro, not installed here: pip install -e '.[train]'" in capsys.readouterr().err
+    assert end.value.code == 2 and "the packages tyro; got none: pip install -e '.[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

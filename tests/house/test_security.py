@@ -166,7 +166,7 @@ def test_no_code_of_a_tokenizer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()\nTrap = None"
     )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
-    with pytest.raises(UserError, match="without code of its own"):
+    with pytest.raises(UserError, match="without running its code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "sprung").exists()
 

@@ -92,7 +92,9 @@ def test_files_and_names_that_cannot_be(tmp_path: Path):
     assert end_token_ids(tmp_path, tokenizer, ()) == (258,)
     assert end_token_ids(of_config(tmp_path), tokenizer, ()) == (258,)
     assert shown_tokens(tokenizer, (256, 258)) == "<|endoftext|> (256), <|im_end|> (258)"
-    with pytest.raises(UserError, match=r"as tokens of the tokenizer, whose special ones are .*im_end.*; got \['</s>'"):
+    with pytest.raises(
+        UserError, match=r"as tokens of the tokenizer, whose special tokens are .*im_end.*; got \['</s>'"
+    ):
         end_token_ids(tmp_path, tokenizer, ("<|im_end|>", "</s>"))
     for wrong in ("a", [True], [1.5]):
         with pytest.raises(UserError, match="expected eos_token_id in .*generation_config.json as an id, or a list of"):

@@ -220,7 +220,7 @@ def test_texts(text, decode):
             r"expected one of the eviction policies dense, gate, h2o, .*tova, or one of your own .*; got 'snapk'",
         ),
         ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'"),
-        ("dense:512", r"expected dense alone, which keeps all; got 'dense:512'"),
+        ("dense:512", r"expected no budget for dense, which keeps all keys; got 'dense:512'"),
         (
             "snapkv:-3",
             r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, gate, h2o.*got 'snapkv:-3'",
