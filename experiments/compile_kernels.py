@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-# Read when JAX and the compilers are loaded. Nothing can be timed here, so XLA must not choose kernels by their speed.
+# Read when JAX and the compilers are loaded. Without the device nothing can be timed, so XLA must not autotune.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
-# There is no TPU: no metadata server to be asked about it, no lock to be held on it.
+# Without a TPU there is no metadata server to query and no device to lock.
 os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 import jax
@@ -74,7 +74,7 @@ class Target:
     """A device to compile for.
 
     Attributes:
-      platform: as JAX calls it.
+      platform: JAX's name.
       topology: a topology with one such device.
       decode: its decode kernel; None: only attention is compiled.
     """
@@ -117,10 +117,10 @@ class Program:
     Attributes:
       labels: fields of the row that name it, "kernel" among them.
       function: jitted. args, kwargs: its arguments, as shapes with a sharding.
-      kernels: it is nothing but kernels, of which the assembler is asked.
-      most_bytes: temporary memory that it may take.
-      cache_bytes: of one layer's keys, if it is a loop over caches.
-      refused: why it cannot be compiled at all, by the kernel's own account.
+      kernels: whether it contains only kernels, whose assembler dumps are read.
+      most_bytes: limit of its temporary memory.
+      cache_bytes: bytes of one layer's keys, for a loop over caches.
+      refused: the kernel's reason why it cannot be compiled.
     """
 
     labels: dict[str, Any]
@@ -135,7 +135,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one program; None where its target has no such fact."""
+    """Facts about one compiled program; None if its target does not have the fact."""
 
     kernel: str
     target: str
@@ -157,7 +157,7 @@ class Row:
 
 
 def compile_program(program: Program, target: Target, dumps: assembler.Dumps) -> Row:
-    """Traces, lowers and compiles. What a compiler refuses is a row with its reason."""
+    """Traces, lowers and compiles. A failed compilation gives a row with the reason."""
     row = partial(Row, target=target.name, **program.labels)
     if program.refused is not None:
         return row(error=program.refused)
@@ -185,7 +185,7 @@ def is_good(program: Program, row: Row) -> bool:
         return False
     if not program.kernels:
         return True
-    # Each kernel by itself: a backward pass has two, and both must be on the matrix units.
+    # Each kernel separately: a backward pass has two, and both must use the matrix units.
     return bool(row.wgmma) if row.mxu is None else bool(row.mxu) and min(row.mxu.values()) > 0
 
 
@@ -216,7 +216,7 @@ def compile_all(names: Sequence[str], quick: bool, dumps: assembler.Dumps) -> bo
 
 
 def programs(target: Target, quick: bool) -> Iterator[Program]:
-    """All that is compiled for a target."""
+    """All programs of a target."""
     array = partial(jax.ShapeDtypeStruct, sharding=target.sharding())
     if target.platform == "cuda":
         for head_dim in (64, 128):
@@ -231,7 +231,7 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
             yield decode_kernel(array, target, shape)
         for shape, bits in itertools.product(CODES_SHAPES, (8, 4, 2)):
             yield codes_kernel(array, target, shape, bits)
-        # XLA's own form in the same loop shows what the kernels' demands on layout cost, if anything.
+        # XLA's form in the same loop shows the cost of the layouts that the kernels need.
         for impl in (target.decode, "xla"):
             yield decode_loop(array, impl)
         yield whole_rollout(array, target.decode)
@@ -279,7 +279,7 @@ def gpu_attention(array: Array, dtype: Any, head_dim: int) -> Iterator[Program]:
 
 
 def layer(array: Array) -> Program:
-    """Gathering, kernels and all, forward and backward, at the sizes of the question."""
+    """Attention of a layer with gathering, forward and backward, at the sizes of the question."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
         segments = Segments(0, BUFFER, BUDGET)

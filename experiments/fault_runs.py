@@ -1,12 +1,12 @@
-"""A run of experiments/faults.py in processes of its own, for those who kill them.
+"""A run of experiments/faults.py in separate processes, which the tests kill.
 
     python experiments/fault_runs.py DIRECTORY ROLLOUTS
             [--coordinator HOST:PORT --index 1]     the second of two processes
             [--ahead]                               a rollout ahead
             [--mesh 2 2 2]                          on eight fake devices
 
-Begins the run of experiments/breaking/trained.py, or goes on with it; exit status as smd-train's. Says when a rollout
-begins and when a save does.
+Starts or resumes the run of experiments/breaking/trained.py, with smd-train's exit status. Prints when a rollout or a
+save begins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smd_jax.runs.stop import RunStoppedError
 
 
 class Saying(RealLoop):
-    """Prints when a rollout begins: whoever breaks it listens."""
+    """Prints when a rollout begins; the test waits for this line."""
 
     def step(
         self, state: TrainState, follows: Callable[[], bool] = lambda: True
@@ -59,7 +59,7 @@ class Args:
     rollouts: tyro.conf.Positional[int]
     coordinator: str | None = None  # of two processes
     index: int = 0  # of this one
-    ahead: bool = False  # draws a rollout beside the update before
+    ahead: bool = False  # samples the next rollout during the update
     mesh: tuple[int, int, int] | None = None  # data, fsdp and tensor, of fake devices; None: a device of every process
 
 

@@ -1,22 +1,22 @@
-"""What can go wrong with a run of days, done to it on purpose, and what is left.
+"""Injects faults into runs and checks that they survive.
 
-Question   Does a run survive what borrowed machines do to it? `survived`: a run that was broken and resumed ends with
-           every metric and every byte of its state as the run that nobody touched (on other devices: but for rounding,
-           see experiments/breaking/processes.py); or, where it must not go on, it is refused with a message that names
-           what was expected and what came, and its directory is left as it was. Hostile input (configurations, names,
-           data, models, chat templates) ends in one error, soon and without a gigabyte of memory; a hostile reward
-           function costs its own completions only.
+Question   Does a run survive preemption, full disks and broken files? `survived`: a run that was broken and resumed
+           ends with the same metrics and bitwise the same state as an uninterrupted run (on other devices: up to
+           rounding, see experiments/breaking/processes.py). If it must not continue, it is refused with a message of
+           the form "expected …; got …", and its directory stays unchanged. Hostile input (configurations, names, data,
+           models, chat templates) ends in one error, soon and without a gigabyte of memory. A hostile reward function
+           loses only its own completions.
 Command    python experiments/faults.py --out experiments/results/faults.json
            python experiments/faults.py --only 'SIGTERM in a rollout'                  one kind, nothing is written
 Cost       about thirty minutes on two idle CPU cores; most of it starts processes that are killed
 Result     experiments/results/faults.json, a row for each kind of fault.
 
-Runs       GRPO with the engine, adapters, minibatches and shuffled rows for what hits a process
-           (experiments/breaking/trained.py); arithmetic for what hits a disk (experiments/breaking/plain.py). A
+Runs       Process faults: GRPO with the engine, adapters, minibatches and shuffled rows
+           (experiments/breaking/trained.py). Disk faults: a run of plain arithmetic (experiments/breaking/plain.py). A
            checkpoint every two rollouts, two are kept.
-Rows       `injected`, `survived`: faults of this kind. `max_steps_lost`: the most rollouts, done before a fault, that
-           had to be taken again, the one under way not among them. `unreadable_checkpoints`: those that did not load
-           after a fault, but for what the fault itself damaged.
+Rows       `injected`, `survived`: faults of this kind. `max_steps_lost`: the most finished rollouts that had to be
+           repeated. `unreadable_checkpoints`: checkpoints that did not load after a fault, except those that the fault
+           damaged.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ from smd_jax.runs.checkpoint import OtherStateError
 class Args:
     """Breaks runs."""
 
-    out: Path | None = None  # rows as JSON; those of other kinds stay
+    out: Path | None = None  # JSON file of the rows; rows of other kinds stay
     only: tuple[str, ...] = ()  # kinds of faults; all by default
-    seed: int = 0  # of the moments at which processes are killed
+    seed: int = 0  # for the times at which processes are killed
 
 
 KINDS: dict[str, Fault] = {

@@ -1,12 +1,12 @@
 """Are sampler and learner one policy?
 
-Question   Under every eviction policy: how far is log p of a sampled token in the learner's teacher-forced pass with
-           the replayed shadow mask from log p under which the sampler drew it? And in a dense learner?
-           The same with the cache in 8, 4 and 2 bits: replayed with the sampler's parities, and without them.
-           And in a model from outside of the library, some of whose layers have a sliding window (--model outside)?
+Question   For every eviction policy: how much does a token's log p in the learner's teacher-forced pass under the
+           shadow mask differ from the sampler's log p? And in a dense learner?
+           The same for caches of 8, 4 and 2 bits, replayed with and without the sampler's parities.
+           And for a model from outside the library with sliding windows (--model outside)?
 Command    python experiments/identity.py            (--json: one object a line and policy)
 Cost       about three minutes on two CPU cores
-Result     float32: below 2e-5, at every number of bits; float64: below 1e-10; a dense learner is off by whole nats.
+Result     float32: below 2e-5 at every number of bits; float64: below 1e-10; a dense learner differs by whole nats.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Row:
     """One policy's result; differences are in nats.
 
     Attributes:
-      bits: of the cache; None: full precision. no_parity_max_abs_dlogp: of a quantised cache, when the learner rounds
-        by itself.
+      bits: of the cache; None: full precision.
+      no_parity_max_abs_dlogp: for a quantised cache, without the sampler's parities.
     """
 
     policy: str
@@ -97,7 +97,7 @@ def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
 def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     model, fresh = make_model(args)
     wide = jnp.float64 if args.dtype == "float64" else jnp.float32
-    # A little sharper than at initialisation, so that it matters which keys are seen.
+    # Sharper attention than at initialisation, so that evictions matter.
     params = jax.tree.map(lambda x: 1.5 * x.astype(wide), fresh)
     trajectory = smd.rollout(
         model,
@@ -145,7 +145,7 @@ def main(args: Args) -> None:
     keep_programs()
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    # On a GPU, float32 products would otherwise be TensorFloat-32, in another order here than there.
+    # Otherwise GPUs multiply float32 in TensorFloat-32, and sampler and learner round differently.
     jax.config.update("jax_default_matmul_precision", "highest")
     rows = []
     quantized = [(name, bits) for name in args.quantized for bits in args.bits]

@@ -1,4 +1,4 @@
-"""Where replay pays, where correcting a dense learner pays, and where neither does.
+"""Compares replay and corrections of a dense learner over many tasks, samplers and budgets.
 
 Cells      Tasks and samplers: running sums of 12 digits, copied sums of 8, sorting of 12 (experiments/lib/problems.py),
            each under a milder and a crueller budget. Eviction policies that depend on the parameters (TOVA of each

@@ -1,8 +1,8 @@
-"""A language model from outside of the library: plain JAX, no Flax, in the manner of Gemma 2 and 3.
+"""A language model from outside the library: plain JAX, no Flax, similar to Gemma 2 and 3.
 
 Embeddings times sqrt(hidden), norms before and after attention and MLP with scales of 1 + w, GeGLU, norms of q and k,
-a query scale of its own, RoPE on half of the channels, some layers with a sliding window, tied and soft-capped logits.
-Parameters are a nested dict with names that the library has never heard of.
+another query scale, RoPE on half of the channels, some layers with a sliding window, tied and soft-capped logits.
+Parameters are a nested dict with names that the library does not know.
 
     model = OutsideModel()                      # a smd_jax.model.protocol.LanguageModel
     params = model.init(jax.random.key(0))
@@ -25,11 +25,12 @@ from smd_jax.model.protocol import Attend, LayerState, ModelShape
 
 @dataclass(frozen=True)
 class OutsideModel:
-    """See above; hashable and equal by value, as a static argument of jitted functions must be.
+    """The model. Hashable and compared by value, because it is a static argument of jitted functions.
 
     Attributes:
-      windows: of each layer, None: the layer sees all. As many as there are layers.
-      query_scale: of the scores, in place of 1 / sqrt(head_dim). cap: the logits stay within ± cap.
+      windows: the sliding window of each layer; None: no window.
+      query_scale: scale of the scores, instead of 1 / sqrt(head_dim).
+      cap: soft cap of the logits.
     """
 
     vocab_size: int = 264
@@ -130,7 +131,7 @@ class OutsideModel:
         q = rotate(norm(self._heads(y, p["wq"]), p["norm_q"]), turn)
         k = rotate(norm(self._heads(y, p["wkv"][0]), p["norm_k"]), turn)
         v = self._heads(y, p["wkv"][1])
-        # The library divides scores by sqrt(head_dim): a scale of one's own goes into the queries.
+        # The library divides scores by sqrt(head_dim), so another scale goes into the queries.
         out, layer = attend(q * (self.query_scale * self.head_dim**0.5), k, v, layer)
         out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + norm(self._product(out, p["wo"]), p["after"][0])
@@ -144,7 +145,7 @@ class OutsideModel:
         return self._product(x, matrix).reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
 
     def _product(self, x: Array, matrix: Array) -> Array:
-        # Accelerators multiply float32 in fewer bits unless they are asked not to.
+        # Accelerators multiply float32 in fewer bits by default.
         return jnp.matmul(x, matrix.astype(self.dtype), precision="highest")
 
 
@@ -156,7 +157,7 @@ def norm(x: Array, scale: Array) -> Array:
 
 
 def rotate(x: Float[Array, "batch heads tokens head_dim"], turn: Float[Array, "batch tokens quarter 2"]) -> Array:
-    """RoPE on the first half of the channels, neighbours being the pairs."""
+    """RoPE on the first half of the channels; adjacent channels form pairs."""
     turned, still = jnp.split(x, 2, axis=-1)
     pairs = turned.reshape(*turned.shape[:-1], -1, 2).astype(turn.dtype)
     cos = turn[:, None, ..., 0]

@@ -1,4 +1,4 @@
-"""Trains a language model by RL with a KV cache of fixed size, sampler and learner exactly one policy.
+"""Trains a small language model by GRPO with a fixed-size KV cache.
 
 Task       Sort 8 digits hidden among 16 letters: "k3xq7ab0cd1efg3hi2jk9m8p=" -> "01233789". Reward 1 for the
            exact answer, else 0. A head keeps 18 keys of up to 34 (H2O, + 2 of buffer).
@@ -64,19 +64,19 @@ class Args:
 
     correction: Literal["shadow", "none"] = "shadow"  # visibility of the learner
     distill: Distillation = "auto"  # second track; auto: anchor with shadow masks, else none
-    distill_coef: float = 0.5  # its weight in the loss
-    policy: Literal["h2o", "dense"] = "h2o"  # of the sampler; dense never evicts: the upper bound
+    distill_coef: float = 0.5  # weight of the second track in the loss
+    policy: Literal["h2o", "dense"] = "h2o"  # eviction policy of the sampler; dense never evicts: the upper bound
     seeds: int = 1  # seeds 0, 1, … are run one after another
     steps: int = 400  # rollouts
     warm_start_steps: int = 300  # supervised steps before them
     learning_rate: float = 3e-4  # of GRPO; rises for a twentieth of the steps, then falls to a tenth along a cosine
-    memory: str | None = None  # of a device, such as 64MiB: chooses microbatch and completions decoded at once
+    memory: str | None = None  # memory per device, such as 64MiB: chooses microbatch and decode rows
     runs: Path = Path("runs/quickstart")  # folder of warm starts and runs
     resume: bool = False  # continue a run that was stopped
 
     @property
     def teacher(self) -> str:
-        """The direction of the distillation, "none" where there is none."""
+        """The direction of the distillation, or "none"."""
         if self.distill != "auto":
             return self.distill
         return "anchor" if self.correction == "shadow" and self.policy != "dense" else "none"
@@ -134,7 +134,7 @@ def check(args: Args) -> None:
 
 
 def command(args: Args, seed: int, model: Path) -> list[str]:
-    """The words behind `smd-train`."""
+    """The arguments of `smd-train`."""
     words = ["grpo", "--preset", "sorting", "--model", str(model), "--output-dir", str(args.run(seed))]
     words += ["--seed", str(seed), "--max-steps", str(args.steps), "--learning-rate", str(args.learning_rate)]
     words += ["--correction", "naive" if args.correction == "none" else args.correction, "--eviction", args.policy]

@@ -1,7 +1,7 @@
 """Shadow masks, naive training and TIS on SmolLM2-135M-Instruct under a budget.
 
 Question   A sampler that evicts a third of its keys trains a learner that ignores it (naive), weights tokens (TIS) or
-           replays what the sampler saw (shadow; with a frozen dense teacher: shadow-anchor). What does each gain, with
+           replays the sampler's masks (shadow; with a frozen dense teacher: shadow-anchor). What does each gain, with
            the budget and with the full cache, compared with a sampler that evicts nothing (full-cache)?
 Command    make smollm2                                               the model, once
            python experiments/real_model.py                           everything; the same command resumes
@@ -23,7 +23,7 @@ Learner    GRPO, 4 prompts x 8 completions, one step per rollout; LoRA of rank 1
            rate after 5 steps.
 Rate       Of `RATES`, for every arm the best mean of final sparse and dense greedy reward on a pilot seed, on
            validation rows. (The first plan was one rate for all arms, the best of the full-cache arm, and 24 rollouts;
-           with that rate, 1e-3, shadow masks learnt fast and then lost it.)
+           with that rate, 1e-3, shadow masks learned fast and then collapsed.)
 Order      Pilot, the untrained model, all arms of seed 0, then of seed 1. A checkpoint every 4 rollouts. Seed 2 of the
            arms with a budget under SnapKV was added after two seeds had been reported.
 """

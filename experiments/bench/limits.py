@@ -3,8 +3,8 @@
     limit_share = model FLOP of a turn / seconds / rate of the products        (both of one run, on one core)
 
 Counts what the model's definition needs: the products of all tokens, the scores and weighted values of visible keys,
-the logits of the response; backward twice that again. Softmax, norms, rotations, sampling, the optimizer and
-recomputation count as nothing. The products are XLA's, with as many rows as a decoding step or a microbatch has, so a
+the logits of the response; twice as much for the backward pass. Softmax, norms, rotations, sampling, the optimizer and
+recomputation are not counted. The products are XLA's, with as many rows as a decoding step or a microbatch has, so a
 library with faster products could exceed 1.
 """
 

@@ -1,12 +1,12 @@
-"""How much faster is an update whose rows hold several sequences?
+"""Time of an update with packed rows.
 
-Question   `UpdateConfig.pack_columns` puts several sequences into one row of the update, and its code is long. Is it
-           worth that in the case that suits it best: most responses short, a few long?
+Question   `UpdateConfig.pack_columns` packs several sequences into one row of the update, and its code is long. Is it
+           worth it in the best case, with many short responses and a few long ones?
 Command    python experiments/bench/packing.py --out experiments/results/packing_cpu.json
 Cost       eight minutes on two busy cores
 Result     seconds of an update, and the ratio of each way to packing
 
-64 responses behind prompts of 32 to 64 tokens, room for 512 tokens each, a decoder of 3.4 M parameters, microbatches of
+64 responses after prompts of 32 to 64 tokens, up to 512 tokens each, a decoder of 3.4 M parameters, microbatches of
 4 rows. 60 responses have 8 to 48 tokens and 4 have 300 to 380. "padded" is the update over all 576 columns; "bucketed"
 runs over the columns that the longest response needs, in 4 widths, as `LoopConfig.update_widths` does; "packed" shares
 rows of 576 columns. The three take turns; `seconds` is the median, and `ratio` the median of the turns' own ratios to
@@ -29,7 +29,7 @@ import numpy as np
 import optax
 import tyro
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 import smd_jax as smd
 from lib.files import write_rows
@@ -55,7 +55,7 @@ OPTIMIZER = optax.adamw(1e-5)
 class Args:
     """Times the update with padded, bucketed and packed rows, in turns."""
 
-    out: Path | None = None  # rows go there
+    out: Path | None = None  # file of the rows
     turns: int = 7
 
 

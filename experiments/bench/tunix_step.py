@@ -1,4 +1,4 @@
-"""What does a GRPO step of Tunix cost with our rollout and replay, beside the same step with its own?
+"""Time of a GRPO step of Tunix with our rollout and replay, compared with Tunix' own.
 
 Question   The integration replaces Tunix' sampler, mask and model. Does a whole step (rollout, update) become slower?
 Command    PYTHONPATH=.:kernels PYTHON experiments/bench/tunix_step.py --out experiments/results/tunix_step_cpu.json
@@ -10,8 +10,8 @@ Engines    tunix    Tunix' Llama3, its vanilla sampler with a dense cache, GRPOL
            ours     our Decoder of the same sizes in an Actor, SmdRollout (H2O), SmdGRPOLearner with "smd_grpo"
 Fairness   One process, the engines step in turns, and ratios are of neighbouring steps: other load on the machine hits
            both. The first step of each compiles and does not count. Weights are random, so lengths differ a little
-           where an end token is sampled: `ms_per_token` is of the sampled tokens. The reward is trivial. What comes
-           before it is the rollout, what comes after it the update.
+           where an end token is sampled: `ms_per_token` is of the sampled tokens. The reward is trivial;
+           it separates the rollout from the update.
 Fields     seconds, rollout_seconds, update_seconds: medians of the steps. ms_per_token: of the whole step. ratios: ours
            by tunix of each pair of steps, from ms_per_token, and their median. load: of the machine before and after,
            processes that want a CPU; beyond `cpus` the seconds are too high, and the ratio is what counts.
@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ class Turns:
 class StepClock:
     """Times the steps of a learner: it yields batches, and is the reward function between rollout and update."""
 
-    __name__ = "length"  # under which Tunix logs the reward
+    __name__ = "length"  # name of the reward in Tunix' log
 
     def __init__(self, engine: str, turns: Turns, batch: dict[str, np.ndarray], steps: int) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""A reward that answers late, as a judge on another machine does. It imports no JAX: it runs in its own process."""
+"""A reward that waits, like a judge on another machine. It imports no JAX, because it runs in its own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The arms of the studies: which policy the learner trains, and how it corrects for the sampler.
 
-The docstring of `smd_jax/corrections` defines the policies. Everything that is not part of an arm is the same for all
-arms of a study.
+The docstring of `smd_jax/corrections` defines the policies. All other settings are the same for all arms of a study.
 """
 
 from __future__ import annotations

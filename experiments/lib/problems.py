@@ -181,9 +181,9 @@ class Walk(Problem):
     """A walk of `length` edges along a graph of six nodes with `DEGREE` edges from each.
 
     The prompt has the graph, one token per edge, and the first node. A step is right if it is an edge of the graph and
-    begins where the previous token ends. A mistake costs one step (two if it is no edge at all) and not the rest, so
-    every step is equally hard. Which edge is taken is drawn: a policy has one bit of entropy per step. A policy that
-    knows the rule and has lost the graph is right in two steps of five.
+    begins where the previous token ends. A mistake costs only one step (two if it is not an edge), so every step is
+    equally hard. The edge is sampled, so a policy has one bit of entropy per step. A policy that knows the rule but has
+    lost the graph is right in two steps of five.
 
     An edge is one token instead of two nodes: attention then finds it in one step, and a model of two layers learns
     walks of 512 steps within minutes. With two tokens it was still at chance after 600 supervised steps.

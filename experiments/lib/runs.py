@@ -29,7 +29,7 @@ from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 
-# Limit of every rollout where learner and sampler are one policy: nats, float32.
+# Limit for every rollout if learner and sampler are one policy, in nats, float32.
 MAX_MISMATCH_KL = 1e-6
 QUANT_GROUP = 8  # tokens that share the range of a quantised key channel
 # Decodings of an evaluation: under the budget and with the full cache, at the sampler's temperature and greedily.
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def settings(self) -> str:
-        """Everything except the code that the numbers of the run depend on."""
+        """All settings that determine the numbers of the run."""
         return repr((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
